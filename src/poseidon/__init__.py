@@ -1,0 +1,35 @@
+"""Poseidon: train on a few ordinary machines, close to linear speed, with the same result.
+
+Public names are loaded when first used, so that the pure parts (planner, simulator, command line) work and
+start quickly without PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["DistributedDataParallel", "Plan", "init", "plan"]
+
+_HOME = {
+    "DistributedDataParallel": "poseidon.api",
+    "Plan": "poseidon.planning.planner",
+    "init": "poseidon.api",
+    "plan": "poseidon.api",
+}
+
+if TYPE_CHECKING:
+    from poseidon.api import DistributedDataParallel, init, plan
+    from poseidon.planning.planner import Plan
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'poseidon' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

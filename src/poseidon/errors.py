@@ -1,0 +1,39 @@
+"""Every error Poseidon raises on purpose.
+
+::
+
+    PoseidonError
+    ├── ConfigError        an argument, option, file or environment variable is wrong
+    ├── UnsupportedError   the request is understood but cannot be done exactly
+    ├── MismatchError      workers disagree about the model, the plan or the replicas
+    └── WorkerLostError    a worker died, hung or went away while others waited for it
+
+The text of an error says who (rank, layer, peer), what, the value seen, the value expected and what to try.
+"""
+
+from __future__ import annotations
+
+
+class PoseidonError(Exception):
+    """Base of all errors raised on purpose; catch this to catch them all."""
+
+
+class ConfigError(PoseidonError, ValueError):
+    """An argument, option, file or environment variable has a value that cannot work."""
+
+
+class UnsupportedError(PoseidonError, RuntimeError):
+    """The request is understood, but no exact way to fulfil it exists."""
+
+
+class MismatchError(PoseidonError, RuntimeError):
+    """Workers disagree where they must agree: model, shapes, plan, or replica contents."""
+
+
+class WorkerLostError(PoseidonError, RuntimeError):
+    """A worker died, hung or became unreachable while others waited for it."""
+
+
+def unknown_name(what: str, seen: str, known: list[str] | tuple[str, ...]) -> ConfigError:
+    """Return the error for a name that is not one of ``known``, listing the known ones."""
+    return ConfigError(f"unknown {what} {seen!r}; known: {', '.join(sorted(known))}")

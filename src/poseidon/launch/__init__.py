@@ -1,0 +1,1 @@
+"""The ``poseidon`` command: one file per subcommand, found by :mod:`poseidon.launch.cli`."""

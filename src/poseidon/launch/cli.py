@@ -1,0 +1,71 @@
+"""The ``poseidon`` command line: finds the subcommand, runs it, turns errors into one line and a status.
+
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only when
+asked for, so that ``poseidon plan`` does not wait for what ``poseidon lab`` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from poseidon.errors import PoseidonError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("poseidon.launch.bench", "measure Poseidon beside its peers on an emulated cluster"),
+    "lab": ("poseidon.launch.lab", "turn this machine into a cluster of emulated machines"),
+    "plan": ("poseidon.launch.plan", "show which route each layer would take, and why"),
+    "quickstart": ("poseidon.launch.quickstart", "train LeNet on digits with 4 local workers"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _overview_parser()
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        if not arguments:
+            parser.print_help(sys.stderr)
+            return 2
+        parser.parse_args(arguments[:1])
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"poseidon: unknown command {name!r}; known: {', '.join(sorted(COMMANDS))}", file=sys.stderr)
+        return 2
+    module_name, summary = COMMANDS[name]
+    try:
+        command = importlib.import_module(module_name)
+        subparser = argparse.ArgumentParser(prog=f"poseidon {name}", description=summary)
+        command.add_arguments(subparser)
+        return int(command.run(subparser.parse_args(arguments[1:])))
+    except PoseidonError as error:
+        if os.environ.get("POSEIDON_TRACEBACK"):
+            traceback.print_exc()
+        print(f"poseidon {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"poseidon {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _overview_parser() -> argparse.ArgumentParser:
+    from poseidon import __version__
+
+    lines = [f"  {name:<12} {summary}" for name, (_, summary) in sorted(COMMANDS.items())]
+    parser = argparse.ArgumentParser(
+        prog="poseidon",
+        usage="poseidon COMMAND [options]",
+        description="Train on a few ordinary machines, close to linear speed, with the same result.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`poseidon COMMAND --help` explains one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"poseidon {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
