@@ -1,0 +1,74 @@
+"""A recommender after DLRM: nearly all parameters are rows of embedding tables, of which a batch uses few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from poseidon.zoo.network import Shape, Task
+
+_TABLES, _ROWS, _VECTOR_SIZE = 8, 100_000, 64
+_DENSE_FEATURES = 13
+_BAG_SIZE = 4
+"""Rows of one table that a sample looks up and sums."""
+
+
+class Recommender(nn.Module):
+    """Dense features and table lookups become vectors; their pairwise dot products predict a click."""
+
+    def __init__(self, rows: int, vector_size: int, wide: int, narrow: int) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(*_perceptron(_DENSE_FEATURES, wide, narrow, vector_size), nn.ReLU())
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, vector_size, mode="sum") for _ in range(_TABLES))
+        pairs = _TABLES * (_TABLES + 1) // 2
+        self.top = nn.Sequential(*_perceptron(vector_size + pairs, wide, narrow, 1))
+        for weight in self.tables.parameters():
+            nn.init.uniform_(weight, -(rows**-0.5), rows**-0.5)
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        """Return one logit per sample from ``dense`` (sample, feature) and ``rows`` (sample, table, bag)."""
+        bottom = self.bottom(dense)
+        looked_up = [table(rows[:, index]) for index, table in enumerate(self.tables)]
+        vectors = torch.stack([bottom, *looked_up], dim=1)
+        first, second = torch.triu_indices(_TABLES + 1, _TABLES + 1, offset=1, device=dense.device)
+        dots = (vectors @ vectors.transpose(1, 2))[:, first, second]
+        logits: Tensor = self.top(torch.cat([bottom, dots], dim=1))
+        return logits.squeeze(1)
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Normal dense features, uniformly drawn rows, fair-coin clicks; the loss is binary cross entropy."""
+
+    rows: int
+
+    def sample(self, size: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return ``((dense, rows), clicks)``."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        dense = torch.randn((size, _DENSE_FEATURES), generator=generator, device="cpu")
+        rows = torch.randint(self.rows, (size, _TABLES, _BAG_SIZE), generator=generator, device="cpu")
+        clicks = torch.randint(2, (size,), generator=generator, device="cpu")
+        return (dense, rows), clicks.float()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean binary cross entropy of logits against clicks."""
+        return F.binary_cross_entropy_with_logits(outputs, targets)
+
+
+def dlrm(shape: Shape) -> tuple[nn.Module, Task]:
+    """Return the recommender; the width scales rows, vectors and hidden layers, not the number of tables."""
+    rows = shape.scaled(_ROWS)
+    model = Recommender(rows, shape.scaled(_VECTOR_SIZE), shape.scaled(512), shape.scaled(256))
+    return model, Clicks(rows)
+
+
+def _perceptron(*sizes: int) -> list[nn.Module]:
+    """Return linear layers between the sizes with a ReLU between every two of them."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return layers[:-1]
