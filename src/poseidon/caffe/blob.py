@@ -1,0 +1,217 @@
+"""Blobs: what flows between layers and what they learn, as values (data) and gradients (diff)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from poseidon.caffe.memory import Array, Memory
+from poseidon.caffe.schema import BlobProto, Proto
+from poseidon.caffe.schema.packed import append_floats, read_floats
+from poseidon.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+
+class Blob:
+    """A shaped array of values and one of gradients.
+
+    Scripts use ``data`` and ``diff`` (live numpy views); layers use the tensors and ``put_data``/``put_diff``, which
+    replace the content without copying.
+    """
+
+    __slots__ = ("_data", "_diff", "_shape")
+
+    def __init__(self, shape: Sequence[int] = (0,)) -> None:
+        self._shape: Shape = _checked(shape)
+        self._data = Memory(self._shape)
+        self._diff = Memory(self._shape)
+
+    # What pycaffe shows.
+
+    @property
+    def data(self) -> Array:
+        """A live numpy view of the values: writing to it is seen by the next forward pass."""
+        return self._data.array().reshape(self._shape)
+
+    @property
+    def diff(self) -> Array:
+        """A live numpy view of the gradients."""
+        return self._diff.array().reshape(self._shape)
+
+    @property
+    def shape(self) -> Shape:
+        """The dimensions; empty for a single value."""
+        return self._shape
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return math.prod(self._shape)
+
+    @property
+    def num(self) -> int:
+        """The first of four axes (older interface)."""
+        return self._legacy(0)
+
+    @property
+    def channels(self) -> int:
+        """The second of four axes (older interface)."""
+        return self._legacy(1)
+
+    @property
+    def height(self) -> int:
+        """The third of four axes (older interface)."""
+        return self._legacy(2)
+
+    @property
+    def width(self) -> int:
+        """The fourth of four axes (older interface)."""
+        return self._legacy(3)
+
+    def reshape(self, *shape: int) -> None:
+        """Change the dimensions; values are kept when their number stays the same, else they become zero."""
+        new = _checked(shape)
+        if new == self._shape:
+            return
+        if math.prod(new) != math.prod(self._shape):
+            self._data, self._diff = Memory(new), Memory(new)
+        self._shape = new
+
+    # What layers and solvers use.
+
+    @property
+    def data_tensor(self) -> torch.Tensor:
+        """The values on the active device."""
+        tensor = self._data.tensor()
+        return tensor if tensor.shape == self._shape else tensor.reshape(self._shape)
+
+    @property
+    def diff_tensor(self) -> torch.Tensor:
+        """The gradients on the active device (zeros where nothing has been written)."""
+        tensor = self._diff.tensor()
+        return tensor if tensor.shape == self._shape else tensor.reshape(self._shape)
+
+    @property
+    def has_diff(self) -> bool:
+        """Whether gradients have been written since they were last cleared."""
+        return not self._diff.is_zero
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether a numpy view of the values is held by somebody."""
+        return self._data.is_viewed
+
+    def put_data(self, values: torch.Tensor, borrowed: bool = False) -> None:
+        """Make ``values`` the content and take over their shape; see ``Memory.put`` for ``borrowed``."""
+        shape = tuple(values.shape)
+        if shape != self._shape:
+            self.reshape(*shape)
+        self._data.put(values, borrowed)
+
+    def put_diff(self, gradients: torch.Tensor, borrowed: bool = False) -> None:
+        """Make ``gradients``, which must have the blob's shape, the content of diff."""
+        assert gradients.shape == self._shape, f"diff of shape {tuple(gradients.shape)} for blob {self._shape}"
+        self._diff.put(gradients, borrowed)
+
+    def add_diff(self, gradients: torch.Tensor) -> None:
+        """Add to diff, as parameters do; the first addition after clearing takes the tensor over."""
+        if self._diff.is_zero:
+            self._diff.put(gradients.reshape(self._shape).contiguous())
+        else:
+            self.diff_tensor.add_(gradients.reshape(self._shape))
+
+    def clear_diff(self) -> None:
+        """Set the gradients to zero."""
+        self._diff.clear()
+
+    def share_data(self, owner: Blob) -> None:
+        """Use the owner's values from now on; both blobs see each other's writes."""
+        self._check_count(owner)
+        self._data = owner._data
+
+    def share_diff(self, owner: Blob) -> None:
+        """Use the owner's gradients from now on."""
+        self._check_count(owner)
+        self._diff = owner._diff
+
+    # Files.
+
+    def to_proto(self, write_diff: bool = False) -> Proto:
+        """Return the values (and gradients) as a BlobProto."""
+        proto = BlobProto()
+        proto.shape.dim.extend(self._shape)
+        proto.shape.SetInParent()
+        append_floats(proto, "data", self.data)
+        if write_diff:
+            append_floats(proto, "diff", self.diff)
+        return proto
+
+    def from_proto(self, proto: Proto, reshape: bool = True) -> None:
+        """Take shape (unless told not to) and values from a BlobProto, in single or double precision."""
+        if reshape:
+            self.reshape(*proto_shape(proto))
+        elif not self.fits(proto):
+            raise ConfigError(f"stored blob has shape {proto_shape(proto)}, this one {self._shape}")
+        for field, target in (("data", self.data), ("diff", self.diff if proto_has_diff(proto) else None)):
+            if target is not None:
+                target.flat[...] = _checked_values(proto, field, self.count)
+
+    def fits(self, proto: Proto) -> bool:
+        """Whether a stored blob has this shape; older files pad shapes to four axes with leading ones."""
+        stored = proto_shape(proto)
+        if _has_legacy_shape(proto):
+            return len(self._shape) <= 4 and (1,) * (4 - len(self._shape)) + self._shape == stored
+        return stored == self._shape
+
+    def _legacy(self, axis: int) -> int:
+        if len(self._shape) > 4:
+            raise ConfigError(f"num, channels, height and width need at most 4 axes; this blob has {self._shape}")
+        return self._shape[axis] if axis < len(self._shape) else 1
+
+    def _check_count(self, owner: Blob) -> None:
+        if self.count != owner.count:
+            raise ConfigError(f"cannot share: owner has shape {owner.shape}, sharing blob {self._shape}")
+
+
+class BlobVec(list[Blob]):
+    """The parameters of a layer; Python layers add theirs with ``add_blob``."""
+
+    def add_blob(self, *shape: int) -> None:
+        """Append a new blob of the given dimensions, filled with zeros."""
+        self.append(Blob(shape))
+
+
+def proto_shape(proto: Proto) -> Shape:
+    """Return the dimensions a BlobProto states, in the present or the four-axes form."""
+    if _has_legacy_shape(proto):
+        return (proto.num, proto.channels, proto.height, proto.width)
+    return tuple(proto.shape.dim)
+
+
+def proto_has_diff(proto: Proto) -> bool:
+    """Whether a BlobProto holds gradients."""
+    return bool(len(proto.diff) or len(proto.double_diff))
+
+
+def _has_legacy_shape(proto: Proto) -> bool:
+    return any(proto.HasField(name) for name in ("num", "channels", "height", "width"))
+
+
+def _checked_values(proto: Proto, field: str, count: int) -> Array:
+    values = read_floats(proto, f"double_{field}")
+    if not values.size:
+        values = read_floats(proto, field)
+    if values.size != count:
+        raise ConfigError(f"stored blob of shape {proto_shape(proto)} needs {count} values and holds {values.size}")
+    return values.astype(np.float32, copy=False)
+
+
+def _checked(shape: Sequence[int]) -> Shape:
+    result = tuple(int(size) for size in shape)
+    if any(size < 0 for size in result) or len(result) > 32:
+        raise ConfigError(f"a blob cannot have shape {result}: dimensions must be >= 0 and at most 32")
+    return result

@@ -1,0 +1,19 @@
+"""Optional packages, imported when first needed, with an error that says how to get them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from poseidon.errors import ConfigError
+
+
+def require(module: str) -> Any:
+    """Import ``module`` (protobuf, lmdb, h5py, PIL ...) or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the Caffe interface needs {module!r} for this, which cannot be imported ({error}); "
+            "install it with: pip install poseidon-dl[caffe]"
+        ) from error

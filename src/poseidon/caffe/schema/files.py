@@ -1,0 +1,122 @@
+"""Read and write messages as text (prototxt) and binary files, with errors that say where."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf import text_format
+from google.protobuf.message import DecodeError
+
+from poseidon.caffe.schema import FILE, Proto, message
+from poseidon.errors import ConfigError
+
+_NO_FIELD = re.compile(r'Message type "caffe\.(?P<message>[\w.]+)" has no field named "(?P<field>[^"]+)"')
+_NO_VALUE = re.compile(r'Enum type "caffe\.(?P<enum>[\w.]+)" has no value (?:named|with number) "?(?P<value>[^".]+)')
+
+
+def parse_text(text: str, message_name: str, origin: str = "<text>") -> Proto:
+    """Parse a prototxt; ``origin`` names the file in errors, which give line and column."""
+    result = message(message_name)()
+    try:
+        text_format.Parse(text, result)
+    except text_format.ParseError as error:
+        raise ConfigError(_explain(error, origin, text)) from None
+    missing = result.FindInitializationErrors()
+    if missing:
+        raise ConfigError(f"{origin}: required fields are missing: {', '.join(missing)}")
+    return result
+
+
+def read_text(path: str | os.PathLike[str], message_name: str) -> Proto:
+    """Read a prototxt file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file; a {message_name} in text form was expected") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    return parse_text(text, message_name, str(path))
+
+
+def read_binary(path: str | os.PathLike[str], message_name: str) -> Proto:
+    """Read a binary message (.caffemodel, .solverstate, .binaryproto)."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    return parse_binary(content, message_name, str(path))
+
+
+def parse_binary(content: bytes, message_name: str, origin: str = "<bytes>") -> Proto:
+    """Parse a serialised message; a truncated or foreign one is an error naming ``origin``."""
+    result = message(message_name)()
+    try:
+        result.ParseFromString(content)
+    except DecodeError:
+        raise ConfigError(
+            f"{origin}: not a complete binary {message_name} ({len(content)} bytes); "
+            "the file is truncated, damaged or of another kind"
+        ) from None
+    return result
+
+
+def write_binary(path: str | os.PathLike[str], proto: Proto) -> None:
+    """Write a message so that ``path`` holds the old content or all of the new, never a part."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
+
+
+def write_text(path: str | os.PathLike[str], proto: Proto) -> None:
+    """Write a message as prototxt, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text_format.MessageToString(proto), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` that takes its place when the block ends without error."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _explain(error: text_format.ParseError, origin: str, text: str) -> str:
+    """Return one line: file, line, column, what is wrong, and the nearest known names."""
+    line, column = error.GetLine(), error.GetColumn()
+    where = f"{origin}:{line}:{column}" if line is not None else origin
+    what = re.sub(r"^\d+:\d+ : ", "", str(error))
+    what = re.sub(r"^'(?P<source>.*?)': ", "", what, flags=re.DOTALL)
+    unknown = _NO_FIELD.search(what)
+    if unknown:
+        known = list(message(unknown["message"]).DESCRIPTOR.fields_by_name)
+        return f"{where}: {unknown['message']} has no field {unknown['field']!r}{_near(unknown['field'], known)}"
+    value = _NO_VALUE.search(what)
+    if value:
+        known = _enum_values(value["enum"])
+        return f"{where}: {value['enum']} has no value {value['value']!r}; known: {', '.join(known)}"
+    source = text.splitlines()[line - 1].strip() if line and line <= len(text.splitlines()) else ""
+    return f"{where}: {what}" + (f" (in: {source})" if source else "")
+
+
+def _near(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _enum_values(full_name: str) -> list[str]:
+    owner, _, enum = full_name.rpartition(".")
+    enums = message(owner).DESCRIPTOR.enum_types_by_name if owner else FILE.enum_types_by_name
+    return [value.name for value in enums[enum].values]

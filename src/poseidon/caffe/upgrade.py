@@ -1,0 +1,206 @@
+"""Bring nets and solvers written for older Caffe versions into the present form.
+
+Order matters and is Caffe's own: V0 layers to V1, data transformations into ``transform_param``, V1 layers to the
+present ones, net-level inputs to an Input layer, then the batch-norm form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from poseidon.caffe.schema import LayerParameter, Proto, message
+from poseidon.caffe.schema.files import read_binary, read_text
+from poseidon.caffe.upgrade_v0 import upgrade_v0_net
+from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
+
+_V1 = message("V1LayerParameter")
+_TRANSFORM_FIELDS = ("scale", "mean_file", "crop_size", "mirror")
+_TRANSFORMED = {"DATA": "data_param", "IMAGE_DATA": "image_data_param", "WINDOW_DATA": "window_data_param"}
+_SOLVER_TYPES = {
+    "SGD": "SGD",
+    "NESTEROV": "Nesterov",
+    "ADAGRAD": "AdaGrad",
+    "RMSPROP": "RMSProp",
+    "ADADELTA": "AdaDelta",
+    "ADAM": "Adam",
+}
+# Types whose present name is not the old one in CamelCase.
+_IRREGULAR_TYPES = {
+    "NONE": "",
+    "ABSVAL": "AbsVal",
+    "ARGMAX": "ArgMax",
+    "BNLL": "BNLL",
+    "HDF5_DATA": "HDF5Data",
+    "HDF5_OUTPUT": "HDF5Output",
+    "IM2COL": "Im2col",
+    "LRN": "LRN",
+    "MVN": "MVN",
+    "RELU": "ReLU",
+    "SOFTMAX_LOSS": "SoftmaxWithLoss",
+    "TANH": "TanH",
+}
+# Fields of a V1 layer that have no counterpart of the same name and meaning.
+_FOLDED = {"type", "layer", "param", "blob_share_mode", "blobs_lr", "weight_decay"}
+
+
+def read_net(path: str | os.PathLike[str]) -> Proto:
+    """Read a net from a prototxt of any age and return it in the present form."""
+    net = read_text(path, "NetParameter")
+    upgrade_net(net, str(path))
+    return net
+
+
+def read_weights(path: str | os.PathLike[str]) -> Proto:
+    """Read a ``.caffemodel`` of any age and return it in the present form."""
+    net = read_binary(path, "NetParameter")
+    upgrade_net(net, str(path))
+    return net
+
+
+def read_solver(path: str | os.PathLike[str]) -> Proto:
+    """Read a solver's prototxt, upgraded, with a snapshot prefix filled in where it has none."""
+    solver = read_text(path, "SolverParameter")
+    upgrade_solver(solver, str(path))
+    if not solver.HasField("snapshot_prefix"):
+        solver.snapshot_prefix = str(Path(path).with_suffix(""))
+        log.info("snapshot_prefix was not specified and is set to %s", solver.snapshot_prefix)
+    elif Path(solver.snapshot_prefix).is_dir():
+        solver.snapshot_prefix = str(Path(solver.snapshot_prefix) / Path(path).stem)
+        log.info("snapshot_prefix was a directory and is replaced to %s", solver.snapshot_prefix)
+    return solver
+
+
+def upgrade_net(net: Proto, origin: str = "<net>") -> bool:
+    """Upgrade ``net`` in place; return whether anything had to change."""
+    before = net.SerializeToString(deterministic=True)
+    if any(layer.HasField("layer") for layer in net.layers):
+        log.info("Attempting to upgrade input file specified using deprecated V0LayerParameter: %s", origin)
+        net.CopyFrom(upgrade_v0_net(net, origin))
+    if any(_has_old_transform(layer) for layer in net.layers):
+        for layer in net.layers:
+            _move_transform(layer)
+    if net.layers:
+        _upgrade_v1_layers(net, origin)
+    if net.input:
+        _upgrade_inputs(net, origin)
+    for layer in net.layer:
+        _freeze_batch_norm(layer)
+    return bool(net.SerializeToString(deterministic=True) != before)
+
+
+def upgrade_solver(solver: Proto, origin: str = "<solver>") -> bool:
+    """Replace the old ``solver_type`` enum by the ``type`` string, in place; return whether it was there."""
+    if not solver.HasField("solver_type"):
+        return False
+    if solver.HasField("type"):
+        raise ConfigError(f"{origin}: gives both 'type' and the older 'solver_type'; keep one of them")
+    enum = solver.DESCRIPTOR.enum_types_by_name["SolverType"]
+    solver.type = _SOLVER_TYPES[enum.values_by_number[solver.solver_type].name]
+    solver.ClearField("solver_type")
+    return True
+
+
+def _v1_type_name(layer: Proto) -> str:
+    return str(_V1.LayerType.Name(layer.type))
+
+
+def _has_old_transform(layer: Proto) -> bool:
+    settings_name = _TRANSFORMED.get(_v1_type_name(layer))
+    if settings_name is None:
+        return False
+    return any(getattr(layer, settings_name).HasField(name) for name in _TRANSFORM_FIELDS)
+
+
+def _move_transform(layer: Proto) -> None:
+    """Move scale, mean_file, crop_size and mirror from a data layer's settings to ``transform_param``."""
+    settings_name = _TRANSFORMED.get(_v1_type_name(layer))
+    if settings_name is None:
+        return
+    settings = getattr(layer, settings_name)
+    settings.SetInParent()
+    layer.transform_param.SetInParent()
+    for name in _TRANSFORM_FIELDS:
+        if settings.HasField(name):
+            setattr(layer.transform_param, name, getattr(settings, name))
+            settings.ClearField(name)
+
+
+def _upgrade_v1_layers(net: Proto, origin: str) -> None:
+    if net.layer:
+        raise ConfigError(
+            f"{origin}: holds both 'layer' and the older 'layers' fields; "
+            'rewrite the older ones as layer { type: "..." } and load it again'
+        )
+    for old in net.layers:
+        net.layer.add().CopyFrom(upgrade_v1_layer(old))
+    net.ClearField("layers")
+
+
+def upgrade_v1_layer(old: Proto) -> Proto:
+    """Return the present form of one V1 layer."""
+    new = LayerParameter()
+    if old.HasField("type"):
+        written = _v1_type_name(old)
+        new.type = _IRREGULAR_TYPES.get(written, written.title().replace("_", ""))
+    for field, value in old.ListFields():
+        if field.name in _FOLDED:
+            continue
+        if field.name == "name":
+            new.name = value
+        else:
+            getattr(new, field.name).MergeFrom(value)
+    _add_param_specs(new, old)
+    return new
+
+
+def _add_param_specs(new: Proto, old: Proto) -> None:
+    """Fold the parallel lists of the old form into one ``param`` entry per parameter."""
+    lists = {
+        "name": old.param,
+        "share_mode": old.blob_share_mode,
+        "lr_mult": old.blobs_lr,
+        "decay_mult": old.weight_decay,
+    }
+    for _ in range(max(len(values) for values in lists.values())):
+        new.param.add()
+    for field, values in lists.items():
+        for spec, value in zip(new.param, values, strict=False):
+            setattr(spec, field, value)
+
+
+def _upgrade_inputs(net: Proto, origin: str) -> None:
+    """Turn net-level inputs into an Input layer at the front; inputs without a shape (old weights) just go."""
+    if net.input_shape or net.input_dim:
+        shapes = [list(shape.dim) for shape in net.input_shape]
+        if not shapes:
+            dims = list(net.input_dim)
+            shapes = [dims[start : start + 4] for start in range(0, len(dims), 4)]
+        if len(shapes) < len(net.input) or any(not shape for shape in shapes):
+            raise ConfigError(
+                f"{origin}: {len(net.input)} inputs ({', '.join(net.input)}) but shapes for {len(shapes)}; "
+                "give one input_shape, or four input_dim, for each input"
+            )
+        layers = [_input_layer(list(net.input), shapes), *net.layer]
+        net.ClearField("layer")
+        net.layer.extend(layers)
+    for name in ("input", "input_shape", "input_dim"):
+        net.ClearField(name)
+
+
+def _input_layer(names: list[str], shapes: list[list[int]]) -> Proto:
+    layer = LayerParameter(name="input", type="Input", top=names)
+    for shape in shapes[: len(names)]:
+        layer.input_param.shape.add(dim=shape)
+    return layer
+
+
+def _freeze_batch_norm(layer: Proto) -> None:
+    """Set the multipliers of BatchNorm's three running sums to zero, as the old form wanted them written out."""
+    if layer.type == "BatchNorm" and len(layer.param) == 3:
+        for spec in layer.param:
+            spec.lr_mult = 0
+            spec.decay_mult = 0

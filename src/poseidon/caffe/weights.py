@@ -1,0 +1,146 @@
+"""Move learned parameters between nets and files: ``.caffemodel`` and HDF5, in and out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from poseidon.caffe.blob import Blob, proto_shape
+from poseidon.caffe.extras import require
+from poseidon.caffe.layers.base import Layer
+from poseidon.caffe.net import Net
+from poseidon.caffe.schema import NetParameter, Proto
+from poseidon.caffe.schema.files import replacing, write_binary
+from poseidon.caffe.upgrade import read_weights
+from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
+
+_HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+
+
+def load(net: Net, path: str | os.PathLike[str]) -> None:
+    """Copy the parameters of layers with the same name from a file of either form."""
+    if is_hdf5(path):
+        load_hdf5(net, path)
+    else:
+        copy_from_proto(net, read_weights(path), str(path))
+
+
+def is_hdf5(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is HDF5, by its first bytes."""
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(len(_HDF5_MAGIC)) == _HDF5_MAGIC
+    except OSError as error:
+        raise ConfigError(f"cannot read weights {path}: {error.strerror}") from None
+
+
+def copy_from_proto(net: Net, source: Proto, origin: str = "<weights>") -> None:
+    """Copy parameters from a NetParameter to the layers of the same name; other layers are left out."""
+    for stored in source.layer:
+        layer = _target(net, stored.name)
+        if layer is None:
+            continue
+        if len(stored.blobs) != len(layer.blobs):
+            raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(stored.blobs)} for it")
+        for number, (blob, proto) in enumerate(zip(layer.blobs, stored.blobs, strict=True)):
+            if not blob.fits(proto):
+                raise _shape_mismatch(layer, number, blob, proto_shape(proto), origin)
+            blob.from_proto(proto, reshape=False)
+
+
+def to_proto(net: Net, write_diff: bool = False) -> Proto:
+    """Return the net's layers with their parameters."""
+    result = NetParameter(name=net.name)
+    result.layer.extend([layer.to_proto(write_diff) for layer in net.layers])
+    return result
+
+
+def save(net: Net, path: str | os.PathLike[str], write_diff: bool = False) -> None:
+    """Write a ``.caffemodel``; the previous file stays intact until the new one is complete."""
+    write_binary(path, to_proto(net, write_diff))
+
+
+def load_hdf5(net: Net, path: str | os.PathLike[str]) -> None:
+    """Copy parameters from an HDF5 file; those a layer shares from another may be missing in it."""
+    h5py = require("h5py")
+    try:
+        with h5py.File(path, "r") as file:
+            if "data" not in file:
+                raise ConfigError(f"{path}: holds no group 'data'; these are no weights written by Caffe")
+            for name, group in file["data"].items():
+                _load_group(net, name, group, str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read HDF5 weights {path}: {error}") from None
+
+
+def save_hdf5(net: Net, path: str | os.PathLike[str], write_diff: bool = False) -> None:
+    """Write parameters (each by its owner only) to an HDF5 file, whole or not at all."""
+    h5py = require("h5py")
+    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+        data = file.create_group("data")
+        diff = file.create_group("diff") if write_diff else None
+        for index, layer in enumerate(net.layers):
+            group = data.create_group(layer.name)
+            diff_group = None if diff is None else diff.create_group(layer.name)
+            for number, blob in enumerate(layer.blobs):
+                if net.param_table.is_owner(index, number):
+                    group.create_dataset(str(number), data=blob.data)
+                if diff_group is not None:
+                    diff_group.create_dataset(str(number), data=blob.diff)
+
+
+def share(net: Net, other: Net) -> None:
+    """Let ``net`` use the parameter values of layers of the same name in ``other``, from now on."""
+    for source in other.layers:
+        layer = _target(net, source.name)
+        if layer is None:
+            continue
+        if len(source.blobs) != len(layer.blobs):
+            raise layer.error(f"has {len(layer.blobs)} parameters, the other net's layer {len(source.blobs)}")
+        for number, (blob, owner) in enumerate(zip(layer.blobs, source.blobs, strict=True)):
+            if blob.shape != owner.shape:
+                raise _shape_mismatch(layer, number, blob, owner.shape, "the other net")
+            blob.share_data(owner)
+
+
+def _load_group(net: Net, name: str, group: Any, origin: str) -> None:
+    layer = _target(net, name)
+    if layer is None:
+        return
+    index = net.layers.index(layer)
+    if len(group) > len(layer.blobs):
+        raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(group)} for it")
+    for number, blob in _missing_allowed(net, index, layer, group, origin):
+        stored = group[str(number)]
+        if tuple(stored.shape) != blob.shape:
+            raise _shape_mismatch(layer, number, blob, tuple(stored.shape), origin)
+        blob.data[...] = stored[()]
+
+
+def _missing_allowed(net: Net, index: int, layer: Layer, group: Any, origin: str) -> Iterator[tuple[int, Blob]]:
+    """Yield the parameters that the file holds; only shared ones may be absent."""
+    for number, blob in enumerate(layer.blobs):
+        if str(number) in group:
+            yield number, blob
+        elif net.param_table.is_owner(index, number):
+            raise layer.error(f"parameter {number} is missing in {origin}")
+
+
+def _target(net: Net, name: str) -> Layer | None:
+    for layer in net.layers:
+        if layer.name == name:
+            return layer
+    log.info("Ignoring source layer %s", name)
+    return None
+
+
+def _shape_mismatch(layer: Layer, number: int, blob: Blob, stored: tuple[int, ...], origin: str) -> ConfigError:
+    return layer.error(
+        f"cannot copy parameter {number}: its shape in {origin} is {stored}, in this net {blob.shape}; "
+        "to learn it from scratch instead, rename the layer"
+    )
