@@ -1,0 +1,253 @@
+"""A lab: one Linux machine turned into several, joined by Ethernet of a chosen speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeVar, cast
+
+import poseidon
+from poseidon.errors import ConfigError
+from poseidon.lab import members, namespace, network, state, warden
+from poseidon.lab.network import Traffic
+from poseidon.lab.spec import LabSpec, check_machine, machine_address, make_spec
+
+T = TypeVar("T")
+
+
+class Lab:
+    """Several emulated machines; a context manager that makes them and removes them with all their processes.
+
+    ``Lab(machines=4, rate="1gbit", delay="0.1ms")`` takes the words of ``poseidon lab``; :meth:`from_spec`
+    takes a checked spec, :meth:`attach` finds a lab another process made. The lab ends with ``with``, or with
+    this process however it dies, unless :meth:`keep` was called. Needs root or the like; else
+    :class:`ConfigError` says what.
+    """
+
+    def __init__(self, machines: int = 4, rate: str = "1gbit", *, name: str | None = None, **options: Any) -> None:
+        self.spec = make_spec(machines, rate, **options)
+        self.name = name or secrets.token_hex(3)
+        self._warden: subprocess.Popen[bytes] | None = None
+        self._is_attached = False
+        if not self.name.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"a lab's name is letters, digits, - and _, not {self.name!r}")
+
+    @classmethod
+    def from_spec(cls, spec: LabSpec, name: str | None = None) -> Lab:
+        """Return a lab, not yet up, for a checked spec."""
+        lab = cls(name=name)
+        lab.spec = spec
+        return lab
+
+    @classmethod
+    def attach(cls, name: str | None = None) -> Lab:
+        """Return the running lab of this name (or the only one), made by another process and left to it."""
+        found = state.choose(name, state.load_all())
+        lab = cls.from_spec(found.spec, found.name)
+        lab._is_attached = True
+        return lab
+
+    def __enter__(self) -> Lab:
+        if not self._is_attached:
+            self.up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_attached:
+            self.down()
+
+    @property
+    def machines(self) -> int:
+        """How many machines the lab has."""
+        return self.spec.machines
+
+    @property
+    def state(self) -> state.LabState:
+        """The lab as it is written down now."""
+        found = state.load(self.name)
+        if found is None:
+            raise ConfigError(f"lab {self.name!r} is not running")
+        return found
+
+    def address(self, machine: int) -> str:
+        """Return a machine's address inside the lab."""
+        check_machine(machine, self.machines)
+        return machine_address(machine)
+
+    def up(self) -> None:
+        """Make the machines and their links."""
+        existing = state.load(self.name)
+        if existing is not None and not existing.is_abandoned:
+            raise ConfigError(f"a lab named {self.name!r} is already running; choose another name or take it down")
+        network.open_netlink().close()
+        self._warden = _start_warden(self.name, self.machines)
+        try:
+            switch_place, *machine_places = _read_places(self._warden)
+            here = state.LabState(
+                name=self.name,
+                spec=self.spec,
+                warden=state.ProcessId.of(self._warden.pid),
+                owner=state.ProcessId.of(os.getpid()),
+                switch=switch_place,
+                machines=tuple(machine_places),
+            )
+            state.save(here)
+            self._in_switch(lambda switch: _wire(here, switch))
+            self._tell_warden(warden.BEGIN)
+        except BaseException:
+            self.down()
+            raise
+
+    def keep(self) -> None:
+        """Let the lab outlive this process, until ``poseidon lab down``."""
+        state.save(replace(self.state, owner=None))
+        self._tell_warden(warden.KEEP)
+        _lifeline(self._warden).close()
+        self._is_attached = True
+
+    def down(self) -> None:
+        """Kill every process of the lab and remove it; fine when it is already gone."""
+        found = state.load(self.name)
+        if found is not None:
+            remove(found)
+        if self._warden is not None:
+            _lifeline(self._warden).close()
+            self._warden.kill()
+            self._warden.wait()
+            self._warden = None
+
+    def spawn(
+        self, machine: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on a machine, in a session of its own; options go to :class:`subprocess.Popen`."""
+        check_machine(machine, self.machines)
+        marked = {**(os.environ if env is None else env), members.LAB_MARK: self.name}
+        here = self.state.machines[machine]
+        options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
+
+        def start() -> subprocess.Popen[bytes]:
+            return cast("subprocess.Popen[bytes]", subprocess.Popen(list(argv), env=marked, **options))
+
+        with _Opened(self.state.warden.pid, [here.net_fd, here.uts_fd]) as namespaces:
+            return namespace.call_inside(namespaces, start)
+
+    def processes(self, machine: int | None = None) -> list[int]:
+        """Return the processes on a machine, or of the whole lab."""
+        return self.state.processes(machine)
+
+    def traffic(self) -> list[Traffic]:
+        """Return the bytes each machine has sent and received since the lab began."""
+        return self._in_switch(lambda switch: network.read_traffic(switch, self.machines))
+
+    def cut(self, machine: int) -> None:
+        """Unplug a machine's cable."""
+        check_machine(machine, self.machines)
+        self._in_switch(lambda switch: network.set_link(switch, machine, is_up=False))
+        now = self.state
+        state.save(replace(now, cut=tuple(sorted({*now.cut, machine}))))
+
+    def pause(self, machine: int) -> None:
+        """Stop a machine's processes where they are, as a hung or swapping machine would."""
+        check_machine(machine, self.machines)
+        now = self.state
+        state.save(replace(now, paused=tuple(sorted({*now.paused, machine}))))
+        members.send_signal(self.processes(machine), signal.SIGSTOP)
+
+    def heal(self, machine: int) -> None:
+        """Plug the cable in again and let the machine's processes go on."""
+        check_machine(machine, self.machines)
+        self._in_switch(lambda switch: network.set_link(switch, machine, is_up=True))
+        now = self.state
+        cut = tuple(number for number in now.cut if number != machine)
+        paused = tuple(number for number in now.paused if number != machine)
+        state.save(replace(now, cut=cut, paused=paused))
+        members.send_signal(self.processes(machine), signal.SIGCONT)
+
+    def kill(self, machine: int) -> None:
+        """Pull a machine's plug: the link goes first, so that no connection is closed in good order."""
+        self.cut(machine)
+        members.kill_all(lambda: self.processes(machine))
+
+    def _in_switch(self, use: Callable[[int], T]) -> T:
+        now = self.state
+        with _Opened(now.warden.pid, [now.switch.net_fd]) as (switch,):
+            return use(switch)
+
+    def _tell_warden(self, word: bytes) -> None:
+        lifeline = _lifeline(self._warden)
+        lifeline.write(word)
+        lifeline.flush()
+
+
+def remove(lab: state.LabState) -> None:
+    """Remove whatever is left of a lab: processes, warden (and with it namespaces and links), state file."""
+    members.kill_all(lab.processes)
+    if lab.warden.is_alive:
+        members.kill_all(lambda: [lab.warden.pid] if lab.warden.is_alive else [])
+    state.forget(lab.name)
+
+
+def _lifeline(process: subprocess.Popen[bytes] | None) -> IO[bytes]:
+    assert process is not None, "only the process that made a lab may talk to its warden"
+    assert process.stdin is not None
+    return process.stdin
+
+
+class _Opened:
+    """The warden's namespaces as file descriptors of this process, closed at the end."""
+
+    def __init__(self, warden_pid: int, fds: Sequence[int]) -> None:
+        self._paths = [f"/proc/{warden_pid}/fd/{fd}" for fd in fds]
+        self._opened: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        try:
+            for path in self._paths:
+                self._opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self.__exit__()
+            raise ConfigError(f"the lab is gone or belongs to another user ({error})") from None
+        return self._opened
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._opened:
+            os.close(fd)
+
+
+def _wire(lab: state.LabState, switch: int) -> None:
+    with _Opened(lab.warden.pid, [machine.net_fd for machine in lab.machines]) as machines:
+        network.wire(lab.spec, switch, machines)
+
+
+def _start_warden(name: str, machines: int) -> subprocess.Popen[bytes]:
+    source = str(Path(poseidon.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "poseidon.lab.warden", name, str(machines)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+
+
+def _read_places(process: subprocess.Popen[bytes]) -> list[state.Namespace]:
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        answer = pipe.read()
+    if not answer:
+        raise ConfigError(f"the lab's warden ended with status {process.wait()} before it made any machine")
+    message = json.loads(answer)
+    if "error" in message:
+        raise ConfigError(message["error"])
+    return [state.Namespace(**place) for place in message["places"]]

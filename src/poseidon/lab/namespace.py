@@ -1,0 +1,89 @@
+"""Network namespaces without ``ip``: make them, hold them by file descriptor, call functions inside them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from poseidon.errors import ConfigError
+
+T = TypeVar("T")
+
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWNET = 0x40000000
+
+HOW_TO_GET_PERMISSION = (
+    "this needs Linux and the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN: run as root (sudo); in a "
+    "container start it with --privileged or with --cap-add SYS_ADMIN --cap-add NET_ADMIN; as an ordinary user try "
+    "`unshare --user --map-root-user poseidon lab ...`"
+)
+
+
+def make_namespace(hostname: str) -> tuple[int, int]:
+    """Make a network and a host-name namespace; return their file descriptors, which keep them alive.
+
+    The calling process stays where it is.
+    """
+    return _in_thread(lambda: _unshare_here(hostname))
+
+
+def call_inside(namespaces: Sequence[int], function: Callable[[], T]) -> T:
+    """Call a function in a thread that has entered the namespaces, and return what it returns.
+
+    Sockets it opens and processes it starts belong to the namespaces for good; the caller's threads never
+    move.
+    """
+
+    def enter_and_call() -> T:
+        for namespace in namespaces:
+            if _libc().setns(namespace, 0) != 0:
+                raise _system_error("enter a namespace")
+        return function()
+
+    return _in_thread(enter_and_call)
+
+
+def inode(namespace: int) -> int:
+    """Return the number that ``/proc/PID/ns/net`` shows for processes inside."""
+    return os.fstat(namespace).st_ino
+
+
+def _unshare_here(hostname: str) -> tuple[int, int]:
+    if _libc().unshare(CLONE_NEWNET | CLONE_NEWUTS) != 0:
+        raise _system_error("make a network namespace")
+    socket.sethostname(hostname)
+    net = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    uts = os.open("/proc/thread-self/ns/uts", os.O_RDONLY | os.O_CLOEXEC)
+    return net, uts
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """Run a function in a thread of its own, since threads are what enters namespaces; and return its result."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="lab-namespace")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _system_error(what: str) -> ConfigError:
+    number = ctypes.get_errno()
+    return ConfigError(f"cannot {what} ({os.strerror(number)}); {HOW_TO_GET_PERMISSION}")

@@ -1,0 +1,148 @@
+"""What is written down about each running lab, so that another process can find, use and remove it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from poseidon.errors import ConfigError
+from poseidon.lab.members import LAB_MARK, pids_in, pids_marked, start_time
+from poseidon.lab.spec import LabSpec
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process named so that its number's reuse cannot fool anyone."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Return the identity of a live process."""
+        start = start_time(pid)
+        assert start is not None, f"process {pid} is gone"
+        return cls(pid, start)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process still runs."""
+        return start_time(self.pid) == self.start
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One machine (or the switch): file descriptors in the warden that keep it alive, and its number."""
+
+    net_fd: int
+    uts_fd: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class LabState:
+    """One lab as the state file holds it."""
+
+    name: str
+    spec: LabSpec
+    warden: ProcessId
+    """The process that holds the namespaces."""
+    owner: ProcessId | None
+    """The process whose end is the lab's end; None for a lab that stays until ``poseidon lab down``."""
+    switch: Namespace
+    machines: tuple[Namespace, ...]
+    cut: tuple[int, ...] = ()
+    paused: tuple[int, ...] = ()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the process that should have removed this lab is gone."""
+        return not self.warden.is_alive or (self.owner is not None and not self.owner.is_alive)
+
+    def processes(self, machine: int | None = None) -> list[int]:
+        """Return the processes on one machine, or everything that belongs to the lab.
+
+        Once the warden is gone the namespaces' numbers may belong to others, and only the mark is trusted.
+        """
+        chosen = self.machines if machine is None else (self.machines[machine],)
+        inside = pids_in({place.inode for place in chosen}) if self.warden.is_alive else []
+        marked = pids_marked(LAB_MARK, self.name) if machine is None else []
+        return sorted({*inside, *marked})
+
+
+def state_folder() -> Path:
+    """Return where state files live: /run for root, else the user's runtime folder, else the temp folder."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    for folder in ("/run", runtime):
+        if folder and os.access(folder, os.W_OK):
+            return Path(folder) / "poseidon-lab"
+    return Path(tempfile.gettempdir()) / f"poseidon-lab-{os.getuid()}"
+
+
+def state_file(name: str) -> Path:
+    """Return the state file of a lab."""
+    return state_folder() / f"{name}.json"
+
+
+def save(state: LabState) -> None:
+    """Write a lab down, replacing the file in one step."""
+    path = state_file(state.name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data = asdict(replace(state, spec=LabSpec((0,)))) | {"spec": state.spec.to_json()}
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(data))
+    fresh.replace(path)
+
+
+def load(name: str) -> LabState | None:
+    """Return the lab of this name, or None when there is none."""
+    try:
+        data = json.loads(state_file(name).read_text())
+    except FileNotFoundError:
+        return None
+    return _from_json(data)
+
+
+def forget(name: str) -> None:
+    """Remove a lab's state file; a missing one is fine."""
+    state_file(name).unlink(missing_ok=True)
+
+
+def load_all() -> list[LabState]:
+    """Return every lab written down, by name."""
+    names = sorted(path.stem for path in state_folder().glob("*.json"))
+    return [state for state in map(load, names) if state is not None]
+
+
+def choose(name: str | None, states: Collection[LabState]) -> LabState:
+    """Return the lab a user means: the named one, or the only one."""
+    known = ", ".join(state.name for state in states) or "none"
+    if name is not None:
+        for state in states:
+            if state.name == name:
+                return state
+        raise ConfigError(f"no lab named {name!r}; running: {known}")
+    if len(states) != 1:
+        problem = "several labs are running" if states else "no lab is running"
+        hint = f"name one with --lab: {known}" if states else "start one with `poseidon lab up` or `poseidon lab run`"
+        raise ConfigError(f"{problem}; {hint}")
+    return next(iter(states))
+
+
+def _from_json(data: dict[str, Any]) -> LabState:
+    owner = data["owner"]
+    return LabState(
+        name=data["name"],
+        spec=LabSpec.from_json(data["spec"]),
+        warden=ProcessId(**data["warden"]),
+        owner=None if owner is None else ProcessId(**owner),
+        switch=Namespace(**data["switch"]),
+        machines=tuple(Namespace(**machine) for machine in data["machines"]),
+        cut=tuple(data["cut"]),
+        paused=tuple(data["paused"]),
+    )

@@ -1,0 +1,91 @@
+"""The one process that keeps a lab alive: it holds the namespaces and cleans up when the lab's owner dies.
+
+Started by :mod:`poseidon.lab.cluster` with a pipe as standard input. The pipe's end without the word ``keep``
+means that the owner is gone, however it died: every process of the lab is killed, the state file removed, and
+with this process go the last references to the namespaces, so the kernel removes them and the links in them.
+Slow machines are slowed here too, because this process has nothing else to do and wakes up on time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+from poseidon.errors import PoseidonError
+from poseidon.lab import members, namespace, state
+from poseidon.lab.spec import machine_name
+
+BEGIN = b"begin\n"
+KEEP = b"keep\n"
+PACE_PERIOD_S = 0.04
+RESCAN_S = 0.25
+
+
+def main(name: str, machines: int) -> None:
+    """Make the namespaces, say where they are, and hold them until told to go."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        places = [_make_place(host) for host in ["switch", *map(machine_name, range(machines))]]
+    except PoseidonError as error:
+        _tell({"error": str(error)})
+        return
+    _tell({"places": [vars(place) for place in places]})
+    for word in sys.stdin.buffer:
+        if word == BEGIN:
+            _start_slowing(name)
+        elif word == KEEP:
+            threading.Event().wait()
+    _clean_up(name, {place.inode for place in places})
+
+
+def _make_place(hostname: str) -> state.Namespace:
+    net, uts = namespace.make_namespace(hostname)
+    return state.Namespace(net, uts, namespace.inode(net))
+
+
+def _tell(message: dict[str, object]) -> None:
+    print(json.dumps(message), flush=True)
+    # The reader waits for this pipe's end; the descriptor stays taken so that no namespace gets number 1.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _clean_up(name: str, inodes: set[int]) -> None:
+    members.kill_all(lambda: {*members.pids_in(inodes), *members.pids_marked(members.LAB_MARK, name)})
+    state.forget(name)
+
+
+def _start_slowing(name: str) -> None:
+    lab = state.load(name)
+    if lab is None:
+        return
+    for machine, factor in lab.spec.slow.items():
+        threading.Thread(target=_slow, args=(name, machine, factor), daemon=True).start()
+
+
+def _slow(name: str, machine: int, factor: float) -> None:
+    """Let a machine's processes run only 1/factor of the time.
+
+    A CPU quota would need cgroups, which many containers lack, and would not slow a process that waits.
+    """
+    running_s = PACE_PERIOD_S / factor
+    pids: list[int] = []
+    rescan_at = 0.0
+    while True:
+        if time.monotonic() >= rescan_at:
+            lab = state.load(name)
+            is_paused = lab is None or machine in lab.paused
+            pids = [] if lab is None or is_paused else lab.processes(machine)
+            rescan_at = time.monotonic() + RESCAN_S
+        members.send_signal(pids, signal.SIGCONT)
+        time.sleep(running_s)
+        members.send_signal(pids, signal.SIGSTOP)
+        time.sleep(PACE_PERIOD_S - running_s)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

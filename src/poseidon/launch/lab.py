@@ -1,0 +1,196 @@
+"""``poseidon lab``: run jobs on emulated machines, keep labs, break them on purpose, remove them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from poseidon.errors import ConfigError
+from poseidon.lab import cluster, gpu, state
+from poseidon.lab.cluster import Lab
+from poseidon.lab.job import Job, JobOptions, JobResult
+from poseidon.lab.network import Traffic
+from poseidon.lab.spec import LabSpec, format_rate, machine_address, machine_name, make_spec, parse_machines
+
+FAULTS = ("cut", "heal", "kill", "pause")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions ``run``, ``up``, ``status``, ``down``, ``fault`` and ``exec``."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|up|status|down|fault|exec")
+    run_parser = actions.add_parser("run", help="run a job in a lab that lasts as long as the job")
+    _add_network_options(run_parser)
+    _add_job_options(run_parser)
+    up = actions.add_parser("up", help="make a lab that stays")
+    _add_network_options(up)
+    actions.add_parser("status", help="show the labs on this machine")
+    down = actions.add_parser("down", help="remove labs, and whatever killed ones left behind")
+    down.add_argument("names", nargs="*", metavar="NAME", help="labs to remove; default: all that no job is using")
+    down.add_argument("--all", action="store_true", help="also labs whose job is still running")
+    fault = actions.add_parser("fault", help="cut, pause, kill or heal machines while a job runs")
+    fault.add_argument("fault", choices=FAULTS)
+    fault.add_argument("machines", metavar="N", help="machine numbers: 2, or 0,3, or 1-3")
+    fault.add_argument("--lab", metavar="NAME", help="which lab, when there are several")
+    execute = actions.add_parser("exec", help="run one command on one machine of a running lab")
+    execute.add_argument("--lab", metavar="NAME", help="which lab, when there are several")
+    execute.add_argument("machine", type=int, metavar="N")
+    execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked; the status of ``run`` is the job's."""
+    actions = {"run": _run, "up": _up, "status": _status, "down": _down, "fault": _fault, "exec": _execute}
+    return actions[args.action](args)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an orderly end of this process, so that the lab is removed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _add_network_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--machines", type=int, default=None, metavar="N", help="how many machines (default 4)")
+    parser.add_argument("--rate", default="1gbit", help="link speed for all, or one each: 10gbit,10gbit,1gbit; or none")
+    parser.add_argument("--delay", default="", help="added to each packet's way, such as 0.1ms")
+    parser.add_argument("--loss", default="", help="share of packets lost, such as 0.01%%")
+    parser.add_argument("--queue", default="5ms", help="depth of each port's queue (default 5ms)")
+    parser.add_argument("--slow", action="append", default=[], metavar="N:FACTORx", help="slow a machine, as 3:2.5x")
+    parser.add_argument("--name", default=None, help="the lab's name (default: made up)")
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lab", metavar="NAME", help="run in this lab, made by `up`, instead of a new one")
+    parser.add_argument("--workers-per-machine", type=int, default=1, metavar="W")
+    parser.add_argument("--gpu", choices=("none", "share"), default="none", help="share: all workers use one GPU")
+    parser.add_argument(
+        "--on-failure",
+        choices=("stop", "wait"),
+        default="stop",
+        help="when a worker fails: stop the others (default), or wait to see how they take it",
+    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write status, time and bytes as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def _spec(args: argparse.Namespace) -> LabSpec:
+    machines = args.machines
+    if machines is None:
+        machines = len(args.rate.split(",")) if "," in args.rate else 4
+    return make_spec(machines, args.rate, args.delay, args.loss, args.queue, args.slow)
+
+
+def _run(args: argparse.Namespace) -> int:
+    lab = Lab.from_spec(_spec(args), args.name) if args.lab is None else Lab.attach(args.lab)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    options = JobOptions(
+        workers_per_machine=args.workers_per_machine,
+        share_gpu=args.gpu == "share",
+        stop_on_failure=args.on_failure == "stop",
+        timeout_s=args.timeout,
+    )
+    Job(lab, command, options)  # what is wrong with the command is said before anything is made
+    with ended_by_signals(), lab, gpu.sharing(lab.name, options.share_gpu) as mps_folder:
+        print(f"lab: {lab.name}: {lab.spec.describe()}", file=sys.stderr, flush=True)
+        options = JobOptions(**{**vars(options), "mps_folder": mps_folder})
+        result = Job(lab, command, options).run()
+    print(_report(result), file=sys.stderr, flush=True)
+    if args.report is not None:
+        args.report.write_text(json.dumps({"lab": lab.spec.to_json(), **asdict(result)}, indent=2) + "\n")
+    return result.status
+
+
+def _report(result: JobResult) -> str:
+    lines = [f"lab: {machine_name(number):<10} {_bytes(moved)}" for number, moved in enumerate(result.traffic)]
+    total = sum(moved.sent for moved in result.traffic)
+    lines.append(f"lab: all machines sent {total / 1e6:.3f} MB in {result.seconds:.2f} s; status {result.status}")
+    if result.reason:
+        lines.append(f"lab: {result.reason}")
+    return "\n".join(lines)
+
+
+def _bytes(traffic: Traffic) -> str:
+    return f"sent {traffic.sent / 1e6:12.3f} MB  received {traffic.received / 1e6:12.3f} MB"
+
+
+def _up(args: argparse.Namespace) -> int:
+    lab = Lab.from_spec(_spec(args), args.name)
+    with ended_by_signals(), lab:
+        lab.keep()
+    print(f"lab {lab.name} is up: {lab.spec.describe()}")
+    print(f"  poseidon lab run --lab {lab.name} -- COMMAND     run a job in it")
+    print(f"  poseidon lab exec --lab {lab.name} 0 -- bash     a shell on machine 0")
+    print(f"  poseidon lab down {lab.name}                     remove it")
+    return 0
+
+
+def _status(_: argparse.Namespace) -> int:
+    labs = state.load_all()
+    if not labs:
+        print("no lab is running")
+    for lab in labs:
+        if lab.is_abandoned:
+            print(f"lab {lab.name}: left behind by a killed process; remove it with `poseidon lab down`")
+            continue
+        kept = "until `poseidon lab down`" if lab.owner is None else f"while process {lab.owner.pid} runs"
+        print(f"lab {lab.name}: {lab.spec.describe()}, {kept}")
+        for number, traffic in enumerate(Lab.attach(lab.name).traffic()):
+            faults = [word for word in ("cut", "paused") if number in getattr(lab, word)]
+            print(
+                f"  {machine_name(number):<10} {machine_address(number):<12} "
+                f"{format_rate(lab.spec.rates_bits[number]):>8}  {len(lab.processes(number)):3d} processes  "
+                f"{_bytes(traffic)}  {' '.join(faults)}".rstrip()
+            )
+    return 0
+
+
+def _down(args: argparse.Namespace) -> int:
+    labs = state.load_all()
+    chosen = [state.choose(name, labs) for name in args.names]
+    if not args.names:
+        chosen = [lab for lab in labs if args.all or lab.is_abandoned or lab.owner is None]
+        for lab in labs:
+            if lab not in chosen and lab.owner is not None:
+                print(f"lab {lab.name} left alone: process {lab.owner.pid} is using it (name it, or use --all)")
+    for lab in chosen:
+        cluster.remove(lab)
+        print(f"lab {lab.name} removed")
+    if not labs:
+        print("no lab is running")
+    return 0
+
+
+def _fault(args: argparse.Namespace) -> int:
+    lab = Lab.attach(args.lab)
+    act = {"cut": lab.cut, "heal": lab.heal, "kill": lab.kill, "pause": lab.pause}[args.fault]
+    for machine in parse_machines(args.machines, lab.machines):
+        act(machine)
+        print(f"lab {lab.name}: {args.fault} {machine_name(machine)}")
+    return 0
+
+
+def _execute(args: argparse.Namespace) -> int:
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ConfigError("no command given; write it after --, as in: poseidon lab exec 0 -- bash")
+    # In this process's session and with its terminal, so that a shell works.
+    process = Lab.attach(args.lab).spawn(args.machine, command, stdin=None, start_new_session=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        return process.wait()
+    return process.wait()
