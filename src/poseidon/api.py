@@ -1,0 +1,310 @@
+"""The public surface: start reading here.
+
+:class:`DistributedDataParallel` wraps a model; behind it :class:`~poseidon.engine.engine.Engine` exchanges gradients and
+:class:`~poseidon.engine.hooks.AutogradFrontEnd` listens to autograd. ``docs/journey.md`` follows one gradient through all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from poseidon.engine.discover import find_units, tensors_of
+from poseidon.engine.engine import Engine, Options
+from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.joining import ShadowHook
+from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
+from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.launch.environment import World, init
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.planner import Plan, check_overrides
+from poseidon.planning.sampling import plan
+from poseidon.team.agree import check_same_model, describe
+from poseidon.team.calibrate import arithmetic_digest, find_cluster
+from poseidon.team.team import Team
+
+__all__ = ["DistributedDataParallel", "World", "init", "plan"]
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Drop-in for :class:`torch.nn.parallel.DistributedDataParallel` that picks the cheapest exact route per layer.
+
+    When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of them. The leading
+    arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a model that differs
+    between workers is refused with the difference named.
+
+    ``routes`` insists on routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a JSON file)
+    replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker before raising
+    :class:`~poseidon.errors.WorkerLostError`. With one worker, or without a process group, the model runs as it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        routes: Mapping[str, str] | None = None,
+        cluster: Cluster | str | Path | None = None,
+        timeout_s: float = 60.0,
+        **torch_only: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        _refuse_torch_only(torch_only)
+        if dim != 0:
+            raise UnsupportedError(f"dim={dim}: one worker drives one device, so there is no dimension to split along")
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.bucket_bytes_cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+        self.require_backward_grad_sync = True
+        self.device_ids = device_ids
+        self.output_device = output_device
+        self.dim = dim
+        self.timeout_s = timeout_s
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._routes = dict(routes or {})
+        self._cluster = cluster
+        self._engine: Engine | None = None
+        self._front_end: AutogradFrontEnd | None = None
+        self._will_sync_buffers = True
+        self.device = self._find_device()
+        self._connect(process_group, init_sync)
+
+    # What users of torch's class know.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""
+        if self._engine is None:
+            inputs, kwargs = self._moved(inputs, kwargs)
+            return self.module(*inputs, **kwargs)
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        self._after_forward(outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside this context stay local and add up; the next one outside averages the sum."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Any:
+        """Let workers with fewer batches keep the others company until all are done; wrap the training loop in it."""
+        return Join(
+            [self],
+            enable and self._engine is not None,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Part of torch's generic join protocol."""
+        assert self._engine is not None
+        self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Part of torch's generic join protocol."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Part of torch's generic join protocol."""
+        return self._team.group if self._team is not None else None
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: the routes are chosen by the plan, and all of them are exact."""
+        raise UnsupportedError(
+            "register_comm_hook: Poseidon chooses an exact route for every layer; torch's DistributedDataParallel takes hooks"
+        )
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: list[str]) -> None:
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+    # What is Poseidon's own.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the end of the first backward, and with one worker."""
+        return None if self._engine is None else self._engine.plan
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """Machines, links and device rates that the plan rests on; None with one worker."""
+        return None if self._engine is None else self._engine.cluster
+
+    def verify_replicas(self) -> None:
+        """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective; reads everything."""
+        if self._team is not None:
+            from poseidon.team.verify import check_same_bits
+
+            check_same_bits(self._team, [*self.module.named_parameters()])
+
+    # Inside.
+
+    def _find_device(self) -> torch.device:
+        parameters = [p for p in self.module.parameters()]
+        if not any(p.requires_grad for p in parameters):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has no parameter that requires a gradient, so there is nothing to exchange; "
+                "use it without DistributedDataParallel"
+            )
+        devices = sorted({str(p.device) for p in parameters})
+        if self.device_ids:
+            if len(self.device_ids) > 1 or len(devices) > 1:
+                raise UnsupportedError(
+                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: one worker drives one device; start "
+                    "one worker per device"
+                )
+            if parameters[0].device.type == "cpu":
+                raise ConfigError(
+                    f"device_ids={self.device_ids} but the parameters are on the CPU; leave device_ids out"
+                )
+        return parameters[0].device
+
+    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
+        self._team: Team | None = None
+        units = find_units(self.module, self._ignored)
+        check_overrides([unit.spec for unit in units], self._routes)
+        if not dist.is_initialized():
+            world = World.from_environment()
+            if world.size > 1:
+                raise ConfigError(
+                    f"this is worker {world.rank} of {world.size}, but no process group was made; call poseidon.init() first"
+                )
+            return
+        if dist.get_world_size(process_group) == 1:
+            return
+        team = self._team = Team(process_group, self.timeout_s)
+        check_same_model(team, describe([*self.module.named_parameters(), *self.module.named_buffers()]))
+        if init_sync:
+            team.broadcast(tensors_of(self.module, self._ignored), 0, "the initial parameters")
+        is_alike = self._check_arithmetic(team)
+        has_choice = any(unit.spec.kind != "dense" for unit in units)
+        cluster = find_cluster(team, self.device, self._cluster) if has_choice else Cluster(len(team.topology.machines))
+        routes = self._routes if is_alike else {**self._routes, "*": "allreduce"}
+        options = Options(
+            bucket_bytes=self.bucket_bytes_cap,
+            keep_views=self.gradient_as_bucket_view,
+            allow_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            routes=routes,
+        )
+        self._engine = Engine(units, team, cluster, options)
+        self._front_end = AutogradFrontEnd(self._engine)
+
+    def _check_arithmetic(self, team: Team) -> bool:
+        digests = [row[0] for row in team.gather_ints([arithmetic_digest(self.device)], "the arithmetic check")]
+        if len(set(digests)) == 1:
+            return True
+        odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        warnings.warn(
+            f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round matrix products differently "
+            "(other CPU, GPU, library or thread count); gradients travel by allreduce only, so that replicas stay identical",
+            stacklevel=4,
+        )
+        return False
+
+    @torch.compiler.disable
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._engine is not None
+        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            ShadowHook.announce(self, is_synced)
+        inputs, kwargs = self._moved(inputs, kwargs)
+        batch = sum(tensor.numel() for tensor in tensors_in((inputs, kwargs)))
+        self._engine.arm(is_synced, batch)
+        if self._will_sync_buffers:
+            self.sync_buffers(0)
+        # As torch does: buffers are not sent again while gradients are only being accumulated.
+        self._will_sync_buffers = self.require_backward_grad_sync
+        return inputs, kwargs
+
+    @torch.compiler.disable
+    def _after_forward(self, outputs: Any) -> None:
+        assert self._engine is not None and self._front_end is not None
+        if not self._engine.is_armed:
+            return
+        tensors = list(tensors_in(outputs))
+        unused: list[nn.Parameter] = []
+        if self.find_unused_parameters and not self.static_graph:
+            unused = unreached(tensors, [p for unit in self._engine.units for p in unit.parameters])
+        self._front_end.watch_outputs(tensors, unused)
+
+    def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.device_ids:
+            return inputs, kwargs
+        change = move_to(self.device)
+        return map_tensors(inputs, change), map_tensors(kwargs, change)
+
+    def sync_buffers(self, source: int) -> None:
+        """Copy ``source``'s buffers to everybody, as torch's class does before each forward. Collective."""
+        if not self.broadcast_buffers or self._team is None:
+            return
+        buffers = [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
+        if buffers:
+            self._team.broadcast(buffers, source, "the buffers")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
+        if self._front_end is not None:
+            left_out = {"_engine": None, "_front_end": None, "_team": None}
+        else:
+            left_out = {"_team": None}
+        return {**self.__dict__, **left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect(None, init_sync=True)
+
+
+_TORCH_ONLY = {
+    "mixed_precision": "use torch.autocast",
+    "device_mesh": "pass process_group",
+    "delay_all_reduce_named_params": "the plan orders all exchanges",
+    "param_to_hook_all_reduce": "the plan orders all exchanges",
+    "skip_all_reduce_unused_params": "parameters that nobody uses cost nothing but their share of a bucket",
+    "bucket_cap_mb_list": "use bucket_cap_mb",
+}
+
+
+def _refuse_torch_only(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _TORCH_ONLY:
+            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+        if value:
+            raise UnsupportedError(f"{name}={value!r} is not available in poseidon.DistributedDataParallel; {_TORCH_ONLY[name]}")

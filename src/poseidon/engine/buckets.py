@@ -1,0 +1,119 @@
+"""Buckets: gradients that share one collective, so that small layers share its latency."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that the wire has something to do early in backward."""
+
+
+def assign_buckets(
+    sizes: Sequence[tuple[Hashable, int]], limit_bytes: int, first_limit_bytes: int = FIRST_BUCKET_BYTES
+) -> list[list[int]]:
+    """Put items, given as (kind, bytes) in the order they become ready, into buckets of one kind each.
+
+    A bucket is closed once it reaches the limit, so it may exceed it by its last item. Buckets come in the order in which
+    their last items are ready. Pure.
+    """
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    closed: list[list[int]] = []
+    for index, (kind, size) in enumerate(sizes):
+        members, total = open_buckets.pop(kind, ([], 0))
+        members.append(index)
+        total += size
+        if total >= (limit_bytes if closed else min(first_limit_bytes, limit_bytes)):
+            closed.append(members)
+        else:
+            open_buckets[kind] = (members, total)
+    closed.extend(members for members, _ in open_buckets.values())
+    return sorted(closed, key=lambda members: members[-1])
+
+
+class Bucket:
+    """Some parameters and the flat tensor in which their gradients travel together.
+
+    A bucket of one parameter needs no tensor of its own: the gradient travels where it lies.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], name: str, keep_views: bool) -> None:
+        self.parameters = list(parameters)
+        self.name = name
+        self._keep_views = keep_views
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all gradients of the bucket."""
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+    def pack(self) -> Tensor:
+        """Return all gradients as one flat tensor; a missing gradient counts as zero."""
+        lone = self._lone_gradient()
+        if lone is not None:
+            return lone
+        if self._flat is None:
+            self._allocate()
+        assert self._flat is not None
+        targets, sources = [], []
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                targets.append(view)
+                sources.append(parameter.grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return self._flat
+
+    def unpack(self, is_used: Sequence[bool]) -> None:
+        """Put the averaged values into ``.grad`` of the parameters that any worker used."""
+        if self._flat is None:
+            return
+        targets, sources = [], []
+        for parameter, view, used in zip(self.parameters, self._views, is_used, strict=True):
+            if not used:
+                continue
+            if self._keep_views:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.clone(memory_format=torch.preserve_format)
+            else:
+                targets.append(parameter.grad)
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _lone_gradient(self) -> Tensor | None:
+        if len(self.parameters) > 1 or self._flat is not None:
+            return None
+        (parameter,) = self.parameters
+        if parameter.grad is None or not parameter.grad.is_contiguous():
+            return None
+        return parameter.grad.view(-1)
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        self._flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self._views = []
+        start = 0
+        for parameter in self.parameters:
+            part = self._flat[start : start + parameter.numel()]
+            self._views.append(_shaped_like(part, parameter))
+            start += parameter.numel()
+
+
+def _shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """View ``flat`` with the parameter's shape, and with its memory order (channels last, say) where it is dense."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and stride != expected:
+            return flat.view(parameter.shape)
+        expected *= size
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

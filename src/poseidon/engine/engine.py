@@ -1,0 +1,330 @@
+"""One backward after the other: holds units, plan and schedule together, and keeps all workers in step.
+
+What a front end (PyTorch's autograd in ``hooks.py``; others later) must tell the engine is small: :meth:`Engine.begin_backward`
+when the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, factors
+(``unit.pieces``) where :meth:`Engine.collects` says that they are wanted instead of a gradient, and :meth:`Engine.end_backward`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from poseidon.engine.scheduler import Routes, Schedule, Scheduler
+from poseidon.errors import MismatchError, UnsupportedError
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.planner import Plan, make_plan
+from poseidon.routes.allreduce import AllreduceRoute
+from poseidon.routes.base import LiveUnit
+from poseidon.routes.factors import FactorsRoute
+from poseidon.routes.pairs import Pairs
+from poseidon.routes.rows import RowsRoute
+from poseidon.team.team import PendingGather, Team
+from poseidon.units import Load
+
+_REPLAN_RATIO = 1.3
+"""A batch that grows or shrinks by more than this makes a new plan worth while..."""
+_REPLAN_AFTER = 2
+"""... if it stays so for this many steps: the last batch of an epoch is often smaller, and the next one is not."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the engine works, as the user chose it."""
+
+    bucket_bytes: int = 25 * 2**20
+    keep_views: bool = False
+    """Leave ``.grad`` as a view into its bucket (torch calls it gradient_as_bucket_view)."""
+    allow_unused: bool = False
+    """Some parameters may get no gradient in some steps (torch calls it find_unused_parameters)."""
+    static_graph: bool = False
+    """Every backward is like the first: learn from it which gradients come, and how often each is added to."""
+    routes: Mapping[str, str] | None = None
+    """Routes that the user insists on, by unit name or pattern."""
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """What every worker says at the beginning of a backward."""
+
+    step: int
+    is_dense: int
+    """1 if all units take allreduce in this backward, 0 if they follow the plan."""
+    batch: int
+    """Values in the inputs of this step, which stand for the size of the batch."""
+    is_joined: int
+    """1 if this worker has run out of input and only keeps the others company."""
+
+    def check(self, other: RollCall, rank: int, other_rank: int) -> None:
+        """Raise :class:`MismatchError` if the two workers are about to exchange different things."""
+        if self.step != other.step:
+            raise MismatchError(
+                f"rank {rank} is in backward {self.step}, rank {other_rank} in backward {other.step}: some worker skipped "
+                "or repeated a backward; give all workers equally many batches, or use join()"
+            )
+        if self.is_dense != other.is_dense and not (self.is_joined or other.is_joined):
+            raise MismatchError(
+                f"rank {rank} {self._says()} before backward {self.step}, rank {other_rank} {other._says()}: "
+                "use no_sync() on all workers alike"
+            )
+
+    def _says(self) -> str:
+        return "had gradients from no_sync()" if self.is_dense else "had none from no_sync()"
+
+
+class Engine:
+    """Exchanges the gradients of a model's units, backward by backward."""
+
+    def __init__(self, units: Sequence[LiveUnit], team: Team, cluster: Cluster, options: Options) -> None:
+        self.units = units
+        self.team = team
+        self.cluster = cluster
+        self.options = options
+        self.step = 0
+        self.batch = 0
+        self.is_armed = False
+        """Whether the next backward exchanges gradients (false under no_sync and before any forward)."""
+        self.is_joined = False
+        self.divide_by_active = False
+        """Under join(): average over the workers that still have input, not over all."""
+        self.plan: Plan | None = None
+        pairs = Pairs(team, pin_memory=any(p.is_cuda for unit in units for p in unit.parameters))
+        self._routes = Routes(AllreduceRoute(team), FactorsRoute(team, pairs), RowsRoute(team, pairs))
+        self._unit_of = {p: unit for unit in units for p in unit.parameters}
+        self._has_local_gradients = False
+        self._order = list(reversed(range(len(units))))
+        self._dense = self._schedule({unit.index: "rows" if unit.spec.is_sparse else "allreduce" for unit in units})
+        self._planned: Schedule | None = None
+        self._loads: dict[str, Load] = {}
+        self._planned_batch = 0.0
+        self._odd_batches = 0
+        self._additions: Counter[nn.Parameter] = Counter()
+        """How often each parameter's gradient was added to in this backward."""
+        self._expected: dict[nn.Parameter, int] | None = None
+        """With a static graph: the same for the first backward, once it is over."""
+        self._is_used: dict[nn.Parameter, bool] = {}
+        self._lock = threading.RLock()
+        self._current: Schedule | None = None
+
+    # What a front end calls.
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward that exchanges gradients is under way."""
+        return self._current is not None
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether the front end should record the load of linear and embedding units, for the first plan."""
+        return self.plan is None
+
+    def observe(self, unit: LiveUnit, load: Load) -> None:
+        """Record load on a unit in this backward; loads of several calls add up."""
+        before = self._loads.get(unit.name, Load(0, load.value_bytes))
+        self._loads[unit.name] = Load(before.rows + load.rows, max(before.value_bytes, load.value_bytes))
+
+    def local_gradient(self) -> None:
+        """Take note that a backward without exchange has left gradients behind."""
+        self._has_local_gradients = True
+
+    def collects(self, unit: LiveUnit) -> bool:
+        """Whether this backward wants the unit's factors instead of its gradient."""
+        return self._current is not None and self._current.route_of[unit.index] == "factors"
+
+    def makes_rows(self, unit: LiveUnit) -> bool:
+        """Whether the next backward wants the unit's gradient in sparse form."""
+        will_plan = self.is_armed and self._planned is not None and not self._has_local_gradients
+        return will_plan and self._planned is not None and self._planned.route_of[unit.index] == "rows"
+
+    def arm(self, is_armed: bool, batch: int) -> None:
+        """Say, before a forward, whether the backward to come exchanges gradients, and the size of its batch."""
+        if self._current is not None:
+            raise UnsupportedError(
+                f"rank {self.team.rank}: backward {self.step} was broken off by an error, so the replicas may differ; "
+                "start again from a checkpoint"
+            )
+        self.is_armed, self.batch = is_armed, batch
+        self.team.watch.note(self.step, "in forward")
+
+    def will_be_dense(self) -> bool:
+        """Whether the next backward sends all units by allreduce: before there is a plan, and after no_sync."""
+        return self._planned is None or self._has_local_gradients
+
+    def begin_backward(self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None) -> bool:
+        """Start an exchange unless one is under way; ``unused`` will get no gradient here. True if it started."""
+        with self._lock:
+            if self._current is not None:
+                return False
+            is_dense = self.will_be_dense() if is_dense is None else is_dense
+            self._current = self._dense if is_dense or self._planned is None else self._planned
+            self.team.watch.note(self.step, "in backward")
+            self._my_call = RollCall(self.step, int(is_dense), self.batch, int(self.is_joined))
+            self._roll_call = self._start_roll_call(unused)
+            self._scheduler = Scheduler(self._current, self._routes, self.step)
+            self._waiting = set(self._unit_of)
+            self._missing_of = {unit.index: len(unit.parameters) for unit in self.units}
+            self._ready_order: list[int] = []
+            self._additions.clear()
+            for unit in self.units:
+                self._prepare(unit)
+            for parameter in self._never_added() if self._expected is not None else unused:
+                self._settle(parameter)
+            return True
+
+    def parameter_ready(self, parameter: nn.Parameter, is_dense: bool = False) -> None:
+        """Take note that a parameter's gradient is final; ``is_dense``: a full gradient arrived in ``.grad``."""
+        with self._lock:
+            unit = self._unit_of[parameter]
+            unit.has_dense |= is_dense
+            self._additions[parameter] += 1
+            if self.options.static_graph:
+                if self._expected is None or self._additions[parameter] < self._expected[parameter]:
+                    return
+            elif parameter not in self._waiting:
+                raise UnsupportedError(
+                    f"{unit.name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "
+                    "checkpointing of shared layers does this; use checkpoint(..., use_reentrant=False), or pass "
+                    "static_graph=True if every step does the same"
+                )
+            self._settle(parameter)
+
+    def end_backward(self) -> None:
+        """Complete the exchange: afterwards every ``.grad`` is the mean over all workers."""
+        assert self._current is not None
+        forgotten = [parameter for parameter in self._waiting if not self._additions[parameter]]
+        try:
+            for parameter in list(self._waiting):
+                self._settle(parameter)
+            calls = self._finish_roll_call()
+            self._scheduler.finish(self._is_used)
+            self._rescale(calls)
+            if not any(call.is_joined for call in calls):
+                self._plan_if_due(calls)
+        finally:
+            self._current = None
+        self.team.watch.note(self.step, "finished backward")
+        self.step += 1
+        self._has_local_gradients = False
+        if forgotten and not (self.is_joined or self.options.static_graph):
+            raise self._forgotten_error(forgotten)
+
+    def shadow_backward(self, is_dense: bool) -> None:
+        """Keep the others company in a backward for which this worker has no input."""
+        for parameter in self._unit_of:
+            parameter.grad = None
+        self.is_joined = True
+        try:
+            self.begin_backward(unused=list(self._unit_of), is_dense=is_dense)
+            self.end_backward()
+        finally:
+            self.is_joined = False
+
+    # Inside.
+
+    def _prepare(self, unit: LiveUnit) -> None:
+        assert self._current is not None
+        unit.has_dense = False
+        unit.is_used = True
+        unit.pieces.clear()
+        if self._current.route_of[unit.index] == "rows" and not unit.spec.is_sparse:
+            unit.kept, unit.weight.grad = unit.weight.grad, None
+
+    def _settle(self, parameter: nn.Parameter) -> None:
+        """Nothing more will come for this parameter; its unit leaves when that holds for all of its parameters."""
+        self._waiting.discard(parameter)
+        unit = self._unit_of[parameter]
+        self._missing_of[unit.index] -= 1
+        if self._missing_of[unit.index] == 0:
+            self._ready_order.append(unit.index)
+            self._scheduler.ready(unit)
+
+    def _never_added(self) -> list[nn.Parameter]:
+        return [parameter for parameter, count in (self._expected or {}).items() if count == 0]
+
+    def _start_roll_call(self, unused: Collection[nn.Parameter]) -> PendingGather:
+        call = self._my_call
+        words = [call.step, call.is_dense, call.batch, call.is_joined]
+        if self.options.allow_unused and not self.options.static_graph:
+            left_out = set(unused)
+            words += [int(parameter not in left_out) for parameter in self._unit_of]
+        return self.team.start_gather(words)
+
+    def _finish_roll_call(self) -> list[RollCall]:
+        """Return what everybody said; learn which parameters anybody uses."""
+        rows = self._roll_call("the others to start backward")
+        calls = [RollCall(*row[:4]) for row in rows]
+        for rank, call in enumerate(calls):
+            self._my_call.check(call, self.team.rank, rank)
+        used = [row[4:] for row in rows]
+        if self.options.static_graph and self._expected is None:
+            self._expected = {parameter: self._additions[parameter] for parameter in self._unit_of}
+            used = self.team.gather_ints([int(count > 0) for count in self._expected.values()])
+        if used[0]:
+            anybody = [any(column) for column in zip(*used, strict=True)]
+            self._is_used = dict(zip(self._unit_of, anybody, strict=True))
+        for unit in self.units:
+            unit.is_used = any(self._is_used.get(parameter, True) for parameter in unit.parameters)
+        return calls
+
+    def _rescale(self, calls: Sequence[RollCall]) -> None:
+        active = sum(not call.is_joined for call in calls)
+        if self.divide_by_active and 0 < active < len(calls):
+            for parameter in self._unit_of:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(len(calls) / active)
+
+    def _plan_if_due(self, calls: Sequence[RollCall]) -> None:
+        """Make the first plan after the first backward; make a new one when the batch has changed for good.
+
+        Everything this rests on is the same on all workers, so they change over together.
+        """
+        batch = sum(call.batch for call in calls) / len(calls)
+        if self.plan is None:
+            self._order = self.team.gather_ints(self._ready_order, "the order of gradients")[0]
+            self._loads = self._common_loads()
+            self._adopt_plan(batch)
+            return
+        ratio = batch / self._planned_batch if self._planned_batch else 1.0
+        self._odd_batches = self._odd_batches + 1 if not 1 / _REPLAN_RATIO <= ratio <= _REPLAN_RATIO else 0
+        if self._odd_batches >= _REPLAN_AFTER:
+            self._loads = {name: Load(load.rows * ratio, load.value_bytes) for name, load in self._loads.items()}
+            self._adopt_plan(batch)
+
+    def _common_loads(self) -> dict[str, Load]:
+        """Return the largest load of any worker for each unit."""
+        special = [unit for unit in self.units if unit.spec.kind != "dense"]
+        mine = [self._loads.get(unit.name, Load(0)) for unit in special]
+        everybody = self.team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
+        loads = {}
+        for i, unit in enumerate(special):
+            rows = max(words[2 * i] for words in everybody)
+            if rows > 0:
+                loads[unit.name] = Load(rows, max(words[2 * i + 1] for words in everybody))
+        return loads
+
+    def _adopt_plan(self, batch: float) -> None:
+        self.plan = make_plan([unit.spec for unit in self.units], self._loads, self.cluster, self.options.routes)
+        self._planned_batch = batch
+        self._odd_batches = 0
+        routes = self.plan.routes
+        self._planned = self._schedule({unit.index: routes[unit.name] for unit in self.units})
+        # The dense schedule's buffers are only needed again after no_sync; a fresh one allocates them then.
+        self._dense = self._schedule(self._dense.route_of)
+
+    def _schedule(self, route_of: Mapping[int, str]) -> Schedule:
+        return Schedule(self.units, route_of, self._order, self.options.bucket_bytes, self.options.keep_views)
+
+    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+        names = {
+            p: spec.name for unit in self.units for p, spec in zip(unit.parameters, unit.spec.parameters, strict=True)
+        }
+        some = ", ".join(names[p] for p in parameters[:5]) + (", ..." if len(parameters) > 5 else "")
+        return UnsupportedError(
+            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in backward {self.step - 1}: {some}. Do all "
+            "outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
+            "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+        )

@@ -1,0 +1,237 @@
+"""Step 1 of the journey: PyTorch's autograd says that a gradient, or the factors of one, is ready.
+
+After: ``scheduler.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is final in this
+backward, whatever the model did with the parameter. Linear layers whose factors travel get a forward whose backward
+hands over the factors and makes no weight gradient; embeddings whose rows travel get sparse gradients.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from poseidon.engine.engine import Engine
+from poseidon.planning.planner import Plan
+from poseidon.routes.base import LiveUnit
+from poseidon.units import Load
+
+_LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[AutogradFrontEnd, LiveUnit]] = weakref.WeakKeyDictionary()
+"""Layers that belong to an engine. Copies of a layer are not in here, so they behave as plain layers."""
+
+
+class AutogradFrontEnd:
+    """Connects the autograd graph of one model to one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._nodes: dict[nn.Parameter, Node] = {}
+        self._handles: list[RemovableHandle] = []
+        self._unused: set[nn.Parameter] = set()
+        self._followed: Plan | None = None
+        for unit in engine.units:
+            for parameter in unit.parameters:
+                self._watch(parameter)
+        for unit in engine.units:
+            if unit.spec.kind != "dense":
+                self._specialise(unit)
+
+    def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
+        """Learn of the backward that will start from these outputs of the model, and of what it will not reach."""
+        self._unused = set(unused)
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._output_gradient)
+
+    def begin(self) -> None:
+        """Start the exchange of this backward unless it has started."""
+        if self.engine.begin_backward(self._unused):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def will_accumulate(self, parameter: nn.Parameter) -> bool:
+        """Whether this backward puts gradients into ``parameter.grad``, rather than returning some to the caller."""
+        try:
+            return bool(torch._C._will_engine_execute_node(self._nodes[parameter]))
+        except RuntimeError:  # torch.autograd.grad() asks for this very parameter
+            return False
+
+    def _end(self) -> None:
+        self.engine.end_backward()
+        if self.engine.plan is not self._followed:
+            self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Keep the special forward only for layers whose route needs it; the others run as the user wrote them."""
+        self._followed = self.engine.plan
+        routes = {} if self._followed is None else self._followed.routes
+        for unit in self.engine.units:
+            if routes.get(unit.name) in ("factors", "rows"):
+                self._specialise(unit)
+            else:
+                self._restore(unit)
+
+    def close(self) -> None:
+        """Detach from the model: its layers and parameters are as they were before."""
+        for handle in self._handles:
+            handle.remove()
+        for unit in self.engine.units:
+            self._restore(unit)
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        # The graph holds this node weakly; without our reference a new one, without the hook, could take its place.
+        node = get_gradient_edge(parameter).node
+        self._nodes[parameter] = node
+        self._handles.append(node.register_hook(self._accumulated(parameter)))
+
+    def _accumulated(self, parameter: nn.Parameter) -> Callable[..., None]:
+        front_end = weakref.ref(self)
+
+        def accumulated(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
+            self = front_end()
+            if self is None:
+                return
+            if not self.engine.is_armed:
+                self.engine.local_gradient()
+                return
+            self.begin()
+            self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
+
+        return accumulated
+
+    def _output_gradient(self, _: Tensor) -> None:
+        if self.engine.is_armed:
+            self.begin()
+
+    def _specialise(self, unit: LiveUnit) -> None:
+        module = unit.module
+        if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
+            _LIVE[module] = (self, unit)
+            module.__class__ = _SPECIAL[type(module)]
+
+    def _restore(self, unit: LiveUnit) -> None:
+        module = unit.module
+        if module is not None and type(module) in _PLAIN:
+            _LIVE.pop(module, None)
+            module.__class__ = _PLAIN[type(module)]
+
+
+class _PlainOutside:
+    """Makes a layer copy and pickle as the plain class it stands for, and print as such."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (_PLAIN[type(self)],), self.__dict__  # type: ignore[attr-defined]
+
+    def _get_name(self) -> str:
+        return _PLAIN[type(self)].__name__
+
+
+class FactorLinear(_PlainOutside, nn.Linear):
+    """A linear layer whose backward can hand over factors instead of making the weight's gradient."""
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
+        """Apply the layer."""
+        found = _LIVE.get(self)
+        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
+            return F.linear(input, self.weight, self.bias)
+        return _factor_linear(input, self.weight, self.bias, *found)
+
+
+class RowsEmbedding(_PlainOutside, nn.Embedding):
+    """An embedding whose gradient can come as touched rows."""
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name
+        """Look the rows up."""
+        with _rows_wanted(self, input):
+            return super().forward(input)
+
+
+class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
+    """An embedding bag whose gradient can come as touched rows."""
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - nn.EmbeddingBag's own name
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look the rows up and combine them."""
+        with _rows_wanted(self, input):
+            return super().forward(input, offsets, per_sample_weights)
+
+
+_SPECIAL: dict[type, type] = {
+    nn.Linear: FactorLinear,
+    nn.Embedding: RowsEmbedding,
+    nn.EmbeddingBag: RowsEmbeddingBag,
+}
+_PLAIN: dict[type, type] = {special: plain for plain, special in _SPECIAL.items()}
+
+
+class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
+    """Makes a module's ``sparse`` true during one forward if the engine wants rows; counts rows while it observes."""
+
+    def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
+        self._module = module
+        found = _LIVE.get(module) if torch.is_grad_enabled() else None
+        self._is_on = found is not None and found[0].engine.makes_rows(found[1])
+        if found is not None and found[0].engine.is_observing:
+            found[0].engine.observe(found[1], Load(rows=torch.unique(indices).numel()))
+
+    def __enter__(self) -> None:
+        self._module.sparse = self._is_on
+
+    def __exit__(self, *_: object) -> None:
+        self._module.sparse = False
+
+
+def _factor_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
+) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        # As autocast would do for F.linear; done here so that the factors travel in the short type too.
+        x = x.to(torch.get_autocast_dtype(kind))
+    out: Tensor = _FactorLinearFunction.apply(x, weight, bias, front_end, unit)
+    return out
+
+
+class _FactorLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.front_end, ctx.unit, ctx.has_bias = front_end, unit, bias is not None
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        front_end, unit = ctx.front_end, ctx.unit
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = g @ weight.to(g.dtype) if needs_x else None
+        rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        engine = front_end.engine
+        if needs_weight and front_end.will_accumulate(unit.weight):
+            if engine.is_armed:
+                front_end.begin()
+            if engine.is_observing and engine.is_armed:
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
+            # Under create_graph the caller wants to differentiate once more, which factors cannot do.
+            if engine.collects(unit) and not torch.is_grad_enabled():
+                unit.pieces.append((rows_x.detach(), rows_g.detach()))
+                return grad_x, None, None, None, None
+        grad_weight = (rows_g.t() @ rows_x).to(weight.dtype) if needs_weight else None
+        grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None

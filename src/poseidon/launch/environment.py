@@ -1,0 +1,100 @@
+"""Who am I in the job? Read from what torchrun, Slurm or Poseidon's own launcher left in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from poseidon.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """This worker's place among all workers."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Place on this machine, which also numbers its device."""
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
+        """Read the place from the environment; a process that nobody launched is alone."""
+        env = os.environ if environ is None else environ
+        if "RANK" in env or "WORLD_SIZE" in env:
+            return cls._from_torchrun(env)
+        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+            return cls._from_slurm(env)
+        return cls()
+
+    @classmethod
+    def _from_torchrun(cls, env: Mapping[str, str]) -> World:
+        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        if size > 1 and ("MASTER_ADDR" not in env or "MASTER_PORT" not in env):
+            raise ConfigError("RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not; start with torchrun")
+        port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+        return cls(rank, size, _number(env, "LOCAL_RANK", rank), env.get("MASTER_ADDR"), port)
+
+    @classmethod
+    def _from_slurm(cls, env: Mapping[str, str]) -> World:
+        # Slurm names no port: one that follows from the job's number, the same for all its tasks, must do.
+        port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000
+        first_host = _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "127.0.0.1")))
+        return cls(
+            _number(env, "SLURM_PROCID"),
+            _number(env, "SLURM_NTASKS"),
+            _number(env, "SLURM_LOCALID", 0),
+            env.get("MASTER_ADDR", first_host),
+            _number(env, "MASTER_PORT", port),
+        )
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} of {self.size} workers makes no sense; ranks count from 0")
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError(f"environment variable {name} is not set; start with torchrun or set it")
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable {name} is {text!r}, expected a whole number") from error
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list such as ``gpu[03-05,09],big1``."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
+    return nodes if match is None else match[1] + (match[2] or "")
+
+
+def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
+    """Join the job that the environment describes and return this worker's place in it.
+
+    Makes the default process group (gloo; NCCL as well where there are GPUs) unless there is one, and picks the worker's GPU. Alone
+    it does nothing. Safe to call more than once.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world = World.from_environment()
+    if torch.cuda.is_available() and world.size > 1:
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+    if world.size > 1 and not dist.is_initialized():
+        chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(
+            chosen,
+            init_method=f"tcp://{world.master_addr}:{world.master_port}",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return world

@@ -1,0 +1,98 @@
+"""What one exchange of one unit costs by each route: bytes on the wire and seconds.
+
+With P machines of L workers each (W = P L workers in all), B bytes of gradient, K rows of input per worker, a weight of
+M x N values and factors of v bytes per value, one machine's network card sends (and receives as much)
+
+====================  ==================================================================================
+allreduce (ring)      ``2 B (P - 1) / P``: the machine combines inside first, so its workers share this
+factors               ``L K (M + N) v (P - 1)``: every worker's factors go once to every other machine
+rows                  ``L U (D s + 8) (P - 1)``: U touched rows of D values of s bytes, and their indices
+====================  ==================================================================================
+
+which for L = 1 are the parameter-server and SFB lines of the Poseidon paper's cost table (a co-located server moves
+what a ring does). A tree (``log2 P`` hops of B bytes) beats a ring when latency rules; the smaller of the two counts.
+The arithmetic differs as well: a dense gradient takes ``2 K M N`` operations on its own worker, a gradient rebuilt from
+everybody's factors ``2 K W M N``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.units import Load, Unit
+
+BUCKET_BYTES = 25 * 2**20
+"""Small units share one collective of about this size, and with it the latency."""
+
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one route would cost for one unit and step."""
+
+    wire_bytes: float
+    """Sent by one machine's network card (one worker's, where there is only one machine)."""
+    wire_s: float
+    """Time on the busiest link, latency included."""
+    compute_s: float
+    """Time on the device for making the gradient."""
+
+    @property
+    def seconds(self) -> float:
+        """What the planner compares."""
+        return self.wire_s + self.compute_s
+
+
+def _ring_or_tree_s(size_bytes: float, members: int, link: Link) -> float:
+    """Seconds for an allreduce among ``members`` over ``link``, latency shared with the unit's bucket mates."""
+    if members < 2:
+        return 0.0
+    calls = size_bytes / BUCKET_BYTES
+    ring = 2 * (members - 1) / members * size_bytes / link.bytes_per_s + 2 * (members - 1) * link.latency_s * calls
+    hops = math.ceil(math.log2(members))
+    tree = 2 * hops * (size_bytes / link.bytes_per_s + link.latency_s * calls)
+    return min(ring, tree)
+
+
+def allreduce_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
+    """Cost of averaging the full gradient with collectives."""
+    size = unit.size_bytes
+    wire_s = _ring_or_tree_s(size, cluster.machines, cluster.between)
+    wire_s += _ring_or_tree_s(size, cluster.workers_per_machine, cluster.inside)
+    compute_s = 0.0
+    if unit.kind == "linear" and load is not None:
+        rows, columns = unit.matrix
+        compute_s = 2 * load.rows * rows * columns / cluster.flops
+    members = cluster.machines if cluster.machines > 1 else cluster.workers_per_machine
+    return Cost(2 * size * (members - 1) / members, wire_s, compute_s)
+
+
+def _broadcast_cost(worker_bytes: float, cluster: Cluster) -> tuple[float, float]:
+    """Bytes and seconds for every worker's message to reach every other worker."""
+    between = cluster.workers_per_machine * worker_bytes * (cluster.machines - 1)
+    inside = worker_bytes * (cluster.workers - 1) if cluster.workers_per_machine > 1 else 0.0
+    seconds = inside / cluster.inside.bytes_per_s
+    if cluster.machines > 1:
+        # A header goes ahead of the rows, to every peer.
+        seconds += between / cluster.between.bytes_per_s + 2 * cluster.between.latency_s
+    if cluster.workers_per_machine > 1:
+        seconds += 2 * cluster.inside.latency_s
+    return (between if cluster.machines > 1 else inside), seconds
+
+
+def factors_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
+    """Cost of sending both factors of a linear unit's gradient to everybody."""
+    rows, columns = unit.matrix
+    wire_bytes, wire_s = _broadcast_cost(load.rows * (rows + columns) * load.value_bytes, cluster)
+    return Cost(wire_bytes, wire_s, 2 * load.rows * cluster.workers * rows * columns / cluster.flops)
+
+
+def rows_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
+    """Cost of sending the touched rows of an embedding unit's gradient to everybody."""
+    _, width = unit.matrix
+    row_bytes = width * unit.parameters[0].itemsize + _INDEX_BYTES
+    wire_bytes, wire_s = _broadcast_cost(load.rows * row_bytes, cluster)
+    return Cost(wire_bytes, wire_s, 0.0)

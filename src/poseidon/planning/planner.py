@@ -1,0 +1,170 @@
+"""Units, load and cluster in; the cheapest exact route for each unit out, with the figures that decided it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from poseidon.errors import ConfigError, unknown_name
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost
+from poseidon.units import Kind, Load, Unit
+
+ROUTES = ("allreduce", "factors", "rows")
+
+_ROUTE_OF_KIND: dict[Kind, str | None] = {"dense": None, "linear": "factors", "embedding": "rows"}
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """The decision for one unit."""
+
+    unit: str
+    kind: Kind
+    shape: tuple[tuple[int, ...], ...]
+    """Shapes of the unit's parameters."""
+    rows: float | None
+    """Load on one worker that the decision rests on; None where no route depends on it or none was seen."""
+    route: str
+    why: str
+    costs: dict[str, Cost]
+    """Every route that was possible."""
+
+    @property
+    def cost(self) -> Cost:
+        """Cost of the chosen route."""
+        return self.costs[self.route]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A route for every unit; print it to see the table."""
+
+    cluster: Cluster
+    entries: tuple[PlanEntry, ...]
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """Unit name to route name."""
+        return {entry.unit: entry.route for entry in self.entries}
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes one machine sends per step under this plan."""
+        return sum(entry.cost.wire_bytes for entry in self.entries)
+
+    @property
+    def allreduce_bytes(self) -> float:
+        """Bytes one machine would send per step if every unit took allreduce."""
+        return sum(entry.costs.get("allreduce", entry.cost).wire_bytes for entry in self.entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "cluster": self.cluster.to_dict(),
+            "entries": [asdict(entry) for entry in self.entries],
+            "wire_bytes": self.wire_bytes,
+            "allreduce_bytes": self.allreduce_bytes,
+        }
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        from poseidon.planning.table import format_plan
+
+        return format_plan(self)
+
+
+def make_plan(
+    units: Sequence[Unit],
+    loads: Mapping[str, Load],
+    cluster: Cluster,
+    overrides: Mapping[str, str] | None = None,
+) -> Plan:
+    """Choose for every unit the route with the lowest estimated time; ties go to allreduce.
+
+    ``loads`` holds what is known of each linear or embedding unit by name; a unit without an entry takes allreduce.
+    ``overrides`` maps unit names or patterns (``"head.*"``) to routes; the first that matches wins.
+    """
+    overrides = dict(overrides or {})
+    check_overrides(units, overrides)
+    return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, overrides) for unit in units))
+
+
+def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str]) -> None:
+    """Raise :class:`ConfigError` for a pattern that matches nothing or a route that its units cannot take."""
+    for pattern, route in overrides.items():
+        if route not in ROUTES:
+            raise unknown_name("route", route, ROUTES)
+        matched = [unit for unit in units if fnmatch.fnmatchcase(unit.name, pattern)]
+        if not matched:
+            names = ", ".join(unit.name for unit in units[:8])
+            raise ConfigError(f"routes: no unit matches {pattern!r}; the model's units are {names}, ...")
+        able = [unit for unit in matched if route in possible_routes(unit)]
+        if not able:
+            raise ConfigError(
+                f"routes: {pattern!r} cannot take {route!r}: {matched[0].name} is {matched[0].kind}; "
+                f"it can take {', '.join(possible_routes(matched[0]))}"
+            )
+
+
+def possible_routes(unit: Unit) -> tuple[str, ...]:
+    """Return every route that can carry the unit exactly."""
+    special = _ROUTE_OF_KIND[unit.kind]
+    if unit.is_sparse:
+        return ("rows",)
+    return ("allreduce",) if special is None else ("allreduce", special)
+
+
+def _decide(unit: Unit, load: Load | None, cluster: Cluster, overrides: Mapping[str, str]) -> PlanEntry:
+    possible = possible_routes(unit)
+    costs = _costs(unit, load, cluster, possible)
+    wanted = next((r for p, r in overrides.items() if fnmatch.fnmatchcase(unit.name, p) and r in possible), None)
+    route = min(costs, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
+    why = _reason(route, costs, load, possible)
+    if unit.is_sparse:
+        why = "sparse gradients were asked for"
+    if wanted is not None and cluster.workers > 1:
+        if wanted not in costs:
+            costs[wanted] = Cost(0.0, 0.0, 0.0)
+        route, why = wanted, "asked for"
+    return PlanEntry(
+        unit=unit.name,
+        kind=unit.kind,
+        shape=tuple(p.shape for p in unit.parameters),
+        rows=None if load is None or len(possible) == 1 else load.rows,
+        route=route,
+        why=why,
+        costs=costs,
+    )
+
+
+def _costs(unit: Unit, load: Load | None, cluster: Cluster, possible: Sequence[str]) -> dict[str, Cost]:
+    costs = {}
+    if "allreduce" in possible:
+        costs["allreduce"] = allreduce_cost(unit, load, cluster)
+    if "factors" in possible and load is not None and load.rows > 0:
+        costs["factors"] = factors_cost(unit, load, cluster)
+    if "rows" in possible and (unit.is_sparse or (load is not None and load.rows > 0)):
+        costs["rows"] = rows_cost(unit, load or Load(rows=0), cluster)
+    return costs
+
+
+def _reason(route: str, costs: Mapping[str, Cost], load: Load | None, possible: Sequence[str]) -> str:
+    if len(possible) == 1:
+        return "no cheaper exact form"
+    if load is None or load.rows <= 0:
+        return "no rows seen in backward"
+    other = next(name for name in possible if name != route)
+    if costs[other].seconds <= 0:
+        return "nothing to exchange"
+    gain = costs[other].seconds / max(costs[route].seconds, 1e-12)
+    byte_gain = costs[other].wire_bytes / max(costs[route].wire_bytes, 1e-12)
+    if byte_gain >= 1:
+        return f"{byte_gain:.1f}x fewer bytes than {other}"
+    return f"{gain:.1f}x faster than {other}"

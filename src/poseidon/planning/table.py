@@ -1,0 +1,65 @@
+"""The plan as people read it: one line per unit, small dense units folded together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from poseidon.planning.planner import Plan, PlanEntry
+
+_HEADER = ("layer", "shape", "rows", "route", "bytes/step", "why")
+
+
+def format_bytes(size: float) -> str:
+    """Write a number of bytes the way people say it: ``37.7 MB``."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Align columns: text to the left, the numbers people compare are left too, so nothing jumps."""
+    lines = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
+
+
+def format_plan(plan: Plan) -> str:
+    """Return the table with its sums and the cluster it was made for."""
+    rows = [_row(entry) for entry in _folded(plan.entries)]
+    parts = [format_table(_HEADER, rows)]
+    total, dense = plan.wire_bytes, plan.allreduce_bytes
+    if total > 0:
+        saved = f", {dense / total:.1f}x less than allreduce alone ({format_bytes(dense)})" if dense > total else ""
+        parts.append(f"one machine sends {format_bytes(total)} per step{saved}")
+    else:
+        parts.append("one worker: nothing is exchanged")
+    parts.append(f"cluster: {plan.cluster}")
+    return "\n".join(parts)
+
+
+def _row(entry: PlanEntry | tuple[PlanEntry, ...]) -> tuple[str, ...]:
+    if isinstance(entry, tuple):
+        first, last = entry[0], entry[-1]
+        size = sum(one.cost.wire_bytes for one in entry)
+        name = f"{first.unit} ... {last.unit}"
+        return (name, f"{len(entry)} units", "", first.route, format_bytes(size), first.why)
+    shape = " + ".join("x".join(map(str, shape)) or "1" for shape in entry.shape)
+    rows = "" if entry.rows is None else f"{entry.rows:.4g}"
+    return (entry.unit, shape, rows, entry.route, format_bytes(entry.cost.wire_bytes), entry.why)
+
+
+def _folded(entries: Sequence[PlanEntry]) -> list[PlanEntry | tuple[PlanEntry, ...]]:
+    """Fold runs of more than three dense units into one line: a ResNet has a hundred and fifty of them."""
+    folded: list[PlanEntry | tuple[PlanEntry, ...]] = []
+    run: list[PlanEntry] = []
+    for entry in [*entries, None]:
+        if entry is not None and entry.kind == "dense":
+            run.append(entry)
+            continue
+        folded.extend([tuple(run)] if len(run) > 3 else run)
+        run = []
+        if entry is not None:
+            folded.append(entry)
+    return folded

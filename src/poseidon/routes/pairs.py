@@ -1,0 +1,158 @@
+"""Everybody's rows to everybody, by direct messages between pairs of workers.
+
+Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may bring any
+number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A header with
+the number of rows goes ahead to everybody; then each message crosses to every other machine once (``topology.py``).
+
+Rows are moved as bytes: what a row means is the route's affair.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from poseidon.team.team import Arrival, Team
+from poseidon.errors import MismatchError
+
+_RECEIVERS = 4
+"""Units whose arrival is awaited at the same time; more only helps when many small units are under way."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What this worker brings for one unit."""
+
+    unit: int
+    """Number of the unit, equal on all workers."""
+    name: str
+    step: int
+    rows: Tensor
+    """Bytes, two-dimensional, contiguous, in host memory; not to be written until everything has arrived."""
+    flags: int = 0
+    """One word of the route's own, delivered with the rows."""
+    settle: Callable[[], None] | None = None
+    """Called before ``rows`` is read, on another thread; waits until a device has filled it."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What all workers brought for one unit."""
+
+    rows: Tensor
+    """All rows in rank order, as bytes in host memory."""
+    counts: tuple[int, ...]
+    """Rows per rank."""
+    flags: tuple[int, ...]
+    """Flag word per rank."""
+
+
+class Pairs:
+    """Moves parcels on background threads; :meth:`start` never blocks."""
+
+    def __init__(self, team: Team, pin_memory: bool = False) -> None:
+        self._team = team
+        self._group = team.new_group()
+        self._pin_memory = pin_memory
+        self._outbox: queue.SimpleQueue[tuple[Parcel, list[Any], threading.Event]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Parcel, Arrival, list[Any], threading.Event]] = queue.SimpleQueue()
+        for target, count in ((self._send_forever, 1), (self._receive_forever, _RECEIVERS)):
+            for _ in range(count):
+                threading.Thread(target=target, name="poseidon-pairs", daemon=True).start()
+
+    def start(self, parcel: Parcel) -> Arrival:
+        """Begin to exchange; the arrival's value is a :class:`Gathered`."""
+        arrival = Arrival()
+        sends: list[Any] = []
+        sent = threading.Event()
+        self._outbox.put((parcel, sends, sent))
+        self._inbox.put((parcel, arrival, sends, sent))
+        return arrival
+
+    def _tag(self, unit: int, origin: int, is_header: bool) -> int:
+        return (unit * self._team.size + origin) * 2 + is_header
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return dist.isend(tensor, self._team.global_rank(peer), group=self._group, tag=tag)
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return dist.irecv(tensor, self._team.global_rank(peer), group=self._group, tag=tag)
+
+    def _send_forever(self) -> None:
+        rank = self._team.rank
+        while True:
+            parcel, sends, sent = self._outbox.get()
+            try:
+                if parcel.settle is not None:
+                    parcel.settle()
+                header = torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step])
+                for peer in range(self._team.size):
+                    if peer != rank:
+                        sends.append((self._isend(header, peer, self._tag(parcel.unit, rank, True)), header, peer))
+                if parcel.rows.numel():
+                    for peer in self._team.topology.receivers(rank, rank):
+                        work = self._isend(parcel.rows, peer, self._tag(parcel.unit, rank, False))
+                        sends.append((work, parcel.rows, peer))
+            except RuntimeError:
+                # The connection is gone; the receiving side meets the same and can say who is missing.
+                pass
+            finally:
+                sent.set()
+
+    def _receive_forever(self) -> None:
+        while True:
+            parcel, arrival, sends, sent = self._inbox.get()
+            try:
+                gathered = self._receive(parcel, sent, sends)
+            except BaseException as error:
+                arrival.fail(error)
+            else:
+                arrival.succeed(gathered)
+
+    def _receive(self, parcel: Parcel, sent: threading.Event, sends: list[Any]) -> Gathered:
+        headers = self._receive_headers(parcel)
+        counts = [header[0] for header in headers]
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        matrix = torch.empty(sum(counts), parcel.rows.shape[1], dtype=torch.uint8, pin_memory=self._pin_memory)
+        places = [matrix[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        works = []
+        for origin, place in enumerate(places):
+            if origin != self._team.rank and place.numel():
+                sender = self._team.topology.sender(origin, self._team.rank)
+                works.append((origin, self._irecv(place, sender, self._tag(parcel.unit, origin, False)), sender))
+        sent.wait()  # what a device still has to fill in is there once it was sent
+        places[self._team.rank].copy_(parcel.rows)
+        relays = []
+        for origin, work, sender in works:
+            self._team.wait(work, parcel.name, sender)
+            for peer in self._team.topology.receivers(origin, self._team.rank):
+                relays.append((self._isend(places[origin], peer, self._tag(parcel.unit, origin, False)), None, peer))
+        for work, _, peer in [*sends, *relays]:
+            self._team.wait(work, parcel.name, peer)
+        return Gathered(matrix, tuple(counts), tuple(header[2] for header in headers))
+
+    def _receive_headers(self, parcel: Parcel) -> list[list[int]]:
+        team = self._team
+        headers = [torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step]) for _ in range(team.size)]
+        works = [
+            (peer, self._irecv(headers[peer], peer, self._tag(parcel.unit, peer, True)))
+            for peer in range(team.size)
+            if peer != team.rank
+        ]
+        for peer, work in works:
+            team.wait(work, parcel.name, peer)
+        found = [header.tolist() for header in headers]
+        for peer, (_, width, _, step) in enumerate(found):
+            if (width, step) != (parcel.rows.shape[1], parcel.step):
+                raise MismatchError(
+                    f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes at step {parcel.step}, "
+                    f"rank {peer} rows of {width} bytes at step {step}; do all workers run the same code and autocast?"
+                )
+        return found

@@ -1,0 +1,99 @@
+"""Step 3, rows: an embedding's gradient travels as the rows that this step touched.
+
+The engine lets autograd make a sparse gradient, so a full one never exists before the exchange. Each worker sums its
+own duplicates first; then everybody adds everybody's rows in rank order. Rows of one worker are distinct, so no two
+additions of one call meet in one place and the result does not depend on how a device orders them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from poseidon.routes.allreduce import average_now
+from poseidon.routes.base import Exchange, LiveUnit
+from poseidon.routes.pairs import Gathered, Pairs, Parcel
+from poseidon.team.team import Arrival, Team
+
+_HAS_DENSE = 1
+_INDEX_BYTES = 8
+
+
+class RowsRoute:
+    """Exchanges the touched rows of embedding units."""
+
+    def __init__(self, team: Team, pairs: Pairs) -> None:
+        self._team = team
+        self._pairs = pairs
+
+    def start(self, unit: LiveUnit, step: int) -> Exchange:
+        """Send the rows in ``.grad``, which is taken away until the exchange is finished."""
+        gradient = unit.weight.grad
+        flags = 0
+        if gradient is not None and not gradient.is_sparse:
+            # The table was also used in a way that gives a full gradient; that part goes by allreduce afterwards.
+            flags, gradient = _HAS_DENSE, None
+        else:
+            unit.weight.grad = None
+        parcel = Parcel(unit.index, unit.name, step, _pack(unit.weight, gradient), flags)
+        return _RowsExchange(self._team, unit, self._pairs.start(parcel))
+
+
+class _RowsExchange(Exchange):
+    def __init__(self, team: Team, unit: LiveUnit, arrival: Arrival) -> None:
+        self._team = team
+        self._unit = unit
+        self._arrival = arrival
+
+    def finish(self) -> None:
+        gathered: Gathered = self._arrival.wait(self._team, self._unit.name)
+        unit = self._unit
+        if not unit.is_used:
+            unit.weight.grad, unit.kept = unit.kept, None
+            return
+        parts = [_unpack(unit.weight, part) for part in gathered.rows.split(gathered.counts)]
+        has_dense = any(flags & _HAS_DENSE for flags in gathered.flags)
+        if unit.spec.is_sparse and not has_dense:
+            unit.weight.grad = _sparse_mean(unit.weight, parts)
+            return
+        if has_dense:
+            average_now(self._team, (unit.weight,), unit.name)
+        total = unit.weight.grad
+        if unit.kept is not None:
+            total = unit.kept if total is None else unit.kept.add_(total)
+            unit.kept = None
+        if total is None:
+            total = torch.zeros_like(unit.weight)
+        for indices, values in parts:
+            total.index_add_(0, indices, values, alpha=1 / self._team.size)
+        unit.weight.grad = total
+
+
+def _row_bytes(weight: Tensor) -> int:
+    size = _INDEX_BYTES + weight.shape[1] * weight.element_size()
+    return -(-size // _INDEX_BYTES) * _INDEX_BYTES  # so that the index of every row can be read in place
+
+
+def _pack(weight: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return one line of bytes per touched row: its index, then its values."""
+    if gradient is None:
+        return torch.empty(0, _row_bytes(weight), dtype=torch.uint8)
+    gradient = gradient.coalesce()
+    indices, values = gradient.indices()[0], gradient.values()
+    rows = torch.zeros(indices.numel(), _row_bytes(weight), dtype=torch.uint8, device=weight.device)
+    rows.view(torch.int64)[:, 0] = indices
+    start = _INDEX_BYTES // weight.element_size()
+    rows.view(weight.dtype)[:, start : start + weight.shape[1]] = values
+    return rows.cpu()
+
+
+def _unpack(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    rows = rows.to(weight.device, non_blocking=True)
+    start = _INDEX_BYTES // weight.element_size()
+    return rows.view(torch.int64)[:, 0], rows.view(weight.dtype)[:, start : start + weight.shape[1]]
+
+
+def _sparse_mean(weight: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    indices = torch.cat([indices for indices, _ in parts]).unsqueeze(0)
+    values = torch.cat([values for _, values in parts]) / len(parts)
+    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False).coalesce()

@@ -1,0 +1,196 @@
+"""The workers of one job as one of them sees them: who they are, where they are, and how to wait for them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from poseidon.team.watch import Watch
+from poseidon.errors import WorkerLostError
+from poseidon.team.topology import Topology
+
+_SERIAL = itertools.count()
+"""Numbers the teams of this process; equal on all workers, because they are made in the same order everywhere."""
+
+
+def machine_name() -> str:
+    """Return a name that workers on the same machine share and workers elsewhere do not.
+
+    ``POSEIDON_MACHINE`` overrides it. The network namespace is part of it: containers have links of their own, and what
+    matters here is which workers share a network card.
+    """
+    given = os.environ.get("POSEIDON_MACHINE")
+    if given:
+        return given
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        try:
+            parts.append(os.readlink(path) if path.endswith("net") else Path(path).read_text().strip())
+        except OSError:
+            continue
+    return "|".join(parts)
+
+
+class Team:
+    """A process group with names, places, deadlines and a private channel for control messages.
+
+    Making one is collective: every worker of ``group`` must do it, in the same order relative to other teams.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        assert self.group is not None
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self.timeout_s = timeout_s
+        self._deadline = timedelta(seconds=timeout_s)
+        self._ranks = dist.get_process_group_ranks(self.group)
+        self.host = socket.gethostname()
+        # Named before anything blocks, so that a worker that never arrives can be named by those that did.
+        hosts = [f"host of rank {rank}" for rank in range(self.size)]
+        serial = next(_SERIAL)
+        self.watch = Watch(_store(), f"poseidon/{serial}/{self._ranks[0]}", self.rank, hosts, timeout_s)
+        self.control = self.new_group()
+        identity = self.gather_json({"host": self.host, "machine": machine_name()})
+        hosts[:] = [worker["host"] for worker in identity]
+        self.topology = Topology.from_names([worker["machine"] for worker in identity])
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether the group reduces CUDA tensors with NCCL."""
+        return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(self.group))
+
+    def new_group(self, members: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Make a gloo group of ``members`` (ranks in this team; default all), collectively among them."""
+        ranks = self._ranks if members is None else [self._ranks[member] for member in members]
+        try:
+            return dist.new_group(ranks, timeout=self._deadline, backend="gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            raise self.watch.lost("the start of the exchange channels", None, error) from error
+
+    def global_rank(self, rank: int) -> int:
+        """Return the rank in the whole job of a member of this team."""
+        return self._ranks[rank]
+
+    def wait(self, work: Any, what: str, peer: int | None = None) -> None:
+        """Block until a gloo operation is done, or raise :class:`WorkerLostError` naming who is missing."""
+        try:
+            work.wait(self._deadline)
+        except RuntimeError as error:
+            raise self.watch.lost(what, peer, error) from error
+
+    def gather_ints(self, values: Sequence[int], what: str = "the roll call") -> list[list[int]]:
+        """Return every worker's integers, by rank; all workers must give equally many."""
+        return self.start_gather(values)(what)
+
+    def start_gather(self, values: Sequence[int]) -> PendingGather:
+        """Begin to collect every worker's integers; call the result to wait for them."""
+        return PendingGather(self, values)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return every worker's plain data, by rank. Text travels, never pickled objects."""
+        data = json.dumps(value).encode()
+        sizes = [row[0] for row in self.gather_ints([len(data)], "everybody's greeting")]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everybody = [torch.empty_like(mine) for _ in range(self.size)]
+        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "everybody's greeting")
+        pairs = zip(everybody, sizes, strict=True)
+        return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
+
+    def broadcast(
+        self, tensors: Sequence[Tensor], source: int, what: str, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Copy ``source``'s contents of the tensors to everybody, in messages of at most about 64 MB."""
+        for batch in _batches(tensors, 64 * 2**20):
+            flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
+            work = dist.broadcast(flat, self.global_rank(source), group=group or self.group, async_op=True)
+            if flat.is_cuda and self.is_nccl:
+                work.wait()
+            else:
+                self.wait(work, what, source)
+            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in batch])
+            if self.rank != source:
+                with torch.no_grad():
+                    for tensor, part in zip(batch, parts, strict=True):
+                        # A copy, because a part need not start where its dtype could be read.
+                        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def close(self) -> None:
+        """Stop the heartbeat; groups are freed with the process."""
+        self.watch.close()
+
+
+class PendingGather:
+    """Integers on their way from every worker to every worker."""
+
+    def __init__(self, team: Team, values: Sequence[int]) -> None:
+        self._team = team
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        self._everybody = [torch.empty_like(mine) for _ in range(team.size)]
+        self._work = dist.all_gather(self._everybody, mine, group=team.control, async_op=True)
+
+    def __call__(self, what: str) -> list[list[int]]:
+        """Wait for and return the integers, by rank."""
+        self._team.wait(self._work, what)
+        return [row.tolist() for row in self._everybody]
+
+
+class Arrival:
+    """The outcome of something another thread is doing; errors cross over to the thread that waits."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def succeed(self, value: Any) -> None:
+        """Deliver the value."""
+        self._value = value
+        self._event.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver the failure."""
+        self._error = error
+        self._event.set()
+
+    def wait(self, team: Team, what: str) -> Any:
+        """Return the value, raise the failure, or raise :class:`WorkerLostError` after the deadline."""
+        # The other thread has the same deadline and knows more, so it gets the first word.
+        if not self._event.wait(team.timeout_s + 15):
+            raise team.watch.lost(what, None, TimeoutError(f"no answer within {team.timeout_s:g} s"))
+        if self._error is not None:
+            if isinstance(self._error, WorkerLostError):
+                raise self._error
+            raise RuntimeError(f"the exchange of {what} failed on rank {team.rank}") from self._error
+        return self._value
+
+
+def _store() -> Any:
+    store = dist.distributed_c10d._get_default_store()
+    # A client of our own: the shared one is locked while another thread waits in it, and would silence the heartbeat.
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _batches(tensors: Sequence[Tensor], limit_bytes: int) -> list[list[Tensor]]:
+    batches: list[list[Tensor]] = []
+    size = limit_bytes
+    for tensor in tensors:
+        bytes_here = tensor.numel() * tensor.element_size()
+        if size + bytes_here > limit_bytes or batches[-1][0].device != tensor.device:
+            batches.append([])
+            size = 0
+        batches[-1].append(tensor)
+        size += bytes_here
+    return batches

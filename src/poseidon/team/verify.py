@@ -1,0 +1,24 @@
+"""Are all replicas the same, bit for bit? A checksum per tensor, compared between workers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from poseidon.errors import MismatchError
+from poseidon.team.team import Team
+
+
+def check_same_bits(team: Team, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise :class:`MismatchError`, naming the first tensor that differs and where, unless all workers agree. Collective."""
+    sums = [zlib.crc32(tensor.detach().contiguous().cpu().flatten().numpy().tobytes()) for _, tensor in named]
+    everybody = team.gather_ints(sums, "the comparison of replicas")
+    for rank, theirs in enumerate(everybody):
+        for (name, _), left, right in zip(named, everybody[0], theirs, strict=True):
+            if left != right:
+                raise MismatchError(
+                    f"replicas differ: {name} on rank {rank} ({team.watch.hosts[rank]}) is not what rank 0 "
+                    f"({team.watch.hosts[0]}) has. Was it changed outside the optimizer, or on one worker only?"
+                )

@@ -1,0 +1,120 @@
+"""Who is alive and where: heartbeats in the job's store, read when a wait fails so that the error can name the culprit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from typing import Any, Protocol
+
+from poseidon.errors import WorkerLostError
+
+BEAT_S = 1.0
+"""Seconds between two heartbeats; a worker silent for three of them is taken for dead."""
+
+
+class Store(Protocol):
+    """The part of torch's key-value stores that is used here."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key, waiting for it if it is not there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys are there."""
+
+
+class Watch:
+    """Writes this worker's heartbeat and explains why a wait failed.
+
+    :meth:`note` may be called from any thread and costs two assignments. The heartbeat thread ends with :meth:`close`, which also
+    runs at the interpreter's exit: a daemon thread inside the store's C++ code would otherwise crash it.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, hosts: list[str], timeout_s: float) -> None:
+        self.rank = rank
+        self.hosts = hosts
+        self.timeout_s = timeout_s
+        self._store = store
+        self._prefix = prefix
+        self._step = 0
+        self._doing = "starting"
+        self._beats = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat_until_closed, name="poseidon-heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def note(self, step: int, doing: str) -> None:
+        """Record what this worker is about to do; shown to the others if they have to wait for it in vain."""
+        self._step, self._doing = step, doing
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        atexit.unregister(self.close)
+
+    def lost(self, what: str, peer: int | None, cause: BaseException) -> WorkerLostError:
+        """Return the error for a wait that failed, naming who is to blame as far as heartbeats tell."""
+        head = f"rank {self.rank} ({self.hosts[self.rank]}) waited in vain at step {self._step} for {what}"
+        if peer is not None:
+            head += f" from rank {peer} ({self.hosts[peer]})"
+        try:
+            verdict = self._verdict()
+        except Exception as error:
+            verdict = (
+                f"the job's store does not answer, so rank 0 ({self.hosts[0]}) is probably gone ({_first_line(error)})"
+            )
+        return WorkerLostError(f"{head}: {verdict}. The wait ended with: {_first_line(cause)}")
+
+    def _verdict(self) -> str:
+        before = self._read()
+        time.sleep(2.5 * BEAT_S)
+        after = self._read()
+        dead, behind = [], []
+        for rank, host in enumerate(self.hosts):
+            if rank == self.rank:
+                continue
+            beat = after.get(rank)
+            if beat is None:
+                dead.append(f"rank {rank} ({host}) never reported")
+            elif beat == before.get(rank):
+                dead.append(
+                    f"rank {rank} ({host}) is dead or cut off; last seen at step {beat['step']}, {beat['doing']}"
+                )
+            elif (beat["step"], beat["doing"]) == (before[rank]["step"], before[rank]["doing"]):
+                behind.append(f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}")
+        if dead:
+            return "; ".join(dead)
+        if behind:
+            return "nobody is dead; " + "; ".join(behind) + f" (waited {self.timeout_s:g} s; timeout_s= changes that)"
+        return "everybody is alive and moving; the network may be slow or blocked"
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for rank in range(len(self.hosts)):
+            key = f"{self._prefix}/{rank}"
+            if self._store.check([key]):
+                found[rank] = json.loads(self._store.get(key))
+        return found
+
+    def _beat_until_closed(self) -> None:
+        # The store goes away when the job ends, in no particular order with us: that is no error of this worker's.
+        with contextlib.suppress(Exception):
+            while True:
+                beat = {"beat": self._beats, "step": self._step, "doing": self._doing}
+                self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
+                self._beats += 1
+                if self._stop.wait(BEAT_S):
+                    return
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
