@@ -25,7 +25,7 @@ def test_net_spec(case, caffe, monkeypatch):
 @case("coord_map")
 def test_coord_map(case, caffe):
     from poseidon.caffe import coord_map
-    from poseidon.caffe import layers as L  # noqa: N812
+    from poseidon.caffe import layers as L
 
     data = L.Input(input_param={"shape": {"dim": [2, 1, 100, 100]}})
     conv = L.Convolution(data, num_output=4, kernel_size=5, stride=2, pad=10)

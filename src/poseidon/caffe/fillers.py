@@ -28,16 +28,20 @@ def fill(shape: Shape, filler: Proto, owner: str = "filler") -> torch.Tensor:
         raise ConfigError(f"{owner}: {error}") from None
 
 
+def _new(shape: Shape) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32)
+
+
 def _constant(shape: Shape, filler: Proto) -> torch.Tensor:
-    return torch.full(shape, filler.value)
+    return _new(shape).fill_(filler.value)
 
 
 def _uniform(shape: Shape, filler: Proto) -> torch.Tensor:
-    return torch.empty(shape).uniform_(filler.min, filler.max)
+    return _new(shape).uniform_(filler.min, filler.max)
 
 
 def _gaussian(shape: Shape, filler: Proto) -> torch.Tensor:
-    values = torch.empty(shape).normal_(filler.mean, filler.std)
+    values = _new(shape).normal_(filler.mean, filler.std)
     if filler.sparse >= 0:
         if not shape or filler.sparse > shape[0]:
             raise ConfigError(f"sparse {filler.sparse} exceeds the first dimension of shape {shape}")
@@ -46,17 +50,17 @@ def _gaussian(shape: Shape, filler: Proto) -> torch.Tensor:
 
 
 def _positive_unitball(shape: Shape, _filler: Proto) -> torch.Tensor:
-    rows = torch.empty(shape).uniform_(0, 1).reshape(shape[0] if shape else 1, -1)
+    rows = _new(shape).uniform_(0, 1).reshape(shape[0] if shape else 1, -1)
     return (rows / rows.sum(1, keepdim=True)).reshape(shape)
 
 
 def _xavier(shape: Shape, filler: Proto) -> torch.Tensor:
     limit = math.sqrt(3.0 / _fan(shape, filler))
-    return torch.empty(shape).uniform_(-limit, limit)
+    return _new(shape).uniform_(-limit, limit)
 
 
 def _msra(shape: Shape, filler: Proto) -> torch.Tensor:
-    return torch.empty(shape).normal_(0, math.sqrt(2.0 / _fan(shape, filler)))
+    return _new(shape).normal_(0, math.sqrt(2.0 / _fan(shape, filler)))
 
 
 def _bilinear(shape: Shape, _filler: Proto) -> torch.Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from poseidon.caffe.schema import NetParameter, Proto
 from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
 
 
 def filter_net(net: Proto) -> Proto:
@@ -20,17 +24,29 @@ def _is_included(layer: Proto, state: Proto) -> bool:
     if layer.include and layer.exclude:
         raise ConfigError(f"layer {layer.name!r} has include and exclude rules; give only one kind")
     if layer.include:
-        return any(meets_rule(state, rule) for rule in layer.include)
-    return not any(meets_rule(state, rule) for rule in layer.exclude)
+        return any(_meets(state, rule, layer.name) for rule in layer.include)
+    return not any(_meets(state, rule, layer.name) for rule in layer.exclude)
 
 
-def meets_rule(state: Proto, rule: Proto) -> bool:
-    """Whether a NetState satisfies every condition of a NetStateRule."""
-    stages = set(state.stage)
-    return (
-        (not rule.HasField("phase") or rule.phase == state.phase)
-        and (not rule.HasField("min_level") or state.level >= rule.min_level)
-        and (not rule.HasField("max_level") or state.level <= rule.max_level)
-        and stages.issuperset(rule.stage)
-        and stages.isdisjoint(rule.not_stage)
-    )
+def _meets(state: Proto, rule: Proto, layer_name: str) -> bool:
+    reason = broken_condition(state, rule)
+    if reason is not None:
+        log.info("The NetState %s specified by a rule in layer %s", reason, layer_name)
+    return reason is None
+
+
+def broken_condition(state: Proto, rule: Proto) -> str | None:
+    """Return the first condition of a NetStateRule that a NetState does not meet, in Caffe's words, or None."""
+    if rule.HasField("phase") and rule.phase != state.phase:
+        return f"phase ({state.phase}) differed from the phase ({rule.phase})"
+    if rule.HasField("min_level") and state.level < rule.min_level:
+        return f"level ({state.level}) is above the min_level ({rule.min_level})"
+    if rule.HasField("max_level") and state.level > rule.max_level:
+        return f"level ({state.level}) is above the max_level ({rule.max_level})"
+    for stage in rule.stage:
+        if stage not in state.stage:
+            return f"did not contain stage '{stage}'"
+    for stage in rule.not_stage:
+        if stage in state.stage:
+            return f"contained a not_stage '{stage}'"
+    return None

@@ -46,7 +46,7 @@ class Memory:
             # Whoever took the view of GPU memory may have written to it.
             self._tensor, self._host = self._host.to(target), None
         elif self._tensor is None:
-            self._tensor = torch.zeros(self._shape, device=target)
+            self._tensor = torch.zeros(self._shape, dtype=torch.float32, device=target)
         elif self._tensor.device != target:
             self._tensor = self._tensor.to(target)
         return self._tensor

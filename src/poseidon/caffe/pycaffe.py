@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -39,7 +40,10 @@ class Net(core.Net):
         param.state.phase = phase
         param.state.level = level
         param.state.stage.extend(stages or ())
-        super().__init__(param)
+        try:
+            super().__init__(param)
+        except ConfigError as error:
+            raise ConfigError(f"{network_file}: {error}") from error
         if weights is not None:
             self.copy_from(weights)
 
@@ -52,37 +56,37 @@ class Net(core.Net):
 
     # What the net consists of.
 
-    @property
+    @cached_property
     def blobs(self) -> dict[str, Blob]:
         """The blobs by name, from input to output."""
         return dict(zip(self._blob_names, self.blob_list, strict=True))
 
-    @property
+    @cached_property
     def params(self) -> dict[str, BlobVec]:
         """The parameters of each layer that has any."""
         return {layer.name: layer.blobs for layer in self.layers if layer.blobs}
 
-    @property
+    @cached_property
     def layer_dict(self) -> dict[str, Layer]:
         """The layers by name."""
         return {layer.name: layer for layer in self.layers}
 
-    @property
+    @cached_property
     def inputs(self) -> list[str]:
         """Names of the blobs that the caller fills."""
         return [self._blob_names[i] for i in self.input_ids]
 
-    @property
+    @cached_property
     def outputs(self) -> list[str]:
         """Names of the blobs that no layer reads."""
         return [self._blob_names[i] for i in self.output_ids]
 
-    @property
+    @cached_property
     def top_names(self) -> dict[str, list[str]]:
         """For each layer, the names of the blobs it writes."""
         return self._names_by_layer(self.top_ids)
 
-    @property
+    @cached_property
     def bottom_names(self) -> dict[str, list[str]]:
         """For each layer, the names of the blobs it reads."""
         return self._names_by_layer(self.bottom_ids)
