@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
@@ -11,10 +12,15 @@ import poseidon.caffe
 
 @pytest.fixture
 def caffe(monkeypatch):
-    """The module under test, also found by ``import caffe`` inside recorded scripts."""
+    """The module under test, also found by ``import caffe`` inside recorded scripts.
+
+    CAFFE_GOLDEN_MODE=gpu in the environment replays the cases on a GPU.
+    """
     monkeypatch.setitem(sys.modules, "caffe", poseidon.caffe)
+    if os.environ.get("CAFFE_GOLDEN_MODE") == "gpu":
+        poseidon.caffe.set_mode_gpu()
+    yield poseidon.caffe
     poseidon.caffe.set_mode_cpu()
-    return poseidon.caffe
 
 
 @pytest.fixture

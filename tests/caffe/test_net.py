@@ -224,7 +224,7 @@ def test_debug_info_logs_every_layer(caplog):
     assert any(line.startswith("    [Backward] Layer b, param blob 0 diff: ") for line in lines)
     assert any(line.startswith("    [Backward] All net params (data, diff): L1 norm = (") for line in lines)
     assert "Top shape: 4 5 (20)" in lines
-    assert "Memory required for data: 176" in lines
+    assert "Memory required for data: 260" in lines
 
 
 def test_a_registered_layer_computes_and_learns(monkeypatch):

@@ -51,6 +51,7 @@ class Net:
         self._wiring = Wiring()
         self._params = ParamTable()
         self._needs: list[LayerNeeds] = []
+        self._top_values = 0
         blob_needs: dict[int, bool] = {}
         for layer_param in self.param.layer:
             self._add_layer(layer_param, blob_needs)
@@ -196,7 +197,8 @@ class Net:
         bottoms, tops = self._wiring.bottoms(index), self._wiring.tops(index)
         layer.set_up(bottoms, tops)
         self.layers.append(layer)
-        debug.log_setup(layer, tops, sum(blob.count for blob in self._wiring.blobs))
+        self._top_values += sum(blob.count for blob in tops)
+        debug.log_setup(layer, tops, self._top_values)
         self._params.add_layer(index, layer, self.layers)
         layer.param_propagate_down = _param_propagate_down(layer)
         self._needs.append(self._first_needs(index, layer, blob_needs))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.schema import Proto
 from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
 
 _TYPES: dict[str, type[Layer]] = {}
 _L = TypeVar("_L", bound=type[Layer])
@@ -36,6 +39,7 @@ def create(param: Proto) -> Layer:
         raise ConfigError(
             f"layer {param.name!r} has unknown type {param.type!r}; {hint}known types: {', '.join(sorted(_TYPES))}"
         )
+    log.info("Creating layer %s", param.name)
     return cls(param)
 
 
