@@ -197,6 +197,13 @@ def remove(lab: state.LabState) -> None:
     state.forget(lab.name)
 
 
+def own_environment() -> dict[str, str]:
+    """Return this process's environment, with Poseidon on the path of any Python started with it."""
+    source = str(Path(poseidon.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def _lifeline(process: subprocess.Popen[bytes] | None) -> IO[bytes]:
     assert process is not None, "only the process that made a lab may talk to its warden"
     assert process.stdin is not None
@@ -230,13 +237,11 @@ def _wire(lab: state.LabState, switch: int) -> None:
 
 
 def _start_warden(name: str, machines: int) -> subprocess.Popen[bytes]:
-    source = str(Path(poseidon.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         [sys.executable, "-m", "poseidon.lab.warden", name, str(machines)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env=own_environment(),
         start_new_session=True,
     )
 

@@ -1,0 +1,190 @@
+"""The benchmark: every system on every model, cluster size and link speed, measured in labs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from poseidon import __version__
+from poseidon.lab import gpu
+from poseidon.lab.bench_worker import MARK, WorkerSettings
+from poseidon.lab.cluster import Lab, own_environment
+from poseidon.lab.environment import Place
+from poseidon.lab.job import Job, JobOptions, JobResult
+from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
+from poseidon.lab.spec import LabSpec, format_rate
+
+KEPT_LINES = 30
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure, and how."""
+
+    models: tuple[str, ...]
+    machines: tuple[int, ...]
+    rates_bits: tuple[int, ...]
+    worker: WorkerSettings
+    """Shared by all cells; its model and batch are replaced in each."""
+    batches: dict[str, int] = field(default_factory=dict)
+    """Batch for models that need another than the common one."""
+    cell_timeout_s: float = 600.0
+
+    def cells(self) -> Iterator[tuple[WorkerSettings, int, int]]:
+        """Yield a worker's settings, the machines and the rate for each cell, in the order they are measured."""
+        for model in self.models:
+            batch = self.batches.get(model, self.worker.batch)
+            for rate in self.rates_bits:
+                for machines in self.machines:
+                    yield replace(self.worker, model=model, batch=batch), machines, rate
+
+
+def run_bench(settings: BenchSettings, say: Callable[[str], None], save: Callable[[list[Cell]], None]) -> list[Cell]:
+    """Measure every cell; ``save`` is called after each, so that nothing measured is lost."""
+    cells: list[Cell] = []
+    for worker, machines, rate in settings.cells():
+        say(f"{worker.model}: {machines} machines at {format_rate(rate)}")
+        cells.append(_run_cell(worker, LabSpec((rate,) * machines), settings.cell_timeout_s, say))
+        save(cells)
+    return cells
+
+
+def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> None:
+    """Write all that was measured, with what is needed to measure it again."""
+    data = {
+        "poseidon": __version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["poseidon", *sys.argv[1:]]),
+        "hardware": describe_hardware(),
+        "settings": asdict(settings),
+        "cells": cells_to_json(cells),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Return the machine under the lab: processor, memory, GPU, versions."""
+    import torch
+
+    model = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    memory = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
+    return {
+        "processor": model[0].partition(":")[2].strip() if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(int(memory[0]) / 2**20, 1) if memory else None,
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Callable[[str], None]) -> Cell:
+    """Measure one cell; when a system takes the whole job down, measure the others again without it."""
+    lost: dict[str, str] = {}
+    while True:
+        left = tuple(system for system in worker.systems if system not in lost)
+        listener = Listener(replace(worker, systems=left), spec, say)
+        if set(left) <= {LINEAR}:
+            break
+        result = _run_workers(listener, spec, timeout_s)
+        if result.status == 0:
+            break
+        say(f"  the job failed: {result.reason}")
+        for line in listener.lines:
+            say(f"    {line}")
+        if listener.current is None:
+            lost |= dict.fromkeys(left, result.reason)
+        else:
+            lost[listener.current] = result.reason
+    return listener.cell(lost, order=worker.systems)
+
+
+def _run_workers(listener: Listener, spec: LabSpec, timeout_s: float) -> JobResult:
+    worker = listener.worker
+    on_gpu = worker.device == "cuda"
+    env = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **own_environment(),
+        "OMP_NUM_THREADS": str(worker.threads),
+    }
+    command = [sys.executable, "-m", "poseidon.lab.bench_worker", json.dumps(asdict(worker))]
+    with Lab.from_spec(spec) as lab, gpu.sharing(lab.name, on_gpu) as mps_folder:
+        options = JobOptions(share_gpu=on_gpu, mps_folder=mps_folder, timeout_s=timeout_s)
+        return Job(lab, command, options, env, listener.hear).run()
+
+
+class Listener:
+    """Collects what the ranks say into a cell, and passes progress on."""
+
+    def __init__(self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None]) -> None:
+        self.worker = worker
+        self.current: str | None = None
+        """The system being measured now; the one to blame when the job dies."""
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        """The latest other output of the ranks."""
+        self._spec = spec
+        self._say = say
+        self._sizes = (0, 0)
+        self._repetitions: dict[str, list[Repetition]] = {}
+        self._failures: dict[str, str] = {}
+
+    def hear(self, place: Place, line: str) -> None:
+        """Take in one line of a rank's output."""
+        if not line.startswith(MARK):
+            self.lines.append(f"{place.label} | {line}")
+            return
+        event = json.loads(line.removeprefix(MARK))
+        getattr(self, f"_on_{event.pop('event')}")(**event)
+
+    def cell(self, lost: dict[str, str], order: tuple[str, ...]) -> Cell:
+        """Return what was measured; ``lost`` names the systems that took a job down, with the reason."""
+        failures = self._failures | lost
+        measured = {
+            system: Measured(tuple(self._repetitions.get(system, ())), failures.get(system, ""))
+            for system in order
+            if system in self._repetitions or system in failures
+        }
+        return Cell(
+            model=self.worker.model,
+            machines=self._spec.machines,
+            rate_bits=self._spec.rates_bits[0],
+            batch=self.worker.batch,
+            parameters=self._sizes[0],
+            parameter_bytes=self._sizes[1],
+            systems=measured,
+        )
+
+    def _on_model(self, parameters: int, parameter_bytes: int) -> None:
+        self._sizes = (parameters, parameter_bytes)
+
+    def _on_begin(self, system: str) -> None:
+        self.current = system
+
+    def _on_repetition(self, system: str, **figures: float) -> None:
+        done = self._repetitions.setdefault(system, [])
+        done.append(Repetition(**figures))
+        count = f"{len(done)}/{self.worker.repetitions}"
+        self._say(f"  {system:<14}{count:>5}: {done[-1].step_ms:10.1f} ms/step, loss {done[-1].last_loss:.5f}")
+
+    def _on_failure(self, system: str, failure: str) -> None:
+        self._failures[system] = failure
+        self._repetitions.pop(system, None)
+        self._say(f"  {system:<14} failed: {failure}")

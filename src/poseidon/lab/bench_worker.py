@@ -1,0 +1,217 @@
+"""What every rank of a benchmark runs: all systems in turn, several times over, in one process group.
+
+Started by :mod:`poseidon.lab.bench` inside a lab. Rank 0 says what happens in lines that begin with
+:data:`MARK`, as JSON: ``model`` once, ``begin`` before a system's repetition, ``repetition`` or ``failure``
+after it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from poseidon import zoo
+from poseidon.lab.pace import paced
+from poseidon.lab.results import Repetition
+from poseidon.lab.systems import Trainer, make_trainer
+
+MARK = "@bench "
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Everything a rank needs to know; travels as JSON in the command line."""
+
+    model: str
+    systems: tuple[str, ...]
+    batch: int
+    steps: int
+    warmup: int
+    repetitions: int
+    threads: int
+    device: str
+    tiny: bool = False
+    width: float | None = None
+    image_size: int | None = None
+    paced_ms: tuple[float, float] | None = None
+    """Forward and backward time of the whole model, instead of the real ones."""
+    timeout_s: float = 120.0
+    """How long collectives wait for a rank that does not come."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one rank saw of one repetition."""
+
+    step_ms: float
+    sent_bytes: float
+    first_loss: float
+    last_loss: float
+
+
+def main(settings: WorkerSettings) -> None:
+    """Measure every system in turn, ``repetitions`` times over."""
+    device = _prepare(settings)
+    tell = _tell if dist.get_rank() == 0 else _tell_nobody
+    with torch.device("meta"):
+        shape = _build(settings).model
+    sizes = [(parameter.numel(), parameter.element_size()) for parameter in shape.parameters()]
+    tell("model", parameters=sum(n for n, _ in sizes), parameter_bytes=sum(n * size for n, size in sizes))
+    broken: set[str] = set()
+    for _ in range(settings.repetitions):
+        for system in settings.systems:
+            if system in broken:
+                continue
+            tell("begin", system=system)
+            repetition = _measure_together(settings, system, device)
+            if isinstance(repetition, str):
+                broken.add(system)
+                tell("failure", system=system, failure=repetition)
+            else:
+                tell("repetition", system=system, **asdict(repetition))
+    dist.destroy_process_group()
+
+
+def _prepare(settings: WorkerSettings) -> torch.device:
+    torch.set_num_threads(settings.threads)
+    if settings.device == "cuda":
+        torch.cuda.set_device(0)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout_s))
+    return torch.device(settings.device, 0) if settings.device == "cuda" else torch.device("cpu")
+
+
+def _build(settings: WorkerSettings) -> zoo.Network:
+    return zoo.build(
+        settings.model,
+        tiny=settings.tiny,
+        width=settings.width,
+        image_size=settings.image_size,
+        dropout=0.0,
+    )
+
+
+def _measure_together(settings: WorkerSettings, system: str, device: torch.device) -> Repetition | str:
+    """Measure one system once; return the ranks' joint result, or what went wrong on the first that failed."""
+    try:
+        mine: _Block | str = _measure(settings, system, device)
+    except Exception as error:
+        traceback.print_exc()
+        mine = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    _free(device)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    failures = [one for one in everyone if isinstance(one, str)]
+    if failures:
+        return failures[0]
+    return Repetition(
+        step_ms=max(one.step_ms for one in everyone),
+        sent_bytes=sum(one.sent_bytes for one in everyone) / len(everyone),
+        first_loss=sum(one.first_loss for one in everyone) / len(everyone),
+        last_loss=sum(one.last_loss for one in everyone) / len(everyone),
+    )
+
+
+def _measure(settings: WorkerSettings, system: str, device: torch.device) -> _Block:
+    torch.manual_seed(0)
+    network = _build(settings)
+    network.model.to(device)
+    if settings.paced_ms is not None:
+        paced(network.model, *settings.paced_ms)
+    batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
+    trainer = make_trainer(system, network, batch)
+    try:
+        return _time_steps(trainer, settings, device)
+    finally:
+        trainer.close()
+
+
+def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device) -> _Block:
+    """Time a block of steps as a whole: a system may let one step's exchange run into the next."""
+    first = trainer.step()
+    for _ in range(settings.warmup - 1):
+        trainer.step()
+    _settle(device)
+    sent_before = bytes_sent()
+    _settle(device)
+    began = time.perf_counter()
+    for _ in range(settings.steps):
+        last = trainer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    _settle(device)
+    sent = bytes_sent() - sent_before
+    return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item())
+
+
+def _settle(device: torch.device) -> None:
+    """Wait until all ranks have done what they had to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    # A tensor on the CPU, so that gloo carries it and NCCL's own threads stay out of it.
+    dist.all_reduce(torch.zeros(1))
+
+
+def _free(device: torch.device) -> None:
+    """Give a system's memory back before the next one; ranks may share one GPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def bytes_sent(interface: str = "eth0") -> int:
+    """Return the bytes this machine has sent so far; 0 where there is no such interface."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    return 0
+
+
+def _tell(event: str, **details: Any) -> None:
+    print(MARK + json.dumps({"event": event, **details}), flush=True)
+
+
+def _tell_nobody(event: str, **details: Any) -> None:
+    pass
+
+
+def _from_json(text: str) -> WorkerSettings:
+    data = json.loads(text)
+    pair = data["paced_ms"]
+    data["systems"] = tuple(data["systems"])
+    data["paced_ms"] = None if pair is None else (pair[0], pair[1])
+    return WorkerSettings(**data)
+
+
+def _run() -> None:
+    """Run and leave at once: libraries' threads may hang at the interpreter's end, when all has been said."""
+    status = 1
+    try:
+        main(_from_json(sys.argv[1]))
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _run()

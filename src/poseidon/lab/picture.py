@@ -1,0 +1,64 @@
+"""The picture of a benchmark: speedup over machines, one line per system, one panel per model and link speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from poseidon.errors import ConfigError
+from poseidon.lab.results import LINEAR, LOSSY, Cell
+from poseidon.lab.spec import format_rate
+
+PANELS_PER_ROW = 3
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Write a picture of the cells; raises :class:`ConfigError` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "matplotlib is not installed; install poseidon-dl[lab], or draw elsewhere with `poseidon bench --plot`"
+        ) from None
+    panels = sorted({(cell.model, cell.rate_bits) for cell in cells}, key=lambda key: (key[1], key[0]))
+    columns = min(len(panels), PANELS_PER_ROW)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 4.0 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, (model, rate) in zip(axes, panels, strict=False):
+        _draw_panel(axis, model, rate, [cell for cell in cells if (cell.model, cell.rate_bits) == (model, rate)])
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    figure.savefig(path, dpi=130)
+
+
+def speedup_lines(cells: Sequence[Cell]) -> dict[str, list[tuple[int, float]]]:
+    """Return for each system its speedups by number of machines, in order; the linear bound comes first."""
+    systems = list(dict.fromkeys(system for cell in cells for system in cell.systems))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for system in sorted(systems, key=lambda system: system != LINEAR):
+        points = [(cell.machines, cell.speedup(system)) for cell in cells if system in cell.systems]
+        known = sorted((machines, speedup) for machines, speedup in points if speedup is not None)
+        if known:
+            lines[system] = known
+    return lines
+
+
+def _draw_panel(axis: object, model: str, rate: int, cells: Sequence[Cell]) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axis, Axes)
+    for system, points in speedup_lines(cells).items():
+        machines, speedups = zip(*points, strict=True)
+        style: dict[str, Any] = {"color": "grey", "linestyle": "--"} if system == LINEAR else {"marker": "o"}
+        axis.plot(machines, speedups, label=f"{system} (lossy)" if system in LOSSY else system, **style)
+    ticks = sorted({cell.machines for cell in cells})
+    axis.set_xticks(ticks)
+    axis.set_xlim(0, max(ticks) * 1.05)
+    axis.set_ylim(0, max(ticks) * 1.05)
+    axis.set_title(f"{model}, {format_rate(rate)}")
+    axis.set_xlabel("machines")
+    axis.set_ylabel("speedup")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")

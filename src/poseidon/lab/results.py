@@ -1,0 +1,183 @@
+"""What a benchmark found, as pure data: medians, bounds, speedups, whether losses agree, and the table of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from poseidon.lab.spec import UNSHAPED, format_rate
+
+LINEAR = "linear"
+LOSSY = frozenset({"ddp-bf16", "ddp-powersgd"})
+# How far two exact systems may end apart, as a share of the way the loss has come: additions in another order and
+# TF32 grow with every step, while a wrong mean gradient is off by about the whole way.
+LOSS_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One measured block of steps of one system, over all ranks."""
+
+    step_ms: float
+    """Wall time of the slowest rank, per step."""
+    sent_bytes: float
+    """Bytes a machine sent per step, mean over machines."""
+    first_loss: float
+    """Mean over ranks, before any update."""
+    last_loss: float
+    """Mean over ranks, after all warm-up and measured steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One system in one cell: its repetitions, or why there are none."""
+
+    repetitions: tuple[Repetition, ...] = ()
+    failure: str = ""
+
+    @property
+    def step_ms(self) -> float:
+        """Median time of a step."""
+        return median(repetition.step_ms for repetition in self.repetitions)
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """Fastest and slowest repetition."""
+        times = [repetition.step_ms for repetition in self.repetitions]
+        return min(times), max(times)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Median of the bytes a machine sends per step."""
+        return median(repetition.sent_bytes for repetition in self.repetitions)
+
+    @property
+    def last_loss(self) -> float:
+        """Loss after the same steps from the same seed; the first repetition's, as all should agree."""
+        return self.repetitions[0].last_loss
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Every system on one model, number of machines and link speed."""
+
+    model: str
+    machines: int
+    rate_bits: int
+    batch: int
+    """Samples per worker and step."""
+    parameters: int
+    parameter_bytes: int
+    systems: Mapping[str, Measured] = field(default_factory=dict)
+
+    @property
+    def wire_bound_ms(self) -> float:
+        """Time an allreduce of all gradients needs at the link's speed, with nothing lost."""
+        return wire_bound_ms(self.parameter_bytes, self.machines, self.rate_bits)
+
+    def speedup(self, system: str) -> float | None:
+        """Return how many machines' worth of work a system gets done; the linear bound gives all of them."""
+        linear, measured = self.systems.get(LINEAR), self.systems.get(system)
+        if linear is None or measured is None or not linear.repetitions or not measured.repetitions:
+            return None
+        return self.machines * linear.step_ms / measured.step_ms
+
+    def verdict(self, system: str) -> str:
+        """Return ``ok``, ``lossy``, ``WRONG`` or ``failed``; empty where there is nothing to compare with."""
+        measured = self.systems[system]
+        if not measured.repetitions:
+            return "failed"
+        if system == LINEAR:
+            return ""
+        if system in LOSSY:
+            return "lossy"
+        reference = self._reference(system)
+        if reference is None:
+            return ""
+        return "ok" if losses_agree(measured.repetitions, reference) else "WRONG"
+
+    def _reference(self, system: str) -> Repetition | None:
+        """Return what an exact system's loss is compared with: plain DDP, or else the first other exact one."""
+        exact = [name for name in self.systems if name != LINEAR and name not in LOSSY]
+        for name in sorted(exact, key=lambda name: name != "ddp"):
+            if (name != system or name == "ddp") and self.systems[name].repetitions:
+                return self.systems[name].repetitions[0]
+        return None
+
+
+def wire_bound_ms(parameter_bytes: int, machines: int, rate_bits: int) -> float:
+    """Return the least time for every machine to send and receive 2 (P-1)/P of the parameters' bytes."""
+    if rate_bits == UNSHAPED:
+        return 0.0
+    return 2 * (machines - 1) / machines * parameter_bytes * 8 / rate_bits * 1e3
+
+
+def losses_agree(repetitions: Iterable[Repetition], reference: Repetition) -> bool:
+    """Say whether all repetitions began and ended where the reference did, within the tolerance."""
+    way = abs(reference.last_loss - reference.first_loss)
+    room = LOSS_TOLERANCE * way + 1e-4 * abs(reference.first_loss)
+    return all(
+        abs(repetition.first_loss - reference.first_loss) <= room
+        and abs(repetition.last_loss - reference.last_loss) <= room
+        for repetition in repetitions
+    )
+
+
+def cells_to_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return plain data for a file: the measurements, and beside them what is derived, for readers."""
+    return [_cell_to_json(cell) for cell in cells]
+
+
+def cells_from_json(data: Iterable[Mapping[str, Any]]) -> list[Cell]:
+    """Return the cells a file holds; derived figures are derived anew."""
+    return [_cell_from_json(entry) for entry in data]
+
+
+def format_table(cell: Cell) -> str:
+    """Return a cell as lines for the screen."""
+    title = (
+        f"{cell.model}: {cell.parameters / 1e6:.1f}M parameters, batch {cell.batch}, {cell.machines} machines at "
+        f"{format_rate(cell.rate_bits)}; wire bound of an allreduce {cell.wire_bound_ms:.1f} ms"
+    )
+    head = f"  {'system':<14}{'ms/step':>10}{'min .. max':>20}{'speedup':>9}{'sent MB/step':>14}{'loss':>12}  check"
+    rows = [_format_row(cell, system, measured) for system, measured in cell.systems.items()]
+    return "\n".join([title, head, *rows])
+
+
+def _format_row(cell: Cell, system: str, measured: Measured) -> str:
+    if not measured.repetitions:
+        return f"  {system:<14}{'-':>10}  failed: {measured.failure}"
+    low, high = measured.spread_ms
+    speedup = cell.speedup(system)
+    return (
+        f"  {system:<14}{measured.step_ms:>10.1f}{f'{low:.1f} .. {high:.1f}':>20}"
+        f"{'-' if speedup is None else f'{speedup:.2f}x':>9}{measured.sent_bytes / 1e6:>14.2f}"
+        f"{measured.last_loss:>12.5f}  {cell.verdict(system)}".rstrip()
+    )
+
+
+def _cell_to_json(cell: Cell) -> dict[str, Any]:
+    plain = asdict(cell)
+    plain["wire_bound_ms"] = round(cell.wire_bound_ms, 3)
+    for system, measured in cell.systems.items():
+        if measured.repetitions:
+            plain["systems"][system] |= {
+                "step_ms": measured.step_ms,
+                "spread_ms": measured.spread_ms,
+                "sent_bytes": measured.sent_bytes,
+                "last_loss": measured.last_loss,
+                "speedup": cell.speedup(system),
+                "verdict": cell.verdict(system),
+            }
+    return plain
+
+
+def _cell_from_json(data: Mapping[str, Any]) -> Cell:
+    systems = {
+        name: Measured(tuple(Repetition(**entry) for entry in system["repetitions"]), system["failure"])
+        for name, system in data["systems"].items()
+    }
+    plain = ("model", "machines", "rate_bits", "batch", "parameters", "parameter_bytes")
+    return Cell(**{name: data[name] for name in plain}, systems=systems)

@@ -1,0 +1,118 @@
+"""The systems a benchmark compares, each through its public interface alone.
+
+Every system trains the same network from the same seed with the same optimizer on the same batch; they differ
+only in how gradients become a mean. A new one is a function that wraps a model, added to :data:`SYSTEMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from poseidon.errors import ConfigError, unknown_name
+from poseidon.zoo import Network
+
+LEARNING_RATE = 0.005
+MOMENTUM = 0.9
+POWERSGD_RANK = 4
+# PowerSGD sends whole gradients until this step; 2 is the least it accepts with error feedback.
+POWERSGD_START = 2
+
+
+@dataclass
+class Trainer:
+    """One system's training loop."""
+
+    network: Network
+    module: nn.Module
+    """The model as the system wrapped it."""
+    optimizer: torch.optim.Optimizer
+    inputs: tuple[Any, ...]
+    targets: Tensor
+
+    def step(self) -> Tensor:
+        """Train one step on the batch; return the loss before the update, which may still be on its way."""
+        self.optimizer.zero_grad()
+        loss = self.network.loss(self.module(*self.inputs), self.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        """Let the system stop its threads and close its connections, where it has any."""
+        close = getattr(self.module, "close", None)
+        if callable(close):
+            close()
+
+
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def _linear(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, optimizer
+
+
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return _wrap_ddp(model), optimizer
+
+
+def _ddp_gloo(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return _wrap_ddp(model, dist.new_group(backend="gloo")), optimizer
+
+
+def _ddp_bf16(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = _wrap_ddp(model)
+    wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    return wrapped, optimizer
+
+
+def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = _wrap_ddp(model)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped, optimizer
+
+
+def _poseidon(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from poseidon import DistributedDataParallel
+
+    return DistributedDataParallel(model), optimizer
+
+
+SYSTEMS: dict[str, Wrap] = {
+    "linear": _linear,
+    "ddp": _ddp,
+    "ddp-gloo": _ddp_gloo,
+    "ddp-bf16": _ddp_bf16,
+    "ddp-powersgd": _ddp_powersgd,
+    "poseidon": _poseidon,
+}
+
+
+def check_system(name: str, device: str) -> None:
+    """Raise unless there is a system of this name, and it runs on this kind of device."""
+    if name not in SYSTEMS:
+        raise unknown_name("system", name, list(SYSTEMS))
+    if name == "ddp-bf16" and device != "cuda":
+        raise ConfigError("ddp-bf16 needs --device cuda: torch's bf16 hook refuses to work over gloo")
+
+
+def make_trainer(name: str, network: Network, batch: tuple[tuple[Any, ...], Tensor]) -> Trainer:
+    """Return a system's training loop for a network already on its device."""
+    optimizer = torch.optim.SGD(network.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+    module, stepper = SYSTEMS[name](network.model, optimizer)
+    return Trainer(network, module, stepper, *batch)
+
+
+def _wrap_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.parallel.DistributedDataParallel:
+    device = next(model.parameters()).device
+    devices = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
