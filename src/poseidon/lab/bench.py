@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections import deque
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from poseidon import __version__
 from poseidon.lab import gpu
@@ -74,19 +78,26 @@ def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> Non
 
 def describe_hardware() -> dict[str, Any]:
     """Return the machine under the lab: processor, memory, GPU, versions."""
-    import torch
-
     model = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     memory = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
     return {
         "processor": model[0].partition(":")[2].strip() if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(int(memory[0]) / 2**20, 1) if memory else None,
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "gpu": _gpu_name(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
+
+
+def _gpu_name() -> str | None:
+    """Ask the driver's own tool: this process must not hold the GPU that the workers are to share."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout else None
 
 
 def _read(path: str) -> str:
@@ -102,7 +113,7 @@ def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Call
     while True:
         left = tuple(system for system in worker.systems if system not in lost)
         listener = Listener(replace(worker, systems=left), spec, say)
-        if set(left) <= {LINEAR}:
+        if lost and set(left) <= {LINEAR}:
             break
         result = _run_workers(listener, spec, timeout_s)
         if result.status == 0:
@@ -145,6 +156,7 @@ class Listener:
         self._sizes = (0, 0)
         self._repetitions: dict[str, list[Repetition]] = {}
         self._failures: dict[str, str] = {}
+        self._notes: dict[str, str] = {}
 
     def hear(self, place: Place, line: str) -> None:
         """Take in one line of a rank's output."""
@@ -158,7 +170,9 @@ class Listener:
         """Return what was measured; ``lost`` names the systems that took a job down, with the reason."""
         failures = self._failures | lost
         measured = {
-            system: Measured(tuple(self._repetitions.get(system, ())), failures.get(system, ""))
+            system: Measured(
+                tuple(self._repetitions.get(system, ())), failures.get(system, ""), self._notes.get(system, "")
+            )
             for system in order
             if system in self._repetitions or system in failures
         }
@@ -178,7 +192,10 @@ class Listener:
     def _on_begin(self, system: str) -> None:
         self.current = system
 
-    def _on_repetition(self, system: str, **figures: float) -> None:
+    def _on_repetition(self, system: str, note: str, **figures: float) -> None:
+        if note and system not in self._notes:
+            self._notes[system] = note
+            self._say(f"  {system:<14} {note}")
         done = self._repetitions.setdefault(system, [])
         done.append(Repetition(**figures))
         count = f"{len(done)}/{self.worker.repetitions}"

@@ -16,6 +16,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class _Block:
     sent_bytes: float
     first_loss: float
     last_loss: float
+    note: str
 
 
 def main(settings: WorkerSettings) -> None:
@@ -74,12 +76,12 @@ def main(settings: WorkerSettings) -> None:
             if system in broken:
                 continue
             tell("begin", system=system)
-            repetition = _measure_together(settings, system, device)
-            if isinstance(repetition, str):
+            blocks, failure = _measure_together(settings, system, device)
+            if failure:
                 broken.add(system)
-                tell("failure", system=system, failure=repetition)
+                tell("failure", system=system, failure=failure)
             else:
-                tell("repetition", system=system, **asdict(repetition))
+                tell("repetition", system=system, note=blocks[0].note, **asdict(_combine(blocks)))
     dist.destroy_process_group()
 
 
@@ -105,8 +107,8 @@ def _build(settings: WorkerSettings) -> zoo.Network:
     )
 
 
-def _measure_together(settings: WorkerSettings, system: str, device: torch.device) -> Repetition | str:
-    """Measure one system once; return the ranks' joint result, or what went wrong on the first that failed."""
+def _measure_together(settings: WorkerSettings, system: str, device: torch.device) -> tuple[list[_Block], str]:
+    """Measure one system once; return what every rank saw, and what went wrong on the first that failed."""
     try:
         mine: _Block | str = _measure(settings, system, device)
     except Exception as error:
@@ -116,13 +118,15 @@ def _measure_together(settings: WorkerSettings, system: str, device: torch.devic
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     failures = [one for one in everyone if isinstance(one, str)]
-    if failures:
-        return failures[0]
+    return ([], failures[0]) if failures else (everyone, "")
+
+
+def _combine(blocks: list[_Block]) -> Repetition:
     return Repetition(
-        step_ms=max(one.step_ms for one in everyone),
-        sent_bytes=sum(one.sent_bytes for one in everyone) / len(everyone),
-        first_loss=sum(one.first_loss for one in everyone) / len(everyone),
-        last_loss=sum(one.last_loss for one in everyone) / len(everyone),
+        step_ms=max(block.step_ms for block in blocks),
+        sent_bytes=fmean(block.sent_bytes for block in blocks),
+        first_loss=fmean(block.first_loss for block in blocks),
+        last_loss=fmean(block.last_loss for block in blocks),
     )
 
 
@@ -156,7 +160,7 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
     seconds = time.perf_counter() - began
     _settle(device)
     sent = bytes_sent() - sent_before
-    return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item())
+    return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item(), trainer.note())
 
 
 def _settle(device: torch.device) -> None:

@@ -11,6 +11,14 @@ from poseidon.lab.results import LINEAR, LOSSY, Cell
 from poseidon.lab.spec import format_rate
 
 PANELS_PER_ROW = 3
+STYLES: dict[str, dict[str, Any]] = {
+    LINEAR: {"color": "grey", "linestyle": "--"},
+    "ddp": {"color": "tab:blue", "marker": "o"},
+    "ddp-gloo": {"color": "tab:cyan", "marker": "v"},
+    "ddp-bf16": {"color": "tab:green", "marker": "s"},
+    "ddp-powersgd": {"color": "tab:olive", "marker": "^"},
+    "poseidon": {"color": "tab:red", "marker": "o", "linewidth": 2.2},
+}
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
@@ -41,7 +49,8 @@ def speedup_lines(cells: Sequence[Cell]) -> dict[str, list[tuple[int, float]]]:
         points = [(cell.machines, cell.speedup(system)) for cell in cells if system in cell.systems]
         known = sorted((machines, speedup) for machines, speedup in points if speedup is not None)
         if known:
-            lines[system] = known
+            # One machine alone has nothing to exchange: every line begins there.
+            lines[system] = [(1, 1.0), *known]
     return lines
 
 
@@ -51,9 +60,9 @@ def _draw_panel(axis: object, model: str, rate: int, cells: Sequence[Cell]) -> N
     assert isinstance(axis, Axes)
     for system, points in speedup_lines(cells).items():
         machines, speedups = zip(*points, strict=True)
-        style: dict[str, Any] = {"color": "grey", "linestyle": "--"} if system == LINEAR else {"marker": "o"}
-        axis.plot(machines, speedups, label=f"{system} (lossy)" if system in LOSSY else system, **style)
-    ticks = sorted({cell.machines for cell in cells})
+        label = f"{system} (lossy)" if system in LOSSY else system
+        axis.plot(machines, speedups, label=label, **STYLES.get(system, {"marker": "o"}))
+    ticks = sorted({1, *(cell.machines for cell in cells)})
     axis.set_xticks(ticks)
     axis.set_xlim(0, max(ticks) * 1.05)
     axis.set_ylim(0, max(ticks) * 1.05)

@@ -36,6 +36,8 @@ class Measured:
 
     repetitions: tuple[Repetition, ...] = ()
     failure: str = ""
+    note: str = ""
+    """What the system says about itself, such as the routes it chose."""
 
     @property
     def step_ms(self) -> float:
@@ -176,7 +178,7 @@ def _cell_to_json(cell: Cell) -> dict[str, Any]:
 
 def _cell_from_json(data: Mapping[str, Any]) -> Cell:
     systems = {
-        name: Measured(tuple(Repetition(**entry) for entry in system["repetitions"]), system["failure"])
+        name: Measured(tuple(Repetition(**entry) for entry in system["repetitions"]), system["failure"], system["note"])
         for name, system in data["systems"].items()
     }
     plain = ("model", "machines", "rate_bits", "batch", "parameters", "parameter_bytes")

@@ -14,6 +14,8 @@ from poseidon.errors import ConfigError
 from poseidon.lab.members import LAB_MARK, pids_in, pids_marked, start_time
 from poseidon.lab.spec import LabSpec
 
+FOLDER_VARIABLE = "POSEIDON_LAB_FOLDER"
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -76,7 +78,12 @@ class LabState:
 
 
 def state_folder() -> Path:
-    """Return where state files live: /run for root, else the user's runtime folder, else the temp folder."""
+    """Return where state files live.
+
+    In order: ``POSEIDON_LAB_FOLDER``, /run where it may be written, the user's runtime folder, the temp folder.
+    """
+    if FOLDER_VARIABLE in os.environ:
+        return Path(os.environ[FOLDER_VARIABLE])
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     for folder in ("/run", runtime):
         if folder and os.access(folder, os.W_OK):

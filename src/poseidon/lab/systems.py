@@ -6,6 +6,7 @@ only in how gradients become a mean. A new one is a function that wraps a model,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,12 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
+
+    def note(self) -> str:
+        """Return what a system that plans has planned: how many layers go by which route."""
+        routes = getattr(getattr(self.module, "plan", None), "routes", {})
+        counts = Counter(routes.values())
+        return ", ".join(f"{count} x {route}" for route, count in sorted(counts.items()))
 
     def close(self) -> None:
         """Let the system stop its threads and close its connections, where it has any."""
