@@ -29,6 +29,7 @@ from poseidon.planning.planner import Plan, check_overrides
 from poseidon.planning.sampling import plan
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.calibrate import arithmetic_digest, find_cluster
+from poseidon.team.mirror import Mirror, mirror_all
 from poseidon.team.team import Team
 
 __all__ = ["DistributedDataParallel", "World", "init", "plan"]
@@ -90,6 +91,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
         self._will_sync_buffers = True
+        self._mirrors: list[Mirror] = []
         self.device = self._find_device()
         self._connect(process_group, init_sync)
 
@@ -209,7 +211,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         team = self._team = Team(process_group, self.timeout_s)
         check_same_model(team, describe([*self.module.named_parameters(), *self.module.named_buffers()]))
         if init_sync:
-            team.broadcast(tensors_of(self.module, self._ignored), 0, "the initial parameters")
+            mirror_all(team, tensors_of(self.module, self._ignored), 0, "the initial parameters")
         is_alike = self._check_arithmetic(team)
         has_choice = any(unit.spec.kind != "dense" for unit in units)
         cluster = find_cluster(team, self.device, self._cluster) if has_choice else Cluster(len(team.topology.machines))
@@ -221,8 +223,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=self.static_graph,
             routes=routes,
         )
+        self._mirrors = self._buffer_mirrors() if self.broadcast_buffers else []
         self._engine = Engine(units, team, cluster, options)
         self._front_end = AutogradFrontEnd(self._engine)
+
+    def _buffer_mirrors(self) -> list[Mirror]:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for name, buffer in self.module.named_buffers():
+            if name not in self._ignored:
+                by_device.setdefault(buffer.device, []).append(buffer)
+        return [Mirror(buffers) for buffers in by_device.values()]
 
     def _check_arithmetic(self, team: Team) -> bool:
         digests = [row[0] for row in team.gather_ints([arithmetic_digest(self.device)], "the arithmetic check")]
@@ -273,16 +283,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def sync_buffers(self, source: int) -> None:
         """Copy ``source``'s buffers to everybody, as torch's class does before each forward. Collective."""
-        if not self.broadcast_buffers or self._team is None:
-            return
-        buffers = [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
-        if buffers:
-            self._team.broadcast(buffers, source, "the buffers")
+        if self._team is not None:
+            for mirror in self._mirrors:
+                mirror.copy_from(self._team, source, "the buffers")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
         if self._front_end is not None:
-            left_out = {"_engine": None, "_front_end": None, "_team": None}
+            left_out = {"_engine": None, "_front_end": None, "_team": None, "_mirrors": []}
         else:
             left_out = {"_team": None}
         return {**self.__dict__, **left_out}

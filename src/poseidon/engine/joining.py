@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.algorithms.join import JoinHook
 
 from poseidon.engine.discover import tensors_of
+from poseidon.team.mirror import mirror_all
 
 if TYPE_CHECKING:
     from poseidon.api import DistributedDataParallel
@@ -44,4 +45,4 @@ class ShadowHook(JoinHook):
         assert owner._team is not None
         claims = owner._team.gather_ints([int(is_last_joiner)], "the end of join()")
         source = max(rank for rank, (claim,) in enumerate(claims) if claim)
-        owner._team.broadcast(tensors_of(owner.module, owner._ignored), source, "the final model")
+        mirror_all(owner._team, tensors_of(owner.module, owner._ignored), source, "the final model")

@@ -89,6 +89,8 @@ class Lab:
         existing = state.load(self.name)
         if existing is not None and not existing.is_abandoned:
             raise ConfigError(f"a lab named {self.name!r} is already running; choose another name or take it down")
+        if existing is not None:
+            remove(existing)
         network.open_netlink().close()
         self._warden = _start_warden(self.name, self.machines)
         try:

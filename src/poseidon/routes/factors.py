@@ -36,67 +36,97 @@ class FactorsRoute:
         outputs, inputs = unit.weight.shape
         count = sum(x.shape[0] for x, _ in pieces)
         host = torch.empty(count, inputs + outputs, dtype=dtype, pin_memory=unit.weight.is_cuda)
-        settle = None
-        if unit.weight.is_cuda and pieces:
-            settle = self._copy_from_device(host, pieces)
-        else:
-            _fill(host, pieces)
-        parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), _HAS_DENSE * unit.has_dense, settle)
-        return _FactorsExchange(self._team, unit, self._pairs.start(parcel), dtype)
+        exchange = _FactorsExchange(self._team, unit, dtype, self._side_stream(unit.weight))
+        settle = exchange.fill(host, pieces)
+        flags = _HAS_DENSE * unit.has_dense
+        parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), flags, settle, exchange.land)
+        exchange.arrival = self._pairs.start(parcel)
+        return exchange
 
-    def _copy_from_device(self, host: Tensor, pieces: Sequence[Factors]) -> Callable[[], None]:
-        """Queue the copies on a side stream, so that the compute stream goes on with backward."""
-        device = pieces[0][0].device
-        side = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            _fill(host, pieces)
-            for tensor in (tensor for piece in pieces for tensor in piece):
-                tensor.record_stream(side)
-            done = torch.cuda.Event()
-            done.record(side)
-        return done.synchronize
+    def _side_stream(self, weight: Tensor) -> torch.cuda.Stream | None:
+        if not weight.is_cuda:
+            return None
+        if weight.device not in self._streams:
+            self._streams[weight.device] = torch.cuda.Stream(weight.device)
+        return self._streams[weight.device]
 
 
 class _FactorsExchange(Exchange):
-    def __init__(self, team: Team, unit: LiveUnit, arrival: Arrival, dtype: torch.dtype) -> None:
+    """On CUDA all copies and the rebuilding go on a side stream while the compute stream goes on with backward."""
+
+    arrival: Arrival
+
+    def __init__(self, team: Team, unit: LiveUnit, dtype: torch.dtype, side: torch.cuda.Stream | None) -> None:
         self._team = team
         self._unit = unit
-        self._arrival = arrival
         self._dtype = dtype
+        self._side = side
+
+    def fill(self, host: Tensor, pieces: Sequence[Factors]) -> Callable[[], None] | None:
+        """Copy the factors side by side into rows (X | G); the result, if any, waits until that is done."""
+        if self._side is None:
+            _fill(host, pieces)
+            return None
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
+            # Joined on the device first: a copy into part of a row would wait for the device, here and now.
+            rows = torch.empty_like(host, device=self._side.device)
+            _fill(rows, pieces)
+            host.copy_(rows, non_blocking=True)
+            for tensor in (tensor for piece in pieces for tensor in piece):
+                tensor.record_stream(self._side)
+            # Waiting for it must not burn a core: the network needs them.
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._side)
+        return done.synchronize
+
+    def land(self, gathered: Gathered) -> tuple[bool, Tensor, Tensor | None, torch.cuda.Event | None]:
+        """Rebuild the mean gradient on the side stream. On the CPU leave that to :meth:`finish`: see there."""
+        has_dense = any(flags & _HAS_DENSE for flags in gathered.flags)
+        rows = gathered.rows.view(self._dtype)
+        if self._side is None:
+            return has_dense, rows, None, None
+        with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
+            weight, bias = self._rebuild(rows.to(self._side.device, non_blocking=True))
+            done = torch.cuda.Event()
+            done.record(self._side)
+        return has_dense, weight, bias, done
 
     def finish(self) -> None:
-        gathered: Gathered = self._arrival.wait(self._team, self._unit.name)
+        has_dense, weight, bias, done = self.arrival.wait(self._team, self._unit.name)
         unit = self._unit
         if not unit.is_used:
             return
-        if any(flags & _HAS_DENSE for flags in gathered.flags):
+        if has_dense:
             average_now(self._team, unit.parameters, unit.name)
-        stacked = gathered.rows.view(self._dtype)
-        stacked = stacked.to(unit.weight.device, unit.weight.dtype, non_blocking=True)
-        inputs = unit.weight.shape[1]
-        x, g = stacked[:, :inputs], stacked[:, inputs:]
+        if self._side is None:
+            # On this thread, not on the one that received: BLAS may have other thread settings there.
+            weight, bias = self._rebuild(weight)
+        else:
+            current = torch.cuda.current_stream(self._side.device)
+            current.wait_event(done)
+            for tensor in (weight, bias):
+                tensor.record_stream(current)
+        _add(unit.weight, weight)
+        if unit.bias is not None:
+            _add(unit.bias, bias)
+
+    def _rebuild(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows.to(self._unit.weight.dtype)
+        inputs = self._unit.weight.shape[1]
+        x, g = rows[:, :inputs], rows[:, inputs:]
         # Scaling the narrow factor is cheaper than scaling the product.
         g = g * (1 / self._team.size)
-        _add_product(unit.weight, g, x)
-        if unit.bias is not None:
-            _add(unit.bias, g.sum(0).to(unit.bias.dtype))
+        return g.t() @ x, g.sum(0)
 
 
-def _fill(host: Tensor, pieces: Sequence[Factors]) -> None:
+def _fill(rows: Tensor, pieces: Sequence[Factors]) -> None:
     start = 0
     for x, g in pieces:
-        part = host[start : start + x.shape[0]]
-        part[:, : x.shape[1]].copy_(x, non_blocking=True)
-        part[:, x.shape[1] :].copy_(g, non_blocking=True)
+        part = rows[start : start + x.shape[0]]
+        part[:, : x.shape[1]] = x
+        part[:, x.shape[1] :] = g
         start += x.shape[0]
-
-
-def _add_product(parameter: Tensor, g: Tensor, x: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = g.t() @ x
-    else:
-        parameter.grad.addmm_(g.t(), x)
 
 
 def _add(parameter: Tensor, value: Tensor) -> None:

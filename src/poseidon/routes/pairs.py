@@ -40,6 +40,8 @@ class Parcel:
     """One word of the route's own, delivered with the rows."""
     settle: Callable[[], None] | None = None
     """Called before ``rows`` is read, on another thread; waits until a device has filled it."""
+    land: Callable[[Gathered], Any] | None = None
+    """Called on another thread with what arrived; its result replaces the :class:`Gathered` as the arrival's value."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Pairs:
                 threading.Thread(target=target, name="poseidon-pairs", daemon=True).start()
 
     def start(self, parcel: Parcel) -> Arrival:
-        """Begin to exchange; the arrival's value is a :class:`Gathered`."""
+        """Begin to exchange; the arrival's value is a :class:`Gathered`, or what the parcel's ``land`` makes of it."""
         arrival = Arrival()
         sends: list[Any] = []
         sent = threading.Event()
@@ -111,10 +113,11 @@ class Pairs:
             parcel, arrival, sends, sent = self._inbox.get()
             try:
                 gathered = self._receive(parcel, sent, sends)
+                value = gathered if parcel.land is None else parcel.land(gathered)
             except BaseException as error:
                 arrival.fail(error)
             else:
-                arrival.succeed(gathered)
+                arrival.succeed(value)
 
     def _receive(self, parcel: Parcel, sent: threading.Event, sends: list[Any]) -> Gathered:
         headers = self._receive_headers(parcel)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from poseidon.team.watch import Watch
 from poseidon.errors import WorkerLostError
@@ -36,7 +35,7 @@ def machine_name() -> str:
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
         try:
-            parts.append(os.readlink(path) if path.endswith("net") else Path(path).read_text().strip())
+            parts.append(str(Path(path).readlink()) if path.endswith("net") else Path(path).read_text().strip())
         except OSError:
             continue
     return "|".join(parts)
@@ -109,24 +108,6 @@ class Team:
         pairs = zip(everybody, sizes, strict=True)
         return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
 
-    def broadcast(
-        self, tensors: Sequence[Tensor], source: int, what: str, group: dist.ProcessGroup | None = None
-    ) -> None:
-        """Copy ``source``'s contents of the tensors to everybody, in messages of at most about 64 MB."""
-        for batch in _batches(tensors, 64 * 2**20):
-            flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
-            work = dist.broadcast(flat, self.global_rank(source), group=group or self.group, async_op=True)
-            if flat.is_cuda and self.is_nccl:
-                work.wait()
-            else:
-                self.wait(work, what, source)
-            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in batch])
-            if self.rank != source:
-                with torch.no_grad():
-                    for tensor, part in zip(batch, parts, strict=True):
-                        # A copy, because a part need not start where its dtype could be read.
-                        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
     def close(self) -> None:
         """Stop the heartbeat; groups are freed with the process."""
         self.watch.close()
@@ -181,16 +162,3 @@ def _store() -> Any:
     store = dist.distributed_c10d._get_default_store()
     # A client of our own: the shared one is locked while another thread waits in it, and would silence the heartbeat.
     return store.clone() if hasattr(store, "clone") else store
-
-
-def _batches(tensors: Sequence[Tensor], limit_bytes: int) -> list[list[Tensor]]:
-    batches: list[list[Tensor]] = []
-    size = limit_bytes
-    for tensor in tensors:
-        bytes_here = tensor.numel() * tensor.element_size()
-        if size + bytes_here > limit_bytes or batches[-1][0].device != tensor.device:
-            batches.append([])
-            size = 0
-        batches[-1].append(tensor)
-        size += bytes_here
-    return batches

@@ -1,0 +1,66 @@
+"""Tensors that are to equal one worker's: packed into one message, whatever their types."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from poseidon.team.team import Team
+
+_MESSAGE_BYTES = 64 * 2**20
+
+
+class Mirror:
+    """Some tensors of one device and the flat message in which they travel together; made once, used every step."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # Widest types first: then every part starts where its type may be read.
+        ordered = sorted((t.detach() for t in tensors), key=lambda tensor: -tensor.element_size())
+        sizes = [tensor.numel() * tensor.element_size() for tensor in ordered]
+        self._message = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0].device)
+        self._groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        start = 0
+        for tensor, size in zip(ordered, sizes, strict=True):
+            part = self._message[start : start + size].view(tensor.dtype).view(tensor.shape)
+            mine, parts = self._groups[tensor.dtype]
+            mine.append(tensor)
+            parts.append(part)
+            start += size
+
+    def copy_from(self, team: Team, source: int, what: str) -> None:
+        """Make the tensors equal to ``source``'s. Collective."""
+        if team.rank == source:
+            self._copy(is_packing=True)
+        work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
+        if self._message.is_cuda and team.is_nccl:
+            work.wait()
+        else:
+            team.wait(work, what, source)
+        if team.rank != source:
+            self._copy(is_packing=False)
+
+    @torch.no_grad()
+    def _copy(self, is_packing: bool) -> None:
+        for mine, parts in self._groups.values():
+            if is_packing:
+                torch._foreach_copy_(parts, mine)
+            else:
+                torch._foreach_copy_(mine, parts)
+
+
+def mirror_all(team: Team, tensors: Sequence[Tensor], source: int, what: str) -> None:
+    """Make any number of tensors equal to ``source``'s, in messages of bounded size. Collective."""
+    batch: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and (size > _MESSAGE_BYTES or tensor.device != batch[0].device):
+            Mirror(batch).copy_from(team, source, what)
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if batch:
+        Mirror(batch).copy_from(team, source, what)
