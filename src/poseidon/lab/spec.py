@@ -131,12 +131,13 @@ def make_spec(
 def link_shape(rate_bits: int, queue_s: float) -> Shape:
     """Return the token bucket for a rate.
 
-    The burst is 2 ms of the rate, because tokens come by timer and a smaller bucket loses throughput; it is
-    kept above one 64 KB segment (larger packets would be cut again in software) and below 1 MB.
+    The burst covers the time a busy kernel may be late in handing out tokens: 2 ms of the rate, 5 ms of a slow one.
+    It is kept above one 64 KB segment (larger packets would be cut again in software) and below 1 MB.
     """
     rate_bytes = rate_bits // 8
-    burst = min(max(int(rate_bytes * 0.002), 1 << 16), 1 << 20)
-    return Shape(rate_bytes, burst, burst + max(int(rate_bytes * queue_s), 1 << 16))
+    burst = max(int(rate_bytes * 0.002), min(int(rate_bytes * 0.005), 1 << 17))
+    burst = min(max(burst, 1 << 16), 1 << 20)
+    return Shape(rate_bytes, burst, burst + max(int(rate_bytes * queue_s), burst))
 
 
 def parse_rate(word: str) -> int:

@@ -22,7 +22,7 @@ from poseidon.lab.spec import machine_name
 BEGIN = b"begin\n"
 KEEP = b"keep\n"
 PACE_PERIOD_S = 0.04
-RESCAN_S = 0.25
+RESCAN_S = 0.1
 
 
 def main(name: str, machines: int) -> None:

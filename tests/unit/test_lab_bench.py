@@ -1,0 +1,207 @@
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+
+from poseidon.errors import ConfigError
+from poseidon.lab import bench, picture, results
+from poseidon.lab.bench import Listener
+from poseidon.lab.bench_worker import MARK, WorkerSettings
+from poseidon.lab.environment import Place
+from poseidon.lab.job import JobResult
+from poseidon.lab.results import Cell, Measured, Repetition
+from poseidon.lab.spec import make_spec
+from poseidon.launch import bench as command
+from poseidon.launch.cli import main
+
+WORKER = WorkerSettings("lenet", ("linear", "ddp", "poseidon"), 8, 5, 2, 2, 1, "cpu")
+
+
+def repetition(ms=10.0, last=1.0, first=2.0, sent=100.0):
+    return Repetition(ms, sent, first, last)
+
+
+def cell(**systems):
+    measured = {name: Measured((each,)) if isinstance(each, Repetition) else each for name, each in systems.items()}
+    return Cell("lenet", 4, 10**9, 8, 1000, 4000, measured)
+
+
+def parse(*options):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.make_settings(parser.parse_args(options))
+
+
+def test_median_and_spread_ignore_order():
+    measured = Measured(tuple(repetition(ms, sent=ms) for ms in (30, 10, 11)))
+    assert (measured.step_ms, measured.spread_ms, measured.sent_bytes) == (11, (10, 30), 11)
+
+
+def test_wire_bound_of_resnet152_on_8_machines():
+    assert results.wire_bound_ms(241_000_000, 8, 10**10) == pytest.approx(337.4, abs=0.1)
+    assert results.wire_bound_ms(241_000_000, 8, 0) == 0
+
+
+def test_speedup_is_measured_against_the_linear_bound():
+    made = cell(linear=repetition(10), ddp=repetition(40), poseidon=Measured(failure="boom"))
+    assert (made.speedup("linear"), made.speedup("ddp"), made.speedup("poseidon")) == (4, 1, None)
+    assert cell(ddp=repetition()).speedup("ddp") is None
+
+
+def test_a_fast_wrong_answer_is_seen():
+    ddp = repetition(last=1.0)
+    made = cell(linear=repetition(last=0.3), ddp=ddp, poseidon=repetition(ms=1, last=0.9))
+    assert [made.verdict(name) for name in made.systems] == ["", "ok", "WRONG"]
+    assert cell(ddp=ddp, poseidon=repetition(last=1.01)).verdict("poseidon") == "ok"
+    assert cell(ddp=ddp, poseidon=repetition(first=1.8, last=1.0)).verdict("poseidon") == "WRONG"
+    assert cell(**{"ddp": ddp, "ddp-powersgd": repetition(last=1.5)}).verdict("ddp-powersgd") == "lossy"
+    assert cell(ddp=ddp, poseidon=Measured(failure="boom")).verdict("poseidon") == "failed"
+
+
+def test_one_bad_repetition_is_enough_to_be_wrong():
+    drifting = Measured((repetition(last=1.0), repetition(last=1.5)))
+    assert cell(ddp=drifting).verdict("ddp") == "WRONG"
+
+
+def test_without_ddp_another_exact_system_is_the_reference():
+    made = cell(**{"ddp-gloo": repetition(last=1.0), "poseidon": repetition(last=0.5)})
+    assert made.verdict("poseidon") == "WRONG"
+    assert cell(poseidon=repetition()).verdict("poseidon") == ""
+
+
+def test_cells_survive_json():
+    made = cell(linear=repetition(), ddp=Measured(failure="boom"), poseidon=Measured((repetition(),), note="2 x rows"))
+    written = json.loads(json.dumps(results.cells_to_json([made])))
+    assert results.cells_from_json(written) == [made]
+    assert written[0]["systems"]["poseidon"]["speedup"] == 4
+
+
+def test_table_has_a_line_per_system():
+    table = results.format_table(cell(linear=repetition(10), ddp=repetition(20), poseidon=Measured(failure="boom")))
+    lines = table.splitlines()
+    assert len(lines) == 5
+    assert "4 machines at 1gbit" in lines[0]
+    assert lines[3].split()[:6] == ["ddp", "20.0", "20.0", "..", "20.0", "2.00x"]
+    assert lines[4].endswith("failed: boom")
+
+
+def test_lines_of_the_picture_begin_at_one_machine():
+    four = cell(linear=repetition(10), ddp=repetition(20))
+    two = replace(four, machines=2)
+    lines = picture.speedup_lines([four, two, replace(four, systems={"ddp": Measured(failure="boom")})])
+    assert lines == {"linear": [(1, 1.0), (2, 2.0), (4, 4.0)], "ddp": [(1, 1.0), (2, 1.0), (4, 2.0)]}
+
+
+def test_a_picture_is_drawn_from_a_file(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"cells": results.cells_to_json([cell(linear=repetition(), ddp=repetition(20))])}))
+    assert main(["bench", "--plot", str(file)]) == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "2.00x" in capsys.readouterr().out
+
+
+def test_cells_are_every_combination_with_the_models_own_batch():
+    settings = parse("--models", "lenet,gpt2", "--machines", "2,4", "--rate", "1gbit,10gbit", "--batch", "16,gpt2=2")
+    cells = [(worker.model, worker.batch, machines, rate) for worker, machines, rate in settings.cells()]
+    assert cells[:3] == [("lenet", 16, 2, 10**9), ("lenet", 16, 4, 10**9), ("lenet", 16, 2, 10**10)]
+    assert [batch for model, batch, _, _ in cells if model == "gpt2"] == [2] * 4
+
+
+def test_the_linear_bound_is_always_measured_and_first():
+    assert parse("--against", "ddp,poseidon").worker.systems == ("linear", "ddp", "poseidon")
+    assert parse("--against", "ddp,linear,ddp").worker.systems == ("linear", "ddp")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--models", "lenet,nosuch"], "unknown network 'nosuch'"),
+        (["--against", "nosuch"], "unknown system 'nosuch'; known: ddp,"),
+        (["--against", "ddp-bf16"], "needs --device cuda"),
+        (["--machines", "1"], "2 to 250 machines"),
+        (["--machines", ","], "names nothing"),
+        (["--batch", "0"], "--batch"),
+        (["--batch", "nosuch=3"], "--batch"),
+        (["--paced", "5"], "FORWARD_MS:BACKWARD_MS"),
+        (["--paced=-5:5"], "must not be negative"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--rate", "5"], "10gbit"),
+    ],
+)
+def test_bad_options_are_refused(options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse(*options)
+
+
+def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):
+    file = tmp_path / "x.json"
+    file.write_text("{}")
+    assert main(["bench", "--plot", str(file)]) == 1
+    assert f"{file} is no file of benchmark results" in capsys.readouterr().err
+
+
+def say_all(listener, *events):
+    for event in events:
+        listener.hear(Place(0, 2), MARK + json.dumps(event))
+
+
+def finished(system, ms=5.0):
+    return {"event": "repetition", "system": system, "note": "", "step_ms": ms, "sent_bytes": 1.0} | {
+        "first_loss": 2.0,
+        "last_loss": 1.0,
+    }
+
+
+def test_a_listener_collects_what_ranks_say():
+    said = []
+    listener = Listener(WORKER, make_spec(2), said.append)
+    listener.hear(Place(1, 2), "a warning")
+    say_all(
+        listener,
+        {"event": "model", "parameters": 10, "parameter_bytes": 40},
+        {"event": "begin", "system": "ddp"},
+        finished("ddp", 7.0),
+        {"event": "failure", "system": "poseidon", "failure": "rank 1: boom"},
+    )
+    made = listener.cell({}, WORKER.systems)
+    assert (made.parameters, made.machines, made.systems["ddp"].step_ms) == (10, 2, 7.0)
+    assert made.systems["poseidon"].failure == "rank 1: boom"
+    assert list(listener.lines) == ["machine1 | a warning"]
+    assert any("ddp" in line and "1/2" in line for line in said)
+
+
+def test_a_system_that_takes_the_job_down_is_left_out_of_another_try(monkeypatch):
+    tried = []
+
+    def run_workers(listener, spec, timeout_s):
+        tried.append(listener.worker.systems)
+        for system in listener.worker.systems:
+            say_all(listener, {"event": "begin", "system": system})
+            if system == "ddp":
+                return JobResult(124, "time limit reached", 1.0, (None, None))
+            say_all(listener, finished(system))
+        return JobResult(0, "", 1.0, (0, 0))
+
+    monkeypatch.setattr(bench, "_run_workers", run_workers)
+    made = bench._run_cell(WORKER, make_spec(2), 1.0, lambda _: None)
+    assert tried == [("linear", "ddp", "poseidon"), ("linear", "poseidon")]
+    assert {name: bool(each.repetitions) for name, each in made.systems.items()} == {
+        "linear": True,
+        "ddp": False,
+        "poseidon": True,
+    }
+    assert made.systems["ddp"].failure == "time limit reached"
+
+
+def test_a_job_that_never_begins_fails_every_system_once(monkeypatch):
+    calls = []
+
+    def run_workers(*_):
+        calls.append(1)
+        return JobResult(1, "machine0 (rank 0) ended with status 1", 1.0, (1, None))
+
+    monkeypatch.setattr(bench, "_run_workers", run_workers)
+    made = bench._run_cell(WORKER, make_spec(2), 1.0, lambda _: None)
+    assert len(calls) == 1
+    assert {made.verdict(name) for name in made.systems} == {"failed"}
