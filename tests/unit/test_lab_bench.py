@@ -127,11 +127,21 @@ def test_the_linear_bound_is_always_measured_and_first():
         (["--paced=-5:5"], "must not be negative"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--rate", "5"], "10gbit"),
+        (["--models", "lenet,dlrm", "--image-size", "64"], "dlrm reads no images"),
+        (["--width", "-1"], "positive"),
     ],
 )
 def test_bad_options_are_refused(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         parse(*options)
+
+
+def test_cells_without_any_speedup_leave_the_picture_out(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"cells": results.cells_to_json([cell(ddp=Measured(failure="boom"))])}))
+    assert main(["bench", "--plot", str(file)]) == 0
+    assert not (tmp_path / "r.png").exists()
+    assert "picture left out" in capsys.readouterr().err
 
 
 def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):

@@ -7,13 +7,14 @@ after it.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -66,9 +67,9 @@ def main(settings: WorkerSettings) -> None:
     """Measure every system in turn, ``repetitions`` times over."""
     device = _prepare(settings)
     tell = _tell if dist.get_rank() == 0 else _tell_nobody
-    with torch.device("meta"):
-        shape = _build(settings).model
-    sizes = [(parameter.numel(), parameter.element_size()) for parameter in shape.parameters()]
+    torch.manual_seed(0)
+    original = build(settings)
+    sizes = [(parameter.numel(), parameter.element_size()) for parameter in original.model.parameters()]
     tell("model", parameters=sum(n for n, _ in sizes), parameter_bytes=sum(n * size for n, size in sizes))
     broken: set[str] = set()
     for _ in range(settings.repetitions):
@@ -76,13 +77,21 @@ def main(settings: WorkerSettings) -> None:
             if system in broken:
                 continue
             tell("begin", system=system)
-            blocks, failure = _measure_together(settings, system, device)
+            blocks, failure = _measure_together(settings, system, original, device)
             if failure:
                 broken.add(system)
                 tell("failure", system=system, failure=failure)
             else:
                 tell("repetition", system=system, note=blocks[0].note, **asdict(_combine(blocks)))
-    dist.destroy_process_group()
+    # Nobody leaves before all are done; the group itself ends with the process, since taking it down may hang.
+    _settle(device)
+
+
+def build(settings: WorkerSettings) -> zoo.Network:
+    """Return the network to train, without dropout so that all systems compute the same."""
+    return zoo.build(
+        settings.model, tiny=settings.tiny, width=settings.width, image_size=settings.image_size, dropout=0.0
+    )
 
 
 def _prepare(settings: WorkerSettings) -> torch.device:
@@ -97,20 +106,12 @@ def _prepare(settings: WorkerSettings) -> torch.device:
     return torch.device(settings.device, 0) if settings.device == "cuda" else torch.device("cpu")
 
 
-def _build(settings: WorkerSettings) -> zoo.Network:
-    return zoo.build(
-        settings.model,
-        tiny=settings.tiny,
-        width=settings.width,
-        image_size=settings.image_size,
-        dropout=0.0,
-    )
-
-
-def _measure_together(settings: WorkerSettings, system: str, device: torch.device) -> tuple[list[_Block], str]:
+def _measure_together(
+    settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device
+) -> tuple[list[_Block], str]:
     """Measure one system once; return what every rank saw, and what went wrong on the first that failed."""
     try:
-        mine: _Block | str = _measure(settings, system, device)
+        mine: _Block | str = _measure(settings, system, original, device)
     except Exception as error:
         traceback.print_exc()
         mine = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -130,10 +131,9 @@ def _combine(blocks: list[_Block]) -> Repetition:
     )
 
 
-def _measure(settings: WorkerSettings, system: str, device: torch.device) -> _Block:
-    torch.manual_seed(0)
-    network = _build(settings)
-    network.model.to(device)
+def _measure(settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device) -> _Block:
+    # The original stays on the CPU as it was: every system begins from the same weights, and from its own copy.
+    network = replace(original, model=copy.deepcopy(original.model).to(device))
     if settings.paced_ms is not None:
         paced(network.model, *settings.paced_ms)
     batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)

@@ -14,8 +14,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from poseidon.lab.members import LAB_MARK
+from poseidon.lab.members import LAB_MARK, kill_all, pids_marked
 
+FOLDER_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 CONTROL = "nvidia-cuda-mps-control"
 LIMIT_S = 20.0
 
@@ -34,7 +35,7 @@ def sharing(lab: str, wanted: bool = True) -> Iterator[str | None]:
     folder = tempfile.mkdtemp(prefix="poseidon-mps-")
     env = {
         **os.environ,
-        "CUDA_MPS_PIPE_DIRECTORY": folder,
+        FOLDER_VARIABLE: folder,
         "CUDA_MPS_LOG_DIRECTORY": folder,
         LAB_MARK: lab,
     }
@@ -52,6 +53,8 @@ def sharing(lab: str, wanted: bool = True) -> Iterator[str | None]:
         finally:
             _control(env, "quit")
     finally:
+        # It does not quit while a killed client's context is stuck, and may fail with parts of it started.
+        kill_all(lambda: pids_marked(FOLDER_VARIABLE, folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 

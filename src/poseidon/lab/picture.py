@@ -29,6 +29,9 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         raise ConfigError(
             "matplotlib is not installed; install poseidon-dl[lab], or draw elsewhere with `poseidon bench --plot`"
         ) from None
+    cells = [cell for cell in cells if speedup_lines([cell])]
+    if not cells:
+        raise ConfigError("no cell has a linear bound to draw speedups against")
     panels = sorted({(cell.model, cell.rate_bits) for cell in cells}, key=lambda key: (key[1], key[0]))
     columns = min(len(panels), PANELS_PER_ROW)
     rows = -(-len(panels) // columns)

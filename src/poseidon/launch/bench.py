@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from poseidon import zoo
-from poseidon.errors import ConfigError, unknown_name
+from poseidon.errors import ConfigError
 from poseidon.lab.bench import BenchSettings, run_bench, write_results
-from poseidon.lab.bench_worker import WorkerSettings
+from poseidon.lab.bench_worker import WorkerSettings, build
 from poseidon.lab.picture import draw
 from poseidon.lab.results import LINEAR, Cell, cells_from_json, format_table
 from poseidon.lab.spec import MAX_MACHINES, parse_rate
@@ -70,9 +73,6 @@ def run(args: argparse.Namespace) -> int:
 def make_settings(args: argparse.Namespace) -> BenchSettings:
     """Return checked settings for the options."""
     models = _words(args.models)
-    for model in models:
-        if model not in zoo.names():
-            raise unknown_name("network", model, zoo.names())
     systems = _words(args.against)
     for system in systems:
         check_system(system, args.device)
@@ -95,6 +95,9 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
         paced_ms=None if args.paced is None else parse_paced(args.paced),
         timeout_s=min(120.0, args.timeout),
     )
+    with torch.device("meta"):
+        for model in models:
+            build(replace(worker, model=model))
     return BenchSettings(
         models=tuple(models),
         machines=tuple(_parse_count(word) for word in _words(args.machines)),
