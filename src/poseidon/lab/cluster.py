@@ -32,8 +32,18 @@ class Lab:
     :class:`ConfigError` says what.
     """
 
-    def __init__(self, machines: int = 4, rate: str = "1gbit", *, name: str | None = None, **options: Any) -> None:
-        self.spec = make_spec(machines, rate, **options)
+    def __init__(
+        self,
+        machines: int = 4,
+        rate: str = "1gbit",
+        *,
+        delay: str = "",
+        loss: str = "",
+        queue: str = "5ms",
+        slow: Sequence[str] = (),
+        name: str | None = None,
+    ) -> None:
+        self.spec = make_spec(machines, rate, delay, loss, queue, slow)
         self.name = name or secrets.token_hex(3)
         self._warden: subprocess.Popen[bytes] | None = None
         self._is_attached = False
