@@ -76,6 +76,7 @@ def test_statuses_in_a_shells_words():
         (["--machines", "3", "--rate", "1gbit,1gbit", "--", "true"], "2 rates"),
         (["--slow", "9:2x", "--", "true"], "no machine 9"),
         (["--lab", "nosuchlab", "--", "true"], "no lab named 'nosuchlab'"),
+        (["--lab", "some", "--rate", "1gbit", "--", "true"], "leave out --rate"),
         (["--name", "a/b", "--", "true"], "letters, digits"),
         ([], "no command given"),
         (["--", "nosuchprogram"], "nosuchprogram"),

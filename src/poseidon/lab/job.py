@@ -23,7 +23,7 @@ from poseidon.lab.environment import Place, places, shared_gpu_environment, work
 from poseidon.lab.network import Traffic
 
 TIMED_OUT = 124
-POLL_S = 0.02
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ class Job:
         """End the workers still there, then everything they started, and print what they had written."""
 
         def left() -> list[int]:
-            return members.pids_marked(members.JOB_MARK, self._id)
+            # A worker may have dropped the mark with the rest of its environment.
+            unmarked = [worker.pid for worker in workers if worker.poll() is None]
+            return [*unmarked, *members.pids_marked(members.JOB_MARK, self._id)]
 
         running = [worker.pid for worker in workers if worker.poll() is None]
         # A paused worker must go on before it can end.

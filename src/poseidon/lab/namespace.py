@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -55,7 +56,8 @@ def inode(namespace: int) -> int:
 def _unshare_here(hostname: str) -> tuple[int, int]:
     if _libc().unshare(CLONE_NEWNET | CLONE_NEWUTS) != 0:
         raise _system_error("make a network namespace")
-    socket.sethostname(hostname)
+    with contextlib.suppress(PermissionError):  # a name is nice to have, and some sandboxes forbid it
+        socket.sethostname(hostname)
     net = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     uts = os.open("/proc/thread-self/ns/uts", os.O_RDONLY | os.O_CLOEXEC)
     return net, uts

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from poseidon.errors import ConfigError
 from poseidon.lab import cluster, gpu, state
 from poseidon.lab.cluster import Lab
 from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.network import Traffic
-from poseidon.lab.spec import LabSpec, format_rate, machine_address, machine_name, make_spec, parse_machines
+from poseidon.lab.spec import format_rate, machine_address, machine_name, parse_machines
 
 FAULTS = ("cut", "heal", "kill", "pause")
 
@@ -65,13 +66,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _add_network_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machines", type=int, default=None, metavar="N", help="how many machines (default 4)")
-    parser.add_argument("--rate", default="1gbit", help="link speed for all, or one each: 10gbit,10gbit,1gbit; or none")
-    parser.add_argument("--delay", default="", help="added to each packet's way, such as 0.1ms")
-    parser.add_argument("--loss", default="", help="share of packets lost, such as 0.01%%")
-    parser.add_argument("--queue", default="5ms", help="depth of each port's queue (default 5ms)")
-    parser.add_argument("--slow", action="append", default=[], metavar="N:FACTORx", help="slow a machine, as 3:2.5x")
-    parser.add_argument("--name", default=None, help="the lab's name (default: made up)")
+    # No defaults here: what was given must be told from what was not when `run` uses a lab that exists.
+    parser.add_argument("--machines", type=int, metavar="N", help="how many machines (default 4)")
+    parser.add_argument("--rate", help="link speed for all, or one each: 10gbit,10gbit,1gbit; or none (default 1gbit)")
+    parser.add_argument("--delay", help="added to each packet's way, such as 0.1ms")
+    parser.add_argument("--loss", help="share of packets lost, such as 0.01%%")
+    parser.add_argument("--queue", help="depth of each port's queue (default 5ms)")
+    parser.add_argument("--slow", action="append", metavar="N:FACTORx", help="slow a machine, as 3:2.5x")
+    parser.add_argument("--name", help="the lab's name (default: made up)")
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
@@ -89,15 +91,28 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
 
-def _spec(args: argparse.Namespace) -> LabSpec:
-    machines = args.machines
-    if machines is None:
-        machines = len(args.rate.split(",")) if "," in args.rate else 4
-    return make_spec(machines, args.rate, args.delay, args.loss, args.queue, args.slow)
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the network options that were given."""
+    names = ("machines", "rate", "delay", "loss", "queue", "slow")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _make_lab(args: argparse.Namespace) -> Lab:
+    given = _given(args)
+    if "machines" not in given and "," in given.get("rate", ""):
+        given["machines"] = len(given["rate"].split(","))
+    return Lab(**given, name=args.name)
+
+
+def _find_lab(args: argparse.Namespace) -> Lab:
+    if given := _given(args):
+        options = ", ".join(f"--{name}" for name in given)
+        raise ConfigError(f"lab {args.lab!r} exists as it is; leave out {options}, or leave out --lab")
+    return Lab.attach(args.lab)
 
 
 def _run(args: argparse.Namespace) -> int:
-    lab = Lab.from_spec(_spec(args), args.name) if args.lab is None else Lab.attach(args.lab)
+    lab = _make_lab(args) if args.lab is None else _find_lab(args)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     options = JobOptions(
         workers_per_machine=args.workers_per_machine,
@@ -130,7 +145,7 @@ def _bytes(traffic: Traffic) -> str:
 
 
 def _up(args: argparse.Namespace) -> int:
-    lab = Lab.from_spec(_spec(args), args.name)
+    lab = _make_lab(args)
     with ended_by_signals(), lab:
         lab.keep()
     print(f"lab {lab.name} is up: {lab.spec.describe()}")
