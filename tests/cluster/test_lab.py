@@ -228,7 +228,7 @@ def test_down_leaves_a_running_job_alone_unless_told(capsys):
 
 def test_bench_measures_systems_and_writes_what_it_found(tmp_path):
     out = tmp_path / "bench.json"
-    options = "--models lenet --tiny --batch 4 --machines 2 --rate 1gbit --steps 2 --warmup 1 --repetitions 2"
+    options = "--models lenet --tiny --batch 4 --machines 2 --rate 1gbit --steps 2 --warmup 3 --repetitions 2"
     command = [*POSEIDON, "bench", *options.split(), "--against", "ddp,ddp-powersgd", "--output", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -241,7 +241,7 @@ def test_bench_measures_systems_and_writes_what_it_found(tmp_path):
     }
     assert systems["ddp"]["verdict"] == "ok"
     assert systems["ddp"]["sent_bytes"] > cell["parameter_bytes"] > 100 * systems["linear"]["sent_bytes"]
-    assert systems["ddp-powersgd"]["sent_bytes"] < systems["ddp"]["sent_bytes"]
+    assert systems["ddp-powersgd"]["sent_bytes"] < 0.5 * systems["ddp"]["sent_bytes"]
     assert out.with_suffix(".png").exists()
 
 

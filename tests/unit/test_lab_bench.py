@@ -127,6 +127,7 @@ def test_the_linear_bound_is_always_measured_and_first():
         (["--paced=-5:5"], "must not be negative"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--rate", "5"], "10gbit"),
+        (["--against", "ddp-powersgd", "--warmup", "2"], "use at least 3"),
         (["--models", "lenet,dlrm", "--image-size", "64"], "dlrm reads no images"),
         (["--width", "-1"], "positive"),
     ],

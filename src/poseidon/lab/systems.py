@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.zoo import Network
 
-LEARNING_RATE = 0.005
+LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 POWERSGD_RANK = 4
 # PowerSGD sends whole gradients until this step; 2 is the least it accepts with error feedback.

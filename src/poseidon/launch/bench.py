@@ -17,7 +17,7 @@ from poseidon.lab.bench_worker import WorkerSettings, build
 from poseidon.lab.picture import draw
 from poseidon.lab.results import LINEAR, Cell, cells_from_json, format_table
 from poseidon.lab.spec import MAX_MACHINES, parse_rate
-from poseidon.lab.systems import check_system
+from poseidon.lab.systems import POWERSGD_START, check_system
 from poseidon.launch.lab import ended_by_signals
 
 DEFAULT_OUTPUT = Path("bench.json")
@@ -80,6 +80,11 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
     for name in ("steps", "warmup", "repetitions", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if "ddp-powersgd" in systems and args.warmup <= POWERSGD_START:
+        raise ConfigError(
+            f"--warmup {args.warmup} is too short for ddp-powersgd, which sends whole gradients in its first "
+            f"{POWERSGD_START} steps; use at least {POWERSGD_START + 1}"
+        )
     worker = WorkerSettings(
         model=models[0],
         systems=tuple(dict.fromkeys([LINEAR, *systems])),
