@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from poseidon.errors import ConfigError
@@ -33,15 +34,12 @@ class Traffic:
     def __sub__(self, earlier: Traffic) -> Traffic:
         return Traffic(self.sent - earlier.sent, self.received - earlier.received)
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.received + other.received)
-
 
 def wire(spec: LabSpec, switch: int, machines: Sequence[int]) -> None:
     """Join the machines' namespaces (file descriptors) to the switch's, and shape every link."""
     call_inside([switch], lambda: _wire_switch(spec, machines))
     for machine, namespace in enumerate(machines):
-        call_inside([namespace], lambda machine=machine: _wire_machine(spec, machine))  # type: ignore[misc]
+        call_inside([namespace], partial(_wire_machine, spec, machine))
 
 
 def read_traffic(switch: int, machines: int) -> list[Traffic]:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from typing import TextIO
 
 from poseidon.errors import PoseidonError
 from poseidon.lab import members, namespace, state
@@ -39,6 +40,7 @@ def main(name: str, machines: int) -> None:
         if word == BEGIN:
             _start_slowing(name)
         elif word == KEEP:
+            _let_go_of(sys.stderr)
             threading.Event().wait()
     _clean_up(name, {place.inode for place in places})
 
@@ -50,8 +52,12 @@ def _make_place(hostname: str) -> state.Namespace:
 
 def _tell(message: dict[str, object]) -> None:
     print(json.dumps(message), flush=True)
-    # The reader waits for this pipe's end; the descriptor stays taken so that no namespace gets number 1.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _let_go_of(sys.stdout)
+
+
+def _let_go_of(stream: TextIO) -> None:
+    """Close a stream for whoever reads it to the end; its number stays taken, so that no namespace gets it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _clean_up(name: str, inodes: set[int]) -> None:
@@ -78,8 +84,7 @@ def _slow(name: str, machine: int, factor: float) -> None:
     while True:
         if time.monotonic() >= rescan_at:
             lab = state.load(name)
-            is_paused = lab is None or machine in lab.paused
-            pids = [] if lab is None or is_paused else lab.processes(machine)
+            pids = [] if lab is None or machine in lab.paused else lab.processes(machine)
             rescan_at = time.monotonic() + RESCAN_S
         members.send_signal(pids, signal.SIGCONT)
         time.sleep(running_s)
