@@ -44,7 +44,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     ``routes`` insists on routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a JSON file)
     replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker before raising
-    :class:`~poseidon.errors.WorkerLostError`. With one worker, or without a process group, the model runs as it is.
+    :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` says whether factors travel by an all-gather (the default with NCCL)
+    or by direct messages through host memory. With one worker, or without a process group, the model runs as it is.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         routes: Mapping[str, str] | None = None,
         cluster: Cluster | str | Path | None = None,
         timeout_s: float = 60.0,
+        gather_factors: bool | None = None,
         **torch_only: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -88,6 +90,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._routes = dict(routes or {})
         self._cluster = cluster
+        self._gather_factors = gather_factors
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
         self._will_sync_buffers = True
@@ -221,6 +224,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             keep_views=self.gradient_as_bucket_view,
             allow_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
+            gather_factors=self._gather_factors,
             routes=routes,
         )
         self._mirrors = self._buffer_mirrors() if self.broadcast_buffers else []

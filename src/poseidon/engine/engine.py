@@ -7,6 +7,7 @@ when the first gradient is due, :meth:`Engine.parameter_ready` as each parameter
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -14,15 +15,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from poseidon.engine.scheduler import Routes, Schedule, Scheduler
+from poseidon.engine.scheduler import Gather, Routes, Schedule, Scheduler
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, make_plan
-from poseidon.routes.allreduce import AllreduceRoute
 from poseidon.routes.base import LiveUnit
-from poseidon.routes.factors import FactorsRoute
-from poseidon.routes.pairs import Pairs
-from poseidon.routes.rows import RowsRoute
 from poseidon.team.team import PendingGather, Team
 from poseidon.units import Load
 
@@ -43,6 +40,8 @@ class Options:
     """Some parameters may get no gradient in some steps (torch calls it find_unused_parameters)."""
     static_graph: bool = False
     """Every backward is like the first: learn from it which gradients come, and how often each is added to."""
+    gather_factors: bool | None = None
+    """Factors travel by a collective (True) or by direct messages (False); None: by a collective where NCCL is."""
     routes: Mapping[str, str] | None = None
     """Routes that the user insists on, by unit name or pattern."""
 
@@ -92,14 +91,14 @@ class Engine:
         self.divide_by_active = False
         """Under join(): average over the workers that still have input, not over all."""
         self.plan: Plan | None = None
-        pairs = Pairs(team, pin_memory=any(p.is_cuda for unit in units for p in unit.parameters))
-        self._routes = Routes(AllreduceRoute(team), FactorsRoute(team, pairs), RowsRoute(team, pairs))
+        is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
+        self._routes = Routes(team, is_cuda, options.gather_factors)
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
         self._has_local_gradients = False
         self._order = list(reversed(range(len(units))))
+        self._loads: dict[str, Load] = {}
         self._dense = self._schedule({unit.index: "rows" if unit.spec.is_sparse else "allreduce" for unit in units})
         self._planned: Schedule | None = None
-        self._loads: dict[str, Load] = {}
         self._planned_batch = 0.0
         self._odd_batches = 0
         self._additions: Counter[nn.Parameter] = Counter()
@@ -316,7 +315,13 @@ class Engine:
         self._dense = self._schedule(self._dense.route_of)
 
     def _schedule(self, route_of: Mapping[int, str]) -> Schedule:
-        return Schedule(self.units, route_of, self._order, self.options.bucket_bytes, self.options.keep_views)
+        gathers = [
+            Gather(unit, capacity=math.ceil(self._loads[unit.name].rows), value_bytes=self._loads[unit.name].value_bytes)
+            for unit in self.units
+            if self._routes.gather is not None and route_of[unit.index] == "factors" and unit.name in self._loads
+        ]
+        options = self.options
+        return Schedule(self.units, route_of, self._order, options.bucket_bytes, options.keep_views, gathers)
 
     def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
         names = {

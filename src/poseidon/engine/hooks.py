@@ -230,7 +230,7 @@ class _FactorLinearFunction(torch.autograd.Function):
                 engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller wants to differentiate once more, which factors cannot do.
             if engine.collects(unit) and not torch.is_grad_enabled():
-                unit.pieces.append((rows_x.detach(), rows_g.detach()))
+                unit.give(rows_x.detach(), rows_g.detach())
                 return grad_x, None, None, None, None
         grad_weight = (rows_g.t() @ rows_x).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None

@@ -1,13 +1,15 @@
 """Step 2 of the journey: ready units leave at once, by their route, in an order that all workers share where it matters.
 
 Before: ``hooks.py`` says that a unit's gradient (or its factors) is complete. After: a route under ``poseidon/routes`` carries
-it. Factors and rows travel as addressed messages and may leave in any order. Buckets travel by collectives, which must be
-issued in the same order everywhere: a bucket that is complete early waits for those before it.
+it. Factors and rows that travel as addressed messages may leave in any order. Buckets, and on GPUs factors too, travel by
+collectives, which must be issued in the same order everywhere: what is complete early waits for what comes before it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -15,23 +17,38 @@ from poseidon.engine.buckets import Bucket, assign_buckets
 from poseidon.routes.allreduce import AllreduceRoute
 from poseidon.routes.base import Exchange, LiveUnit
 from poseidon.routes.factors import FactorsRoute
+from poseidon.routes.gather import GatherExchange, GatherRoute
+from poseidon.routes.pairs import Pairs
 from poseidon.routes.rows import RowsRoute
+from poseidon.team.team import Team
 
 
 class Routes:
     """One instance of each route, for one team."""
 
-    def __init__(self, allreduce: AllreduceRoute, factors: FactorsRoute, rows: RowsRoute) -> None:
-        self.allreduce = allreduce
-        self.factors = factors
-        self.rows = rows
+    def __init__(self, team: Team, is_cuda: bool, gather_factors: bool | None) -> None:
+        self.team = team
+        pairs = Pairs(team, pin_memory=is_cuda)
+        self.allreduce = AllreduceRoute(team)
+        self.factors = FactorsRoute(team, pairs)
+        self.rows = RowsRoute(team, pairs)
+        use_gather = is_cuda and team.is_nccl if gather_factors is None else gather_factors
+        self.gather = GatherRoute(team, self.factors) if use_gather else None
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A unit whose factors travel by a collective, and the size that was planned for them."""
+
+    unit: LiveUnit
+    capacity: int
+    value_bytes: int
 
 
 class Schedule:
-    """A fixed assignment of units to routes and buckets; used for many steps.
+    """A fixed assignment of units to routes and collectives; used for many steps.
 
-    ``order`` holds unit numbers as they are expected to become ready. It must be the same on all workers, and so must
-    ``route_of``.
+    ``order`` holds unit numbers as they are expected to become ready. Everything here must be the same on all workers.
     """
 
     def __init__(
@@ -41,19 +58,22 @@ class Schedule:
         order: Sequence[int],
         bucket_bytes: int,
         keep_views: bool,
+        gathers: Sequence[Gather] = (),
     ) -> None:
-        self.units = units
         self.route_of = dict(route_of)
-        by_allreduce = [units[i] for i in order if route_of[i] == "allreduce"]
-        parameters = [(unit.name, p) for unit in by_allreduce for p in unit.parameters]
-        sizes = [((str(p.dtype), str(p.device)), p.numel() * p.element_size()) for _, p in parameters]
-        self.buckets = [
-            Bucket([parameters[i][1] for i in members], _bucket_name([parameters[i][0] for i in members]), keep_views)
-            for members in assign_buckets(sizes, bucket_bytes)
-        ]
-        self.bucket_of: dict[nn.Parameter, int] = {
-            p: b for b, bucket in enumerate(self.buckets) for p in bucket.parameters
-        }
+        place = {unit: i for i, unit in enumerate(order)}
+        members = [(i, p) for i in order if route_of[i] == "allreduce" for p in units[i].parameters]
+        sizes = [((str(p.dtype), str(p.device)), p.numel() * p.element_size()) for _, p in members]
+        collectives: list[tuple[int, Bucket | Gather]] = [(place[gather.unit.index], gather) for gather in gathers]
+        for chosen in assign_buckets(sizes, bucket_bytes):
+            names = [units[members[i][0]].name for i in chosen]
+            bucket = Bucket([members[i][1] for i in chosen], _bucket_name(names), keep_views)
+            collectives.append((place[members[chosen[-1]][0]], bucket))
+        self.collectives = [item for _, item in sorted(collectives, key=lambda pair: pair[0])]
+        self.collective_of: dict[nn.Parameter, int] = {}
+        for number, item in enumerate(self.collectives):
+            for parameter in item.parameters if isinstance(item, Bucket) else item.unit.parameters:
+                self.collective_of[parameter] = number
 
 
 class Scheduler:
@@ -66,39 +86,54 @@ class Scheduler:
         self._schedule = schedule
         self._routes = routes
         self._step = step
-        self._missing = [len(bucket.parameters) for bucket in schedule.buckets]
-        self._next_bucket = 0
-        self._under_way: list[Exchange] = []
-        self._bucket_exchanges: list[Exchange] = []
+        self._missing = Counter(schedule.collective_of.values())
+        self._next = 0
+        self._messages: list[Exchange] = []
+        self._collectives: list[Exchange] = []
 
     def ready(self, unit: LiveUnit) -> None:
         """Take note that every gradient of the unit is final, and start whatever that completes."""
         route = self._schedule.route_of[unit.index]
-        if route == "factors":
-            self._under_way.append(self._routes.factors.start(unit, self._step))
-        elif route == "rows":
-            self._under_way.append(self._routes.rows.start(unit, self._step))
-        else:
+        if unit.parameters[0] in self._schedule.collective_of:
             for parameter in unit.parameters:
-                self._missing[self._schedule.bucket_of[parameter]] -= 1
-            self._start_buckets()
+                self._missing[self._schedule.collective_of[parameter]] -= 1
+            self._start_collectives()
+        elif route == "factors":
+            self._messages.append(self._routes.factors.start(unit, self._step))
+        else:
+            self._messages.append(self._routes.rows.start(unit, self._step))
 
     def finish(self, is_used: Mapping[nn.Parameter, bool]) -> None:
         """Wait for everything under way and leave the means in ``.grad``."""
-        assert self._next_bucket == len(self._schedule.buckets), "a unit was never reported ready"
-        # Factors first: they left first in most models, and rebuilding them overlaps with the last bucket's wait.
-        for exchange in self._under_way:
+        assert self._next == len(self._schedule.collectives), "a unit was never reported ready"
+        self._compare_flags()
+        # Messages first: they left early in most models, and what they bring is worked on while the last bucket travels.
+        for exchange in self._messages:
             exchange.finish()
-        for bucket, exchange in zip(self._schedule.buckets, self._bucket_exchanges, strict=True):
+        for item, exchange in zip(self._schedule.collectives, self._collectives, strict=True):
             exchange.finish()
-            bucket.unpack([is_used.get(p, True) for p in bucket.parameters])
+            if isinstance(item, Bucket):
+                item.unpack([is_used.get(p, True) for p in item.parameters])
 
-    def _start_buckets(self) -> None:
-        buckets = self._schedule.buckets
-        while self._next_bucket < len(buckets) and self._missing[self._next_bucket] == 0:
-            bucket = buckets[self._next_bucket]
-            self._bucket_exchanges.append(self._routes.allreduce.start(bucket.pack(), bucket.name))
-            self._next_bucket += 1
+    def _start_collectives(self) -> None:
+        items = self._schedule.collectives
+        while self._next < len(items) and self._missing[self._next] == 0:
+            item = items[self._next]
+            if isinstance(item, Bucket):
+                self._collectives.append(self._routes.allreduce.start(item.pack(), item.name))
+            else:
+                assert self._routes.gather is not None
+                exchange = self._routes.gather.start(item.unit, self._step, item.capacity, item.value_bytes)
+                self._collectives.append(exchange)
+            self._next += 1
+
+    def _compare_flags(self) -> None:
+        """Tell each gather what the workers said about it: on the host, which is far ahead of the device here."""
+        gathers = [exchange for exchange in self._collectives if isinstance(exchange, GatherExchange)]
+        if gathers:
+            rows = self._routes.team.gather_ints([int(gather.flags) for gather in gathers], "the end of backward")
+            for gather, flags in zip(gathers, zip(*rows, strict=True), strict=True):
+                gather.heed(flags)
 
 
 def _bucket_name(units: Sequence[str]) -> str:

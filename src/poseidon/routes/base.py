@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from poseidon.units import Unit
@@ -32,6 +33,8 @@ class LiveUnit:
     """In the order of ``spec.parameters``."""
     pieces: list[Factors] = field(default_factory=list)
     """Factors of this backward's calls."""
+    factor_dtype: torch.dtype | None = None
+    """Type of the last factors seen, for a backward that brings none."""
     has_dense: bool = False
     """``.grad`` holds a part of this backward that came as a full gradient although the unit travels otherwise."""
     is_used: bool = True
@@ -48,6 +51,16 @@ class LiveUnit:
     def weight(self) -> nn.Parameter:
         """The weight of a linear or embedding unit."""
         return self.parameters[0]
+
+    def give(self, x: Tensor, g: Tensor) -> None:
+        """Add the factors of one call."""
+        self.factor_dtype = x.dtype
+        self.pieces.append((x, g))
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Type in which rows of factors travel."""
+        return self.factor_dtype or self.weight.dtype
 
     @property
     def bias(self) -> nn.Parameter | None:

@@ -32,7 +32,7 @@ class FactorsRoute:
     def start(self, unit: LiveUnit, step: int) -> Exchange:
         """Send this worker's factors, which the unit gives away."""
         pieces, unit.pieces = unit.pieces, []
-        dtype = pieces[0][0].dtype if pieces else unit.weight.dtype
+        dtype = unit.row_dtype
         outputs, inputs = unit.weight.shape
         count = sum(x.shape[0] for x, _ in pieces)
         host = torch.empty(count, inputs + outputs, dtype=dtype, pin_memory=unit.weight.is_cuda)
@@ -65,13 +65,13 @@ class _FactorsExchange(Exchange):
     def fill(self, host: Tensor, pieces: Sequence[Factors]) -> Callable[[], None] | None:
         """Copy the factors side by side into rows (X | G); the result, if any, waits until that is done."""
         if self._side is None:
-            _fill(host, pieces)
+            fill_rows(host, pieces)
             return None
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
             # Joined on the device first: a copy into part of a row would wait for the device, here and now.
             rows = torch.empty_like(host, device=self._side.device)
-            _fill(rows, pieces)
+            fill_rows(rows, pieces)
             host.copy_(rows, non_blocking=True)
             for tensor in (tensor for piece in pieces for tensor in piece):
                 tensor.record_stream(self._side)
@@ -87,7 +87,7 @@ class _FactorsExchange(Exchange):
         if self._side is None:
             return has_dense, rows, None, None
         with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
-            weight, bias = self._rebuild(rows.to(self._side.device, non_blocking=True))
+            weight, bias = rebuild(self._team, self._unit, rows.to(self._side.device, non_blocking=True))
             done = torch.cuda.Event()
             done.record(self._side)
         return has_dense, weight, bias, done
@@ -101,26 +101,17 @@ class _FactorsExchange(Exchange):
             average_now(self._team, unit.parameters, unit.name)
         if self._side is None:
             # On this thread, not on the one that received: BLAS may have other thread settings there.
-            weight, bias = self._rebuild(weight)
+            weight, bias = rebuild(self._team, unit, weight)
         else:
             current = torch.cuda.current_stream(self._side.device)
             current.wait_event(done)
             for tensor in (weight, bias):
                 tensor.record_stream(current)
-        _add(unit.weight, weight)
-        if unit.bias is not None:
-            _add(unit.bias, bias)
-
-    def _rebuild(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows.to(self._unit.weight.dtype)
-        inputs = self._unit.weight.shape[1]
-        x, g = rows[:, :inputs], rows[:, inputs:]
-        # Scaling the narrow factor is cheaper than scaling the product.
-        g = g * (1 / self._team.size)
-        return g.t() @ x, g.sum(0)
+        add_gradients(unit, (weight, bias))
 
 
-def _fill(rows: Tensor, pieces: Sequence[Factors]) -> None:
+def fill_rows(rows: Tensor, pieces: Sequence[Factors]) -> None:
+    """Write the factors side by side into rows (X | G)."""
     start = 0
     for x, g in pieces:
         part = rows[start : start + x.shape[0]]
@@ -129,8 +120,20 @@ def _fill(rows: Tensor, pieces: Sequence[Factors]) -> None:
         start += x.shape[0]
 
 
-def _add(parameter: Tensor, value: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = value
-    else:
-        parameter.grad.add_(value)
+def rebuild(team: Team, unit: LiveUnit, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean gradients of weight and bias that everybody's rows (X | G) stand for."""
+    rows = rows.to(unit.weight.dtype)
+    inputs = unit.weight.shape[1]
+    x, g = rows[:, :inputs], rows[:, inputs:]
+    # Scaling the narrow factor is cheaper than scaling the product.
+    g = g * (1 / team.size)
+    return g.t() @ x, g.sum(0)
+
+
+def add_gradients(unit: LiveUnit, gradients: Sequence[Tensor]) -> None:
+    """Add to ``.grad`` of the unit's parameters, in their order."""
+    for parameter, gradient in zip(unit.parameters, gradients, strict=False):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)

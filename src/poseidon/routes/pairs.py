@@ -88,7 +88,7 @@ class Pairs:
         return dist.irecv(tensor, self._team.global_rank(peer), group=self._group, tag=tag)
 
     def _send_forever(self) -> None:
-        rank = self._team.rank
+        rank, size = self._team.rank, self._team.size
         while True:
             parcel, sends, sent = self._outbox.get()
             try:
@@ -99,7 +99,8 @@ class Pairs:
                     if peer != rank:
                         sends.append((self._isend(header, peer, self._tag(parcel.unit, rank, True)), header, peer))
                 if parcel.rows.numel():
-                    for peer in self._team.topology.receivers(rank, rank):
+                    # Each starts with another peer, lest everybody sends to rank 0 first.
+                    for peer in sorted(self._team.topology.receivers(rank, rank), key=lambda peer: (peer - rank) % size):
                         work = self._isend(parcel.rows, peer, self._tag(parcel.unit, rank, False))
                         sends.append((work, parcel.rows, peer))
             except RuntimeError:
@@ -122,8 +123,9 @@ class Pairs:
     def _receive(self, parcel: Parcel, sent: threading.Event, sends: list[Any]) -> Gathered:
         headers = self._receive_headers(parcel)
         counts = [header[0] for header in headers]
+        width = next((width for count, width, _, _ in headers if count), parcel.rows.shape[1])
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
-        matrix = torch.empty(sum(counts), parcel.rows.shape[1], dtype=torch.uint8, pin_memory=self._pin_memory)
+        matrix = torch.empty(sum(counts), width, dtype=torch.uint8, pin_memory=self._pin_memory)
         places = [matrix[start : start + count] for start, count in zip(starts, counts, strict=True)]
         works = []
         for origin, place in enumerate(places):
@@ -131,7 +133,8 @@ class Pairs:
                 sender = self._team.topology.sender(origin, self._team.rank)
                 works.append((origin, self._irecv(place, sender, self._tag(parcel.unit, origin, False)), sender))
         sent.wait()  # what a device still has to fill in is there once it was sent
-        places[self._team.rank].copy_(parcel.rows)
+        if parcel.rows.numel():
+            places[self._team.rank].copy_(parcel.rows)
         relays = []
         for origin, work, sender in works:
             self._team.wait(work, parcel.name, sender)
@@ -152,8 +155,9 @@ class Pairs:
         for peer, work in works:
             team.wait(work, parcel.name, peer)
         found = [header.tolist() for header in headers]
-        for peer, (_, width, _, step) in enumerate(found):
-            if (width, step) != (parcel.rows.shape[1], parcel.step):
+        for peer, (count, width, _, step) in enumerate(found):
+            is_odd = width != parcel.rows.shape[1] and count > 0 and parcel.rows.shape[0] > 0
+            if is_odd or step != parcel.step:
                 raise MismatchError(
                     f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes at step {parcel.step}, "
                     f"rank {peer} rows of {width} bytes at step {step}; do all workers run the same code and autocast?"
