@@ -1,13 +1,15 @@
 """The public surface: start reading here.
 
-:class:`DistributedDataParallel` wraps a model; behind it :class:`~poseidon.engine.engine.Engine` exchanges gradients and
-:class:`~poseidon.engine.hooks.AutogradFrontEnd` listens to autograd. ``docs/journey.md`` follows one gradient through all of it.
+:class:`DistributedDataParallel` wraps a model; behind it :class:`~poseidon.engine.engine.Engine` exchanges
+gradients and :class:`~poseidon.engine.hooks.AutogradFrontEnd` listens to autograd. ``docs/journey.md`` follows one
+gradient through all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,14 +40,15 @@ __all__ = ["DistributedDataParallel", "World", "init", "plan"]
 class DistributedDataParallel(nn.Module, Joinable):
     """Drop-in for :class:`torch.nn.parallel.DistributedDataParallel` that picks the cheapest exact route per layer.
 
-    When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of them. The leading
-    arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a model that differs
-    between workers is refused with the difference named.
+    When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of
+    them. The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0,
+    and a model that differs between workers is refused with the difference named.
 
-    ``routes`` insists on routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a JSON file)
-    replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker before raising
-    :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` says whether factors travel by an all-gather (the default with NCCL)
-    or by direct messages through host memory. With one worker, or without a process group, the model runs as it is.
+    ``routes`` insists on routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster`
+    or a JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
+    before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` says whether factors travel by an
+    all-gather (the default with NCCL) or by direct messages through host memory. With one worker, or without a process
+    group, the model runs as it is.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        check_reduction: bool = False,
+        check_reduction: bool = False,  # noqa: ARG002 - torch's own class ignores it as well
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
@@ -94,7 +97,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
         self._will_sync_buffers = True
+        self._team: Team | None = None
         self._mirrors: list[Mirror] = []
+        self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
         self._connect(process_group, init_sync)
 
@@ -147,10 +152,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Part of torch's generic join protocol."""
         return self._team.group if self._team is not None else None
 
-    def register_comm_hook(self, state: object, hook: object) -> None:
+    def register_comm_hook(self, state: object, hook: object) -> None:  # noqa: ARG002
         """Refused: the routes are chosen by the plan, and all of them are exact."""
         raise UnsupportedError(
-            "register_comm_hook: Poseidon chooses an exact route for every layer; torch's DistributedDataParallel takes hooks"
+            "register_comm_hook: Poseidon chooses an exact route for every layer; for hooks use torch's own class"
         )
 
     @staticmethod
@@ -170,27 +175,33 @@ class DistributedDataParallel(nn.Module, Joinable):
         return None if self._engine is None else self._engine.cluster
 
     def verify_replicas(self) -> None:
-        """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective; reads everything."""
+        """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective."""
         if self._team is not None:
             from poseidon.team.verify import check_same_bits
 
             check_same_bits(self._team, [*self.module.named_parameters()])
 
+    def close(self) -> None:
+        """Stop exchanging and give the model back as it was; done also when the wrapper is garbage-collected."""
+        if self._release is not None:
+            self._release()
+            self._engine = self._front_end = self._team = None
+
     # Inside.
 
     def _find_device(self) -> torch.device:
-        parameters = [p for p in self.module.parameters()]
+        parameters = list(self.module.parameters())
         if not any(p.requires_grad for p in parameters):
             raise UnsupportedError(
-                f"{type(self.module).__name__} has no parameter that requires a gradient, so there is nothing to exchange; "
+                f"{type(self.module).__name__} has no parameter that requires a gradient: nothing to exchange; "
                 "use it without DistributedDataParallel"
             )
         devices = sorted({str(p.device) for p in parameters})
         if self.device_ids:
             if len(self.device_ids) > 1 or len(devices) > 1:
                 raise UnsupportedError(
-                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: one worker drives one device; start "
-                    "one worker per device"
+                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: a worker drives one device; "
+                    "start one worker per device"
                 )
             if parameters[0].device.type == "cpu":
                 raise ConfigError(
@@ -199,14 +210,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         return parameters[0].device
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
-        self._team: Team | None = None
         units = find_units(self.module, self._ignored)
         check_overrides([unit.spec for unit in units], self._routes)
         if not dist.is_initialized():
             world = World.from_environment()
             if world.size > 1:
                 raise ConfigError(
-                    f"this is worker {world.rank} of {world.size}, but no process group was made; call poseidon.init() first"
+                    f"this is worker {world.rank} of {world.size}, but there is no process group; call poseidon.init()"
                 )
             return
         if dist.get_world_size(process_group) == 1:
@@ -230,6 +240,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._mirrors = self._buffer_mirrors() if self.broadcast_buffers else []
         self._engine = Engine(units, team, cluster, options)
         self._front_end = AutogradFrontEnd(self._engine)
+        # Threads and hooks must not outlive the wrapper, however it goes away.
+        self._release = weakref.finalize(self, _release, self._front_end)
+        self._release.atexit = False
 
     def _buffer_mirrors(self) -> list[Mirror]:
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -244,8 +257,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             return True
         odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         warnings.warn(
-            f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round matrix products differently "
-            "(other CPU, GPU, library or thread count); gradients travel by allreduce only, so that replicas stay identical",
+            f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round matrix products "
+            "differently (other CPU, GPU, library or thread count); gradients travel by allreduce only, so that "
+            "replicas stay identical",
             stacklevel=4,
         )
         return False
@@ -270,7 +284,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        assert self._engine is not None and self._front_end is not None
+        assert self._engine is not None
+        assert self._front_end is not None
         if not self._engine.is_armed:
             return
         tensors = list(tensors_in(outputs))
@@ -293,15 +308,16 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
-        if self._front_end is not None:
-            left_out = {"_engine": None, "_front_end": None, "_team": None, "_mirrors": []}
-        else:
-            left_out = {"_team": None}
-        return {**self.__dict__, **left_out}
+        return {**self.__dict__, "_engine": None, "_front_end": None, "_team": None, "_mirrors": [], "_release": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect(None, init_sync=True)
+
+
+def _release(front_end: AutogradFrontEnd) -> None:
+    front_end.close()
+    front_end.engine.close()
 
 
 _TORCH_ONLY = {
@@ -319,4 +335,6 @@ def _refuse_torch_only(arguments: Mapping[str, Any]) -> None:
         if name not in _TORCH_ONLY:
             raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
         if value:
-            raise UnsupportedError(f"{name}={value!r} is not available in poseidon.DistributedDataParallel; {_TORCH_ONLY[name]}")
+            raise UnsupportedError(
+                f"{name}={value!r} is not available in poseidon.DistributedDataParallel; {_TORCH_ONLY[name]}"
+            )

@@ -14,10 +14,10 @@ SMALLEST_BUCKET_BYTES = 2**20
 def assign_buckets(sizes: Sequence[tuple[Hashable, int]], limit_bytes: int) -> list[list[int]]:
     """Put items, given as (kind, bytes) in the order they become ready, into buckets of one kind each.
 
-    A bucket is closed once it holds its limit, so it may exceed it by its last item. The first limit is small, so that the wire
-    has something to do early in backward. The later ones shrink to half of what is still to come: nothing hides the
-    exchange of the last bucket, so it must not have gathered a long tail of layers. Buckets come in the order in which
-    their last items are ready. Pure.
+    A bucket is closed once it holds its limit, so it may exceed it by its last item. The first limit is small, so
+    that the wire has something to do early in backward. The later ones shrink to half of what is still to come:
+    nothing hides the exchange of the last bucket, so it must not have gathered a long tail of layers. Buckets come
+    in the order in which their last items are ready. Pure.
     """
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     closed: list[list[int]] = []

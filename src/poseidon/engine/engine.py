@@ -1,8 +1,9 @@
 """One backward after the other: holds units, plan and schedule together, and keeps all workers in step.
 
-What a front end (PyTorch's autograd in ``hooks.py``; others later) must tell the engine is small: :meth:`Engine.begin_backward`
-when the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, factors
-(``unit.pieces``) where :meth:`Engine.collects` says that they are wanted instead of a gradient, and :meth:`Engine.end_backward`.
+What a front end (PyTorch's autograd in ``hooks.py``; others later) must tell the engine is small:
+:meth:`Engine.begin_backward` when the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's
+gradient becomes final, factors (``unit.pieces``) where :meth:`Engine.collects` says that they are wanted instead of
+a gradient, and :meth:`Engine.end_backward`.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class RollCall:
         """Raise :class:`MismatchError` if the two workers are about to exchange different things."""
         if self.step != other.step:
             raise MismatchError(
-                f"rank {rank} is in backward {self.step}, rank {other_rank} in backward {other.step}: some worker skipped "
-                "or repeated a backward; give all workers equally many batches, or use join()"
+                f"rank {rank} is in backward {self.step}, rank {other_rank} in backward {other.step}: some worker "
+                "skipped or repeated one; give all workers equally many batches, or use join()"
             )
         if self.is_dense != other.is_dense and not (self.is_joined or other.is_joined):
             raise MismatchError(
@@ -222,6 +223,11 @@ class Engine:
         finally:
             self.is_joined = False
 
+    def close(self) -> None:
+        """End the background threads of this engine and its team."""
+        self._routes.close()
+        self.team.close()
+
     # Inside.
 
     def _prepare(self, unit: LiveUnit) -> None:
@@ -316,7 +322,9 @@ class Engine:
 
     def _schedule(self, route_of: Mapping[int, str]) -> Schedule:
         gathers = [
-            Gather(unit, capacity=math.ceil(self._loads[unit.name].rows), value_bytes=self._loads[unit.name].value_bytes)
+            Gather(
+                unit, capacity=math.ceil(self._loads[unit.name].rows), value_bytes=self._loads[unit.name].value_bytes
+            )
             for unit in self.units
             if self._routes.gather is not None and route_of[unit.index] == "factors" and unit.name in self._loads
         ]
@@ -329,7 +337,7 @@ class Engine:
         }
         some = ", ".join(names[p] for p in parameters[:5]) + (", ..." if len(parameters) > 5 else "")
         return UnsupportedError(
-            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in backward {self.step - 1}: {some}. Do all "
-            "outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
+            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: {some}. "
+            "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
             "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
         )

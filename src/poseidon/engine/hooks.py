@@ -1,8 +1,9 @@
 """Step 1 of the journey: PyTorch's autograd says that a gradient, or the factors of one, is ready.
 
-After: ``scheduler.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is final in this
-backward, whatever the model did with the parameter. Linear layers whose factors travel get a forward whose backward
-hands over the factors and makes no weight gradient; embeddings whose rows travel get sparse gradients.
+After: ``scheduler.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is
+final in this backward, whatever the model did with the parameter. Linear layers whose factors travel get a forward
+whose backward hands over the factors and makes no weight gradient; embeddings whose rows travel get sparse
+gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Load
 
-_LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[AutogradFrontEnd, LiveUnit]] = weakref.WeakKeyDictionary()
-"""Layers that belong to an engine. Copies of a layer are not in here, so they behave as plain layers."""
+_LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[AutogradFrontEnd], int]] = weakref.WeakKeyDictionary()
+"""Layers that belong to an engine, as units of it. Copies of a layer are not in here, so they are plain layers."""
+
+
+def _find(module: nn.Module) -> tuple[AutogradFrontEnd, LiveUnit] | None:
+    front_end_ref, index = _LIVE.get(module, (None, 0))
+    front_end = None if front_end_ref is None else front_end_ref()
+    return None if front_end is None else (front_end, front_end.engine.units[index])
 
 
 class AutogradFrontEnd:
@@ -112,7 +119,7 @@ class AutogradFrontEnd:
     def _specialise(self, unit: LiveUnit) -> None:
         module = unit.module
         if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
-            _LIVE[module] = (self, unit)
+            _LIVE[module] = (weakref.ref(self), unit.index)
             module.__class__ = _SPECIAL[type(module)]
 
     def _restore(self, unit: LiveUnit) -> None:
@@ -138,7 +145,7 @@ class FactorLinear(_PlainOutside, nn.Linear):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
-        found = _LIVE.get(self)
+        found = _find(self)
         if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return F.linear(input, self.weight, self.bias)
         return _factor_linear(input, self.weight, self.bias, *found)
@@ -182,7 +189,7 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
 
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
         self._module = module
-        found = _LIVE.get(module) if torch.is_grad_enabled() else None
+        found = _find(module) if torch.is_grad_enabled() else None
         self._is_on = found is not None and found[0].engine.makes_rows(found[1])
         if found is not None and found[0].engine.is_observing:
             found[0].engine.observe(found[1], Load(rows=torch.unique(indices).numel()))
@@ -201,7 +208,7 @@ def _factor_linear(
     if torch.is_autocast_enabled(kind):
         # As autocast would do for F.linear; done here so that the factors travel in the short type too.
         x = x.to(torch.get_autocast_dtype(kind))
-    out: Tensor = _FactorLinearFunction.apply(x, weight, bias, front_end, unit)
+    out: Tensor = _FactorLinearFunction.apply(x, weight, bias, front_end, unit)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -216,7 +223,7 @@ class _FactorLinearFunction(torch.autograd.Function):
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -22,7 +22,8 @@ class ShadowHook(JoinHook):
     @staticmethod
     def announce(owner: DistributedDataParallel, is_synced: bool) -> None:
         """Tell workers that have run out of input what the coming forward and backward of this one will exchange."""
-        assert owner._team is not None and owner._engine is not None
+        assert owner._team is not None
+        assert owner._engine is not None
         owner._team.gather_ints(
             [1, int(is_synced), int(owner._engine.will_be_dense()), int(owner._will_sync_buffers)],
             "the others' next batch",
@@ -31,7 +32,8 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Go through one iteration of the others."""
         owner = self._owner
-        assert owner._team is not None and owner._engine is not None
+        assert owner._team is not None
+        assert owner._engine is not None
         calls = owner._team.gather_ints([0, 0, 0, 0], "the others' next batch")
         active = [rank for rank, call in enumerate(calls) if call[0]]
         if any(call[3] for call in calls):

@@ -1,8 +1,9 @@
-"""Step 2 of the journey: ready units leave at once, by their route, in an order that all workers share where it matters.
+"""Step 2 of the journey: ready units leave at once, by their route, in one order on all workers where it matters.
 
-Before: ``hooks.py`` says that a unit's gradient (or its factors) is complete. After: a route under ``poseidon/routes`` carries
-it. Factors and rows that travel as addressed messages may leave in any order. Buckets, and on GPUs factors too, travel by
-collectives, which must be issued in the same order everywhere: what is complete early waits for what comes before it.
+Before: ``hooks.py`` says that a unit's gradient (or its factors) is complete. After: a route under
+``poseidon/routes`` carries it. Factors and rows that travel as addressed messages may leave in any order. Buckets,
+and on GPUs factors too, travel by collectives, which must be issued in the same order everywhere: what is complete
+early waits for what comes before it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ class Routes:
     def __init__(self, team: Team, is_cuda: bool, gather_factors: bool | None) -> None:
         self.team = team
         pairs = Pairs(team, pin_memory=is_cuda)
+        self._pairs = pairs
         self.allreduce = AllreduceRoute(team)
         self.factors = FactorsRoute(team, pairs)
         self.rows = RowsRoute(team, pairs)
         use_gather = is_cuda and team.is_nccl if gather_factors is None else gather_factors
         self.gather = GatherRoute(team, self.factors) if use_gather else None
+
+    def close(self) -> None:
+        """End the background threads."""
+        self._pairs.close()
+        self.allreduce.close()
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Scheduler:
         """Wait for everything under way and leave the means in ``.grad``."""
         assert self._next == len(self._schedule.collectives), "a unit was never reported ready"
         self._compare_flags()
-        # Messages first: they left early in most models, and what they bring is worked on while the last bucket travels.
+        # Messages first: most left early, and what they bring is worked on while the last bucket travels.
         for exchange in self._messages:
             exchange.finish()
         for item, exchange in zip(self._schedule.collectives, self._collectives, strict=True):

@@ -67,7 +67,7 @@ def _pace_layer(layer: nn.Module, clock: _Clock, forward_s: float, backward_s: f
         # module's backward hook it allows the output to be changed in place afterwards, as ReLU does.
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda *_: clock.spend(backward_s))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda *_: clock.spend(backward_s))
                 break
 
     layer.register_forward_hook(after_forward)

@@ -41,7 +41,7 @@ class Trainer:
         """Train one step on the batch; return the loss before the update, which may still be on its way."""
         self.optimizer.zero_grad()
         loss = self.network.loss(self.module(*self.inputs), self.targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def plan(model: nn.Module, sample_inputs: Any, cluster: Cluster, routes: Mapping[str, str] | None = None) -> Plan:
     """Return the plan for training ``model`` on ``cluster`` with one worker's batch ``sample_inputs``.
 
-    Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the model in its
-    present mode, without gradients.
+    Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the
+    model in its present mode, without gradients.
     """
     from poseidon.engine.discover import find_units
 

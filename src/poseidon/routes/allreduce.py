@@ -1,8 +1,8 @@
 """Step 3, allreduce: full gradients, averaged by the collectives of torch.distributed.
 
-Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not overflow. On
-gloo, where several workers share a machine, they combine inside it first and each carries its share of the traffic between
-machines; NCCL knows the topology and does the like by itself.
+Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not
+overflow. On gloo, where several workers share a machine, they combine inside it first and each carries its share of
+the traffic between machines; NCCL knows the topology and does the like by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class AllreduceRoute:
         use_levels = team.topology.has_levels and team.topology.is_even and not team.is_nccl
         self._levels = _Levels(team) if use_levels else None
 
+    def close(self) -> None:
+        """End the background thread, if there is one."""
+        if self._levels is not None:
+            self._levels.close()
+
     def start(self, flat: Tensor, name: str) -> Exchange:
         """Replace ``flat`` by its mean over the team, in place."""
         flat.div_(self._team.size)
@@ -46,7 +51,7 @@ class _FlatExchange(Exchange):
 
     def finish(self) -> None:
         if self._is_nccl:
-            self._work.wait()  # makes the current stream wait, not this thread
+            self._team.wait_on_stream(self._work, self._name)
         else:
             self._team.wait(self._work, self._name)
 
@@ -69,8 +74,11 @@ class _Levels:
         self._neighbours = team.topology.neighbours(team.rank)
         self._inside = team.new_group(self._neighbours)
         self._between = team.new_group(team.topology.counterparts(team.rank))
-        self._inbox: queue.SimpleQueue[tuple[Tensor, str, Arrival]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Tensor, str, Arrival] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work_forever, name="poseidon-levels", daemon=True).start()
+
+    def close(self) -> None:
+        self._inbox.put(None)
 
     def start(self, flat: Tensor, name: str) -> Arrival:
         arrival = Arrival()
@@ -78,8 +86,8 @@ class _Levels:
         return arrival
 
     def _work_forever(self) -> None:
-        while True:
-            flat, name, arrival = self._inbox.get()
+        while (job := self._inbox.get()) is not None:
+            flat, name, arrival = job
             try:
                 self._reduce(flat, name)
             except BaseException as error:
@@ -96,15 +104,12 @@ class _Levels:
             else torch.nn.functional.pad(flat, (0, share * members - flat.numel()))
         )
         received = torch.empty_like(padded)
-        self._wait(dist.all_to_all_single(received, padded, group=self._inside, async_op=True), name)
+        self._team.wait(dist.all_to_all_single(received, padded, group=self._inside, async_op=True), name)
         mine = received.view(members, share).sum(0)
-        self._wait(dist.all_reduce(mine, group=self._between, async_op=True), name)
+        self._team.wait(dist.all_reduce(mine, group=self._between, async_op=True), name)
         shares = [torch.empty_like(mine) for _ in range(members)]
-        self._wait(dist.all_gather(shares, mine, group=self._inside, async_op=True), name)
+        self._team.wait(dist.all_gather(shares, mine, group=self._inside, async_op=True), name)
         flat.copy_(torch.cat(shares)[: flat.numel()])
-
-    def _wait(self, work: Any, name: str) -> None:
-        self._team.wait(work, name)
 
 
 def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:

@@ -3,8 +3,8 @@
 Before: ``engine/scheduler.py`` finds that something is ready to travel and by which route. After: the route's own
 file moves it (``allreduce.py``, ``factors.py``, ``rows.py``) and leaves the mean over all workers in ``.grad``.
 
-A route has ``start``, which returns at once and hands back an :class:`Exchange`. ``factors`` and ``rows`` start with one
-unit, ``allreduce`` with a bucket of them; everything after that is the same.
+A route has ``start``, which returns at once and hands back an :class:`Exchange`. ``factors`` and ``rows`` start
+with one unit, ``allreduce`` with a bucket of them; everything after that is the same.
 """
 
 from __future__ import annotations

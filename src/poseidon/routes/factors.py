@@ -1,9 +1,10 @@
 """Step 3, factors: a linear layer's gradient travels as the two matrices whose product it is.
 
-The gradient of an M x N weight over K rows of input is ``G^T X`` with G (K x M) the gradient of the layer's output and X
-(K x N) its input. Sufficient factor broadcasting sends X and G, K (M + N) values, to everybody; each worker stacks all
-rows in rank order and multiplies once. Every worker multiplies the same bytes in the same layout, so the results agree
-bit for bit on equal hardware. The bias gradient is the column sum of G and costs nothing extra on the wire.
+The gradient of an M x N weight over K rows of input is ``G^T X`` with G (K x M) the gradient of the layer's output
+and X (K x N) its input. Sufficient factor broadcasting sends X and G, K (M + N) values, to everybody; each worker
+stacks all rows in rank order and multiplies once. Every worker multiplies the same bytes in the same layout, so the
+results agree bit for bit on equal hardware. The bias gradient is the column sum of G and costs nothing extra on the
+wire.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Step 3, factors on GPUs: as ``factors.py``, but the rows go from device to device by NCCL's all-gather.
 
-NCCL keeps a link fuller than several planes of traffic that compete for it, and nothing crosses into host memory. In
-return a collective needs one size on all workers and one order: the size is the plan's (rows up to ``capacity``; missing rows are
-zeros, which add nothing to a product), the order is the scheduler's. A worker that has more rows than planned, or rows of
-another type, says so in :meth:`GatherExchange.flags`; then the unit goes once more by direct messages, which carry anything.
+NCCL keeps a link fuller than several planes of traffic that compete for it, and nothing crosses into host memory.
+In return a collective needs one size on all workers and one order: the size is the plan's (rows up to ``capacity``;
+missing rows are zeros, which add nothing to a product), the order is the scheduler's. A worker that has more rows
+than planned, or rows of another type, says so in :meth:`GatherExchange.flags`; then the unit goes once more by
+direct messages, which carry anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntFlag
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,9 @@ from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Exchange, LiveUnit
 from poseidon.routes.factors import FactorsRoute, add_gradients, fill_rows, rebuild
 from poseidon.team.team import Team
+
+# Renamed in torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Flag(IntFlag):
@@ -45,9 +50,7 @@ class GatherRoute:
 class GatherExchange(Exchange):
     """One unit's gather under way."""
 
-    def __init__(
-        self, team: Team, fallback: FactorsRoute, unit: LiveUnit, step: int, planned: tuple[int, int]
-    ) -> None:
+    def __init__(self, team: Team, fallback: FactorsRoute, unit: LiveUnit, step: int, planned: tuple[int, int]) -> None:
         self._team = team
         self._fallback = fallback
         self._unit = unit
@@ -62,7 +65,7 @@ class GatherExchange(Exchange):
         if fits:
             fill_rows(mine.view(self._dtype), unit.pieces)
         self._everybody = torch.empty(team.size * shape[0], shape[1], dtype=torch.uint8, device=mine.device)
-        self._work = dist.all_gather_into_tensor(self._everybody, mine, group=team.group, async_op=True)
+        self._work = _all_gather(self._everybody, mine, group=team.group, async_op=True)
         if fits:
             unit.pieces = []
 
@@ -71,8 +74,8 @@ class GatherExchange(Exchange):
         self._has_dense = any(flag & Flag.HAS_DENSE for flag in flags)
         self._is_misfit = any(flag & Flag.MISFIT for flag in flags)
 
-    def finish(self) -> None:
-        self._work.wait()
+    def finish(self) -> None:  # noqa: D102 - as in the contract
+        self._team.wait_on_stream(self._work, self._unit.name)
         unit = self._unit
         if self._is_misfit:
             self._rescue_pieces()

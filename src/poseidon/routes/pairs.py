@@ -1,8 +1,9 @@
 """Everybody's rows to everybody, by direct messages between pairs of workers.
 
-Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may bring any
-number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A header with
-the number of rows goes ahead to everybody; then each message crosses to every other machine once (``topology.py``).
+Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may
+bring any number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A
+header with the number of rows goes ahead to everybody; then each message crosses to every other machine once
+(``topology.py``).
 
 Rows are moved as bytes: what a row means is the route's affair.
 """
@@ -12,15 +13,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.team.team import Arrival, Team
 from poseidon.errors import MismatchError
+from poseidon.team.team import Arrival, Team
 
 _RECEIVERS = 4
 """Units whose arrival is awaited at the same time; more only helps when many small units are under way."""
@@ -56,6 +57,16 @@ class Gathered:
     """Flag word per rank."""
 
 
+@dataclass(eq=False)
+class _Job:
+    parcel: Parcel
+    arrival: Arrival = field(default_factory=Arrival)
+    sends: list[tuple[Any, Tensor, int]] = field(default_factory=list)
+    """Operation, tensor to keep alive until it is done, and peer."""
+    is_sent: threading.Event = field(default_factory=threading.Event)
+    """Set when all sends have been handed over (or have failed)."""
+
+
 class Pairs:
     """Moves parcels on background threads; :meth:`start` never blocks."""
 
@@ -63,20 +74,24 @@ class Pairs:
         self._team = team
         self._group = team.new_group()
         self._pin_memory = pin_memory
-        self._outbox: queue.SimpleQueue[tuple[Parcel, list[Any], threading.Event]] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[tuple[Parcel, Arrival, list[Any], threading.Event]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         for target, count in ((self._send_forever, 1), (self._receive_forever, _RECEIVERS)):
             for _ in range(count):
                 threading.Thread(target=target, name="poseidon-pairs", daemon=True).start()
 
     def start(self, parcel: Parcel) -> Arrival:
         """Begin to exchange; the arrival's value is a :class:`Gathered`, or what the parcel's ``land`` makes of it."""
-        arrival = Arrival()
-        sends: list[Any] = []
-        sent = threading.Event()
-        self._outbox.put((parcel, sends, sent))
-        self._inbox.put((parcel, arrival, sends, sent))
-        return arrival
+        job = _Job(parcel)
+        self._outbox.put(job)
+        self._inbox.put(job)
+        return job.arrival
+
+    def close(self) -> None:
+        """End the threads once they have nothing more to do."""
+        self._outbox.put(None)
+        for _ in range(_RECEIVERS):
+            self._inbox.put(None)
 
     def _tag(self, unit: int, origin: int, is_header: bool) -> int:
         return (unit * self._team.size + origin) * 2 + is_header
@@ -88,59 +103,62 @@ class Pairs:
         return dist.irecv(tensor, self._team.global_rank(peer), group=self._group, tag=tag)
 
     def _send_forever(self) -> None:
-        rank, size = self._team.rank, self._team.size
-        while True:
-            parcel, sends, sent = self._outbox.get()
+        while (job := self._outbox.get()) is not None:
             try:
-                if parcel.settle is not None:
-                    parcel.settle()
-                header = torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step])
-                for peer in range(self._team.size):
-                    if peer != rank:
-                        sends.append((self._isend(header, peer, self._tag(parcel.unit, rank, True)), header, peer))
-                if parcel.rows.numel():
-                    # Each starts with another peer, lest everybody sends to rank 0 first.
-                    for peer in sorted(self._team.topology.receivers(rank, rank), key=lambda peer: (peer - rank) % size):
-                        work = self._isend(parcel.rows, peer, self._tag(parcel.unit, rank, False))
-                        sends.append((work, parcel.rows, peer))
+                self._send(job)
             except RuntimeError:
                 # The connection is gone; the receiving side meets the same and can say who is missing.
                 pass
             finally:
-                sent.set()
+                job.is_sent.set()
+
+    def _send(self, job: _Job) -> None:
+        parcel, rank, size = job.parcel, self._team.rank, self._team.size
+        if parcel.settle is not None:
+            parcel.settle()
+        header = torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step])
+        # Each starts with another peer, lest everybody sends to rank 0 first.
+        peers = [(rank + shift) % size for shift in range(1, size)]
+        for peer in peers:
+            job.sends.append((self._isend(header, peer, self._tag(parcel.unit, rank, True)), header, peer))
+        if parcel.rows.numel():
+            receivers = self._team.topology.receivers(rank, rank)
+            for peer in (peer for peer in peers if peer in receivers):
+                work = self._isend(parcel.rows, peer, self._tag(parcel.unit, rank, False))
+                job.sends.append((work, parcel.rows, peer))
 
     def _receive_forever(self) -> None:
-        while True:
-            parcel, arrival, sends, sent = self._inbox.get()
+        while (job := self._inbox.get()) is not None:
             try:
-                gathered = self._receive(parcel, sent, sends)
-                value = gathered if parcel.land is None else parcel.land(gathered)
+                gathered = self._receive(job)
+                value = gathered if job.parcel.land is None else job.parcel.land(gathered)
             except BaseException as error:
-                arrival.fail(error)
+                job.arrival.fail(error)
             else:
-                arrival.succeed(value)
+                job.arrival.succeed(value)
 
-    def _receive(self, parcel: Parcel, sent: threading.Event, sends: list[Any]) -> Gathered:
+    def _receive(self, job: _Job) -> Gathered:
+        parcel, rank, topology = job.parcel, self._team.rank, self._team.topology
         headers = self._receive_headers(parcel)
         counts = [header[0] for header in headers]
         width = next((width for count, width, _, _ in headers if count), parcel.rows.shape[1])
-        starts = [sum(counts[:rank]) for rank in range(len(counts))]
         matrix = torch.empty(sum(counts), width, dtype=torch.uint8, pin_memory=self._pin_memory)
+        starts = [sum(counts[:origin]) for origin in range(len(counts))]
         places = [matrix[start : start + count] for start, count in zip(starts, counts, strict=True)]
         works = []
         for origin, place in enumerate(places):
-            if origin != self._team.rank and place.numel():
-                sender = self._team.topology.sender(origin, self._team.rank)
+            if origin != rank and place.numel():
+                sender = topology.sender(origin, rank)
                 works.append((origin, self._irecv(place, sender, self._tag(parcel.unit, origin, False)), sender))
-        sent.wait()  # what a device still has to fill in is there once it was sent
+        job.is_sent.wait()  # what a device still had to fill in is there once it was sent
         if parcel.rows.numel():
-            places[self._team.rank].copy_(parcel.rows)
-        relays = []
+            places[rank].copy_(parcel.rows)
+        sends = list(job.sends)
         for origin, work, sender in works:
             self._team.wait(work, parcel.name, sender)
-            for peer in self._team.topology.receivers(origin, self._team.rank):
-                relays.append((self._isend(places[origin], peer, self._tag(parcel.unit, origin, False)), None, peer))
-        for work, _, peer in [*sends, *relays]:
+            for peer in topology.receivers(origin, rank):
+                sends.append((self._isend(places[origin], peer, self._tag(parcel.unit, origin, False)), matrix, peer))
+        for work, _, peer in sends:
             self._team.wait(work, parcel.name, peer)
         return Gathered(matrix, tuple(counts), tuple(header[2] for header in headers))
 
@@ -159,7 +177,7 @@ class Pairs:
             is_odd = width != parcel.rows.shape[1] and count > 0 and parcel.rows.shape[0] > 0
             if is_odd or step != parcel.step:
                 raise MismatchError(
-                    f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes at step {parcel.step}, "
+                    f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes in step {parcel.step}; "
                     f"rank {peer} rows of {width} bytes at step {step}; do all workers run the same code and autocast?"
                 )
         return found

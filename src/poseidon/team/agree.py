@@ -1,4 +1,4 @@
-"""Do all workers hold the same model? Asked once, when it is wrapped, so that a difference is named instead of hanging later."""
+"""Do all workers hold the same model? Asked when it is wrapped, so that a difference is named instead of hanging."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe(named: Sequence[tuple[str, Tensor]]) -> Description:
 
 
 def check_same_model(team: Team, mine: Description) -> None:
-    """Raise :class:`MismatchError` on every worker, naming the first difference, unless all described the same model."""
+    """Raise :class:`MismatchError` on every worker, naming the first difference, unless all models are the same."""
     digest = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:7], "little")
     digests = [row[0] for row in team.gather_ints([digest], "everybody to wrap the same model")]
     if len(set(digests)) == 1:
@@ -51,9 +51,10 @@ def first_difference(ours: Description, theirs: Description, our_rank: int, thei
             if one != two:
                 return f"{left[0]} has {label} {one} on rank {our_rank} and {two} on rank {their_rank}"
     if len(ours) != len(theirs):
-        longer, rank, other = (
-            (ours, our_rank, their_rank) if len(ours) > len(theirs) else (theirs, their_rank, our_rank)
+        longer, rank = (ours, our_rank) if len(ours) > len(theirs) else (theirs, their_rank)
+        fewer = min(len(ours), len(theirs))
+        return (
+            f"rank {our_rank} has {len(ours)} tensors, rank {their_rank} {len(theirs)}; the first only rank {rank} "
+            f"has is {longer[fewer][0]}"
         )
-        name = longer[min(len(ours), len(theirs))][0]
-        return f"rank {rank} has {len(longer)} tensors, rank {other} {min(len(ours), len(theirs))}; the first extra is {name}"
     return None

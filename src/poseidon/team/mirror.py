@@ -37,7 +37,7 @@ class Mirror:
             self._copy(is_packing=True)
         work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
         if self._message.is_cuda and team.is_nccl:
-            work.wait()
+            team.wait_on_stream(work, what)
         else:
             team.wait(work, what, source)
         if team.rank != source:

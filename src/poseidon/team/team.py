@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from poseidon.team.watch import Watch
 from poseidon.errors import WorkerLostError
 from poseidon.team.topology import Topology
+from poseidon.team.watch import Watch
 
 _SERIAL = itertools.count()
 """Numbers the teams of this process; equal on all workers, because they are made in the same order everywhere."""
@@ -74,7 +74,10 @@ class Team:
         """Make a gloo group of ``members`` (ranks in this team; default all), collectively among them."""
         ranks = self._ranks if members is None else [self._ranks[member] for member in members]
         try:
-            return dist.new_group(ranks, timeout=self._deadline, backend="gloo", use_local_synchronization=True)
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=self._deadline, backend="gloo", use_local_synchronization=True
+            )
+            return group
         except RuntimeError as error:
             raise self.watch.lost("the start of the exchange channels", None, error) from error
 
@@ -88,6 +91,11 @@ class Team:
             work.wait(self._deadline)
         except RuntimeError as error:
             raise self.watch.lost(what, peer, error) from error
+
+    def wait_on_stream(self, work: Any, what: str) -> None:
+        """Make the current CUDA stream wait for an NCCL operation; this thread goes on, the watch sees to the end."""
+        work.wait()
+        self.watch.guard(work, what)
 
     def gather_ints(self, values: Sequence[int], what: str = "the roll call") -> list[list[int]]:
         """Return every worker's integers, by rank; all workers must give equally many."""

@@ -12,7 +12,7 @@ from poseidon.team.team import Team
 
 
 def check_same_bits(team: Team, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise :class:`MismatchError`, naming the first tensor that differs and where, unless all workers agree. Collective."""
+    """Raise :class:`MismatchError`, naming the first tensor that differs and where, unless all agree. Collective."""
     sums = [zlib.crc32(tensor.detach().contiguous().cpu().flatten().numpy().tobytes()) for _, tensor in named]
     everybody = team.gather_ints(sums, "the comparison of replicas")
     for rank, theirs in enumerate(everybody):

@@ -1,18 +1,26 @@
-"""Who is alive and where: heartbeats in the job's store, read when a wait fails so that the error can name the culprit."""
+"""Who is alive and where: heartbeats in the job's store, read when a wait fails so that the error names the culprit."""
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from poseidon.errors import WorkerLostError
 
 BEAT_S = 1.0
 """Seconds between two heartbeats; a worker silent for three of them is taken for dead."""
+
+
+EXIT_STATUS = 75
+"""Of a process that ends because another worker was lost; "try again" in the sysexits convention."""
 
 
 class Store(Protocol):
@@ -31,11 +39,19 @@ class Store(Protocol):
 class Watch:
     """Writes this worker's heartbeat and explains why a wait failed.
 
-    :meth:`note` may be called from any thread and costs two assignments. The heartbeat thread ends with :meth:`close`, which also
+    :meth:`note` may be called from any thread and costs two assignments. The threads end with :meth:`close`, which also
     runs at the interpreter's exit: a daemon thread inside the store's C++ code would otherwise crash it.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, hosts: list[str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        hosts: list[str],
+        timeout_s: float,
+        give_up: Callable[[WorkerLostError], None] | None = None,
+    ) -> None:
         self.rank = rank
         self.hosts = hosts
         self.timeout_s = timeout_s
@@ -44,9 +60,11 @@ class Watch:
         self._step = 0
         self._doing = "starting"
         self._beats = 0
+        self._give_up = give_up or _end_process
+        self._guarded: collections.deque[tuple[float, Any, str]] = collections.deque()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat_until_closed, name="poseidon-heartbeat", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._beat_until_closed)
         atexit.register(self.close)
 
     def note(self, step: int, doing: str) -> None:
@@ -56,9 +74,19 @@ class Watch:
     def close(self) -> None:
         """Stop the heartbeat."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
         atexit.unregister(self.close)
+
+    def guard(self, work: Any, what: str) -> None:
+        """See to it that an operation nobody waits for on the host ends in time, as NCCL's do not when a peer hangs.
+
+        If it does not, no exception could reach the thread that is stuck: the process says why and ends.
+        """
+        if not self._guarded and len(self._threads) == 1:
+            self._start(self._guard_until_closed)
+        self._guarded.append((time.monotonic(), work, what))
 
     def lost(self, what: str, peer: int | None, cause: BaseException) -> WorkerLostError:
         """Return the error for a wait that failed, naming who is to blame as far as heartbeats tell."""
@@ -72,6 +100,19 @@ class Watch:
                 f"the job's store does not answer, so rank 0 ({self.hosts[0]}) is probably gone ({_first_line(error)})"
             )
         return WorkerLostError(f"{head}: {verdict}. The wait ended with: {_first_line(cause)}")
+
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="poseidon-watch", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard_until_closed(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            while self._guarded and self._guarded[0][1].is_completed():
+                self._guarded.popleft()
+            if self._guarded and time.monotonic() - self._guarded[0][0] > self.timeout_s:
+                _, _, what = self._guarded.popleft()
+                self._give_up(self.lost(what, None, TimeoutError(f"not done after {self.timeout_s:g} s")))
 
     def _verdict(self) -> str:
         before = self._read()
@@ -113,6 +154,11 @@ class Watch:
                 self._beats += 1
                 if self._stop.wait(BEAT_S):
                     return
+
+
+def _end_process(error: WorkerLostError) -> None:
+    print(f"poseidon: {error}", file=sys.stderr, flush=True)
+    os._exit(EXIT_STATUS)
 
 
 def _first_line(error: BaseException) -> str:
