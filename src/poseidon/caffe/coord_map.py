@@ -148,9 +148,7 @@ def crop(top_from: Top, top_to: Top) -> Any:
     if not np.all(np.asarray(a) == 1):
         raise MisalignedError(f"cannot crop: the scales of the two tops differ by a factor {a}, which must be 1")
     if not np.all(shift <= 0):
-        raise MisalignedError(
-            f"cannot crop: the offset {-shift} is negative, so the top to be cut starts inside the other"
-        )
+        raise MisalignedError(f"cannot crop: the offset {-shift} is negative, so the cut top starts inside the other")
     if not np.all(np.round(shift) == shift):
         raise MisalignedError(f"cannot crop: the offset {-shift} is no whole number")
     first = 2 if axis is None else axis + 1

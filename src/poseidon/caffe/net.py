@@ -108,8 +108,8 @@ class Net:
         return self._wiring.blobs
 
     @property
-    def blob_loss_weights(self) -> list[float]:
-        """The weight of each blob in the objective."""
+    def loss_weights(self) -> list[float]:
+        """The weight of each blob in the objective, in the order of ``blob_names``."""
         weights = [0.0] * len(self._wiring.blobs)
         for ids, layer in zip(self._wiring.top_ids, self.layers, strict=True):
             for blob_id, weight in zip(ids, layer.loss_weights, strict=True):

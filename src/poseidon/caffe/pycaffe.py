@@ -66,6 +66,11 @@ class Net(core.Net):
         """The parameters of each layer that has any."""
         return {layer.name: layer.blobs for layer in self.layers if layer.blobs}
 
+    @property
+    def blob_loss_weights(self) -> dict[str, float]:
+        """The weight of each blob in the objective, by name."""
+        return dict(zip(self._blob_names, self.loss_weights, strict=True))
+
     @cached_property
     def layer_dict(self) -> dict[str, Layer]:
         """The layers by name."""
@@ -113,7 +118,7 @@ class Net(core.Net):
 
     @property
     def _blob_loss_weights(self) -> list[float]:
-        return self.blob_loss_weights
+        return self.loss_weights
 
     def _bottom_ids(self, layer_index: int) -> list[int]:
         return self.bottom_ids(layer_index)
@@ -210,6 +215,24 @@ class Net(core.Net):
     def after_backward(self, call: core.Callback) -> None:
         """Call with each layer's number after its backward step."""
         self.after_backward_callbacks.append(call)
+
+    def set_input_arrays(self, data: NDArray[Any], labels: NDArray[Any]) -> None:
+        """Give the MemoryData layer, which must come first, the rows that it hands out batch by batch."""
+        if labels.ndim == 1:
+            labels = labels[:, np.newaxis, np.newaxis, np.newaxis]
+        self._set_input_arrays(np.ascontiguousarray(data), np.ascontiguousarray(labels))
+
+    def _set_input_arrays(self, data: NDArray[Any], labels: NDArray[Any]) -> None:
+        first: Any = self.layers[0]
+        if first.type != "MemoryData":
+            raise ConfigError(
+                f"set_input_arrays needs a net whose first layer is of type MemoryData; "
+                f"the first layer of net {self.name!r} is {first.name!r} ({first.type})"
+            )
+        for what, array in (("data", data), ("labels", labels)):
+            if array.dtype != np.float32:
+                raise ConfigError(f"set_input_arrays: {what} must be float32, not {array.dtype}")
+        first.reset(data, labels)
 
     # Weights.
 

@@ -1,0 +1,1 @@
+"""Where data layers and tools get their data: databases, lists, images, transformation, prefetching, sharding."""
