@@ -1,1 +1,30 @@
-"""Where data layers and tools get their data: databases, lists, images, transformation, prefetching, sharding."""
+"""pycaffe's ``caffe.io``; the modules of this package read what data layers and tools need.
+
+Databases, lists, images, transformation, prefetching and sharding each have a module of their own here.
+"""
+
+from poseidon.caffe.conversions import (
+    array_to_blobproto,
+    array_to_datum,
+    arraylist_to_blobprotovecor_str,
+    arraylist_to_blobprotovector_str,
+    blobproto_to_array,
+    blobprotovector_str_to_arraylist,
+    datum_to_array,
+)
+from poseidon.caffe.images import load_image, oversample, resize_image
+from poseidon.caffe.transformer import Transformer
+
+__all__ = [
+    "Transformer",
+    "array_to_blobproto",
+    "array_to_datum",
+    "arraylist_to_blobprotovecor_str",
+    "arraylist_to_blobprotovector_str",
+    "blobproto_to_array",
+    "blobprotovector_str_to_arraylist",
+    "datum_to_array",
+    "load_image",
+    "oversample",
+    "resize_image",
+]

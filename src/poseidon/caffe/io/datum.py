@@ -1,0 +1,73 @@
+"""Datum: one record of a database, an image or a vector with a label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from poseidon.caffe.io.images import Image, Mode, decode_image
+from poseidon.caffe.schema import Datum, Proto
+from poseidon.errors import ConfigError
+
+Values = NDArray[Any]
+"""Channels, height, width; 8-bit or single precision."""
+
+
+def parse_datum(content: bytes | memoryview, origin: str) -> Proto:
+    """Parse a record; ``origin`` names database and key in the error."""
+    datum = Datum()
+    try:
+        datum.ParseFromString(content)
+    except DecodeError:
+        raise ConfigError(
+            f"{origin}: {len(content)} bytes that are no complete Datum; the database is damaged or holds other things"
+        ) from None
+    return datum
+
+
+def datum_values(datum: Proto, mode: Mode, origin: str) -> Values:
+    """Return the values of a record as (channels, height, width), decoding it if it is an image file.
+
+    ``mode`` concerns encoded records only.
+    """
+    if datum.encoded:
+        return image_to_values(decode_image(datum.data, mode, origin))
+    shape = (datum.channels, datum.height, datum.width)
+    values: Values
+    if datum.data:
+        values = np.frombuffer(datum.data, np.uint8)
+    else:
+        values = np.fromiter(datum.float_data, np.float32, len(datum.float_data))
+    if values.size != np.prod(shape) or not datum.channels > 0:
+        raise ConfigError(
+            f"{origin}: the Datum states channels, height and width {shape}, which is {int(np.prod(shape))} values, "
+            f"and holds {values.size}"
+        )
+    return values.reshape(shape)
+
+
+def image_to_values(pixels: Image) -> Values:
+    """Return an image with its channels first."""
+    return pixels.transpose(2, 0, 1)
+
+
+def image_datum(pixels: Image, label: int) -> Proto:
+    """Return a raw record of an image."""
+    height, width, channels = pixels.shape
+    # Caffe writes the flag out even though it is false.
+    return Datum(
+        channels=channels,
+        height=height,
+        width=width,
+        data=image_to_values(pixels).tobytes(),
+        label=label,
+        encoded=False,
+    )
+
+
+def encoded_datum(content: bytes, label: int) -> Proto:
+    """Return a record that holds an image file as it is."""
+    return Datum(data=content, label=label, encoded=True)

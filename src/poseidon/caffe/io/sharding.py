@@ -1,0 +1,94 @@
+"""Which records a worker reads: pure rules, and the one place that asks who this worker is.
+
+Two rules, both without any word between the workers:
+
+* in order (``in_turns``): all workers walk through the same endless sequence of records and take every size-th. The
+  batches of one step are together the batch that a single worker with the total batch size would have read;
+* shuffled (``Share.rows``): each worker owns every size-th record for good and shuffles its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from poseidon.errors import ConfigError
+from poseidon.launch.environment import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One worker's part of the records of a source."""
+
+    rank: int = 0
+    size: int = 1
+    """Number of workers that divide the source among themselves; 1: everything is read here."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ConfigError(f"share {self.rank} of {self.size} makes no sense; shares count from 0")
+
+    def rows(self, count: int, first: int = 0) -> range:
+        """Return which of ``count`` records, numbered from ``first`` in the whole source, belong to this share."""
+        return range((self.rank - first) % self.size, count, self.size)
+
+
+def in_turns(one_pass: Callable[[], Iterable[T]], share: Share) -> Iterator[T]:
+    """Yield this worker's records of an endless sequence of passes over a source, in order.
+
+    The passes follow each other without a gap, so a source whose length is no multiple of the number of workers gives
+    a worker different records in each pass, and every record of a pass still goes to exactly one worker.
+    """
+    position = 0
+    while True:
+        start = position
+        for record in one_pass():
+            if position % share.size == share.rank:
+                yield record
+            position += 1
+        if position == start:
+            return
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a worker reads, and which part of it."""
+
+    path: str
+    share: Share = Share()
+
+
+def locate(path: str, shared_file_system: bool | None, is_training: bool, world: World) -> Source:
+    """Return what a worker reads for a data layer's ``source``.
+
+    ``shared_file_system`` false: worker k reads ``path_k``, all of it, made by ``poseidon partition-data``. True: all
+    workers read ``path`` and divide it. None: as true while training (testing reads everything on every worker, as
+    Caffe does), or as false where only ``path_k`` exists.
+    """
+    own = f"{path}_{world.rank}"
+    if shared_file_system is False:
+        if not Path(own).exists():
+            raise ConfigError(
+                f"worker {world.rank} reads {own} because shared_file_system is false, and it does not exist; make it "
+                "with `poseidon partition-data`, or set shared_file_system: true where all workers see the same files"
+            )
+        return Source(own)
+    if shared_file_system is None:
+        if world.size > 1 and not Path(path).exists() and Path(own).exists():
+            return Source(own)
+        if not is_training:
+            return Source(path)
+    return Source(path, Share(world.rank, world.size))
+
+
+def this_worker() -> World:
+    """Return this worker's place: that of the process group if there is one, else what the environment says."""
+    if dist.is_available() and dist.is_initialized():
+        return World(rank=dist.get_rank(), size=dist.get_world_size())
+    return World.from_environment()
