@@ -9,8 +9,18 @@ from poseidon.caffe.device import set_device, set_mode_cpu, set_mode_gpu
 from poseidon.caffe.layers import known_types as layer_type_list
 from poseidon.caffe.layers import register
 from poseidon.caffe.layers.base import Layer as NativeLayer
+from poseidon.caffe.layers.python import PythonLayer as Layer
 from poseidon.caffe.pycaffe import Net
 from poseidon.caffe.schema import TEST, TRAIN
+from poseidon.caffe.solver import (
+    AdaDeltaSolver,
+    AdaGradSolver,
+    AdamSolver,
+    NesterovSolver,
+    RMSPropSolver,
+    SGDSolver,
+    get_solver,
+)
 
 __version__ = "1.0.0"
 """The version of Caffe whose behaviour this follows."""
@@ -18,9 +28,17 @@ __version__ = "1.0.0"
 __all__ = [
     "TEST",
     "TRAIN",
+    "AdaDeltaSolver",
+    "AdaGradSolver",
+    "AdamSolver",
     "Blob",
+    "Layer",
     "NativeLayer",
+    "NesterovSolver",
     "Net",
+    "RMSPropSolver",
+    "SGDSolver",
+    "get_solver",
     "layer_type_list",
     "register",
     "set_device",

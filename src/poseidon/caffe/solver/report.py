@@ -1,0 +1,67 @@
+"""What a net puts out, in the words of Caffe's log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from poseidon.caffe.net import Net
+
+log = logging.getLogger("poseidon.caffe")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value that a net puts out."""
+
+    name: str
+    value: float
+    loss_weight: float
+
+    @property
+    def loss_note(self) -> str:
+        """What the log adds for an output that is part of the objective."""
+        if not self.loss_weight:
+            return ""
+        return f" (* {self.loss_weight:g} = {self.loss_weight * self.value:g} loss)"
+
+
+def output_values(net: Net) -> torch.Tensor:
+    """Return the values of all output blobs, one after the other."""
+    parts = [net.blob_list[i].data_tensor.reshape(-1) for i in net.output_ids]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def label_outputs(net: Net, values: Sequence[float]) -> list[Output]:
+    """Give the values of :func:`output_values` their names and loss weights."""
+    weights = net.loss_weights
+    labels = [(net.blob_names[i], weights[i]) for i in net.output_ids for _ in range(net.blob_list[i].count)]
+    return [Output(name, value, weight) for (name, weight), value in zip(labels, values, strict=True)]
+
+
+def log_outputs(which: str, outputs: Sequence[Output]) -> None:
+    """Log one line per value; ``which`` is Train or Test."""
+    for number, output in enumerate(outputs):
+        log.info("    %s net output #%d: %s = %g%s", which, number, output.name, output.value, output.loss_note)
+
+
+class LossWindow:
+    """The mean of the last losses, as ``average_loss`` asks for it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._losses: list[float] = []
+        self._next = 0
+        self.mean = 0.0
+
+    def add(self, loss: float) -> None:
+        """Take in the loss of an iteration."""
+        if len(self._losses) < self._size:
+            self._losses.append(loss)
+        else:
+            self._losses[self._next % self._size] = loss
+            self._next += 1
+        self.mean = sum(self._losses) / len(self._losses)

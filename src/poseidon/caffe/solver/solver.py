@@ -1,0 +1,383 @@
+"""The solvers: train a net by one of Caffe's rules, test it, log as Caffe does, write and resume from snapshots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from poseidon.caffe import weights
+from poseidon.caffe.pycaffe import Net
+from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.solver import nets, state
+from poseidon.caffe.solver.policies import check_policy, learning_rate
+from poseidon.caffe.solver.report import LossWindow, Output, label_outputs, log_outputs, output_values
+from poseidon.caffe.solver.rules import RULES
+from poseidon.caffe.solver.updater import Updater
+from poseidon.caffe.solver.workers import Action, ActionFunction, Alone, Workers
+from poseidon.caffe.upgrade import read_solver
+from poseidon.errors import ConfigError, unknown_name
+
+log = logging.getLogger("poseidon.caffe")
+
+OutputListener = Callable[[str, int, Sequence[Output]], None]
+"""Takes "train" or "test N", the iteration, and the outputs (means over all workers)."""
+Connect = Callable[["Solver"], Workers]
+
+
+class Solver:
+    """Trains a net; made from a solver's prototxt file or from a SolverParameter.
+
+    ``connect`` joins the workers of a job; without it the solver joins those of torch's default process group, if there
+    is one.
+    """
+
+    type: ClassVar[str] = ""
+
+    def __init__(self, definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> None:
+        self.param: Proto = definition if isinstance(definition, SolverParameter) else read_solver(definition)
+        self.iter = 0
+        self._step = 0
+        self._workers: Workers = Alone()
+        self._wanted: ActionFunction = _no_action
+        self._is_stopped = False
+        self._on_start: list[Callable[[], None]] = []
+        self._on_gradients: list[Callable[[], None]] = []
+        self.output_listeners: list[OutputListener] = []
+        log.info("Initializing solver from parameters: \n%s", self.param)
+        self._check()
+        self._losses = LossWindow(self.param.average_loss)
+        if self.param.random_seed >= 0:
+            torch.manual_seed(self.param.random_seed + _rank())
+        self.net = self._build_train_net()
+        self.test_nets = [self._build_test_net(i, source) for i, source in enumerate(nets.test_sources(self.param))]
+        self._updater = Updater(self.net.learnable, RULES[self.type](self.param), self.param)
+        self._workers = (connect or _connect_default_group)(self)
+        log.info("Solver scaffolding done.")
+
+    # What pycaffe offers.
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the coming iteration, before any ``lr_mult``."""
+        return learning_rate(self.param, self.iter, self._step).value
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The mean of this worker's last ``average_loss`` losses."""
+        return self._losses.mean
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this worker writes the job's files."""
+        return self._workers.is_root
+
+    def add_callback(self, on_start: Callable[[], None], on_gradients_ready: Callable[[], None]) -> None:
+        """Call the first before each iteration's passes, the second once its gradients are complete."""
+        self._on_start.append(on_start)
+        self._on_gradients.append(on_gradients_ready)
+
+    def set_action_function(self, wanted: ActionFunction) -> None:
+        """Ask ``wanted`` after every iteration what to do (see ``signals.py``)."""
+        self._wanted = wanted
+
+    def share_weights(self, net: Net) -> None:
+        """Use the parameter values of another net from now on."""
+        weights.share(self.net, net)
+
+    def step(self, iterations: int) -> None:
+        """Run ``iterations`` iterations, with their tests, displays and snapshots."""
+        self._losses = LossWindow(self.param.average_loss)
+        clock = _Clock(self.iter)
+        stop = self.iter + iterations
+        while self.iter < stop:
+            self.net.clear_param_diffs()
+            if self._is_test_due() and (self.iter or self.param.test_initialization):
+                self.test_all()
+                if self._is_stopped:
+                    return
+            action = self._iterate(clock)
+            self.apply_update()
+            self._heed(action())
+            if self._is_stopped:
+                return
+
+    def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
+        """Train up to ``max_iter``, then snapshot, show the loss and test, as the settings say."""
+        param = self.param
+        log.info("Solving %s", self.net.name)
+        log.info("Learning Rate Policy: %s", param.lr_policy)
+        self._is_stopped = False
+        if param.snapshot_after_train:
+            self._check_snapshot_folder()
+        if resume_file is not None:
+            log.info("Restoring previous solver status from %s", resume_file)
+            self.restore(resume_file)
+        self.step(param.max_iter - self.iter)
+        if param.snapshot_after_train and not (param.snapshot and self.iter % param.snapshot == 0):
+            self.snapshot()
+        if self._is_stopped:
+            log.info("Optimization stopped early.")
+            return
+        if param.display and self.iter % param.display == 0:
+            self._losses.add(self.net.run_forward())
+            (loss,) = self._workers.average([self._losses.mean])
+            log.info("Iteration %d, loss = %g", self.iter, loss)
+        if self._is_test_due():
+            self.test_all()
+        log.info("Optimization Done.")
+
+    def apply_update(self) -> None:
+        """Change the parameters by the gradients that are in the net, and count one iteration."""
+        rate, self._step = learning_rate(self.param, self.iter, self._step)
+        if self._is_display_due():
+            log.info("Iteration %d, lr = %g", self.iter, rate)
+        self._updater.apply(rate, self.iter)
+        self.iter += 1
+
+    def test_all(self) -> None:
+        """Run every test net over its ``test_iter`` batches and log the mean outputs."""
+        self._workers.settle()
+        for number in range(len(self.test_nets)):
+            self._test(number)
+            if self._is_stopped:
+                return
+
+    def snapshot(self) -> None:
+        """Write parameters and state to files named after ``snapshot_prefix`` and the iteration; worker 0 does it."""
+        self._workers.settle()
+        if not self._workers.is_root:
+            return
+        self._check_snapshot_folder()
+        stem = f"{self.param.snapshot_prefix}_iter_{self.iter}"
+        is_hdf5 = self.param.snapshot_format == SolverParameter.HDF5
+        form, suffix = ("HDF5", ".h5") if is_hdf5 else ("binary proto", "")
+        model_file, state_file = f"{stem}.caffemodel{suffix}", f"{stem}.solverstate{suffix}"
+        # Parameters first: a state exists only once the file that it names is complete.
+        log.info("Snapshotting to %s file %s", form, model_file)
+        (weights.save_hdf5 if is_hdf5 else weights.save)(self.net, model_file, self.param.snapshot_diff)
+        log.info("Snapshotting solver state to %s file %s", form, state_file)
+        progress = state.Progress(self.iter, self._step, model_file)
+        (state.write_state_hdf5 if is_hdf5 else state.write_state)(state_file, progress, self._updater.history)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Take iteration, history and parameters from a state file; with several workers, worker 0 reads it for all."""
+        if self._workers.is_root:
+            progress = state.read_state(path, self._updater.history)
+            if progress.learned_net:
+                weights.load(self.net, state.find_learned_net(progress.learned_net, path))
+            self.iter, self._step = progress.iteration, progress.step
+            log.info("SGDSolver: restoring history")
+        blobs = [entry.blob for entry in self.net.learnable] + self._updater.history
+        self.iter, self._step = self._workers.take_from_root(
+            [self.iter, self._step], [blob.data_tensor for blob in blobs]
+        )
+
+    # One iteration.
+
+    def _iterate(self, clock: _Clock) -> ActionFunction:
+        """Compute the gradients of one iteration; return how to learn what to do after it."""
+        action = self._workers.ask(self._wanted)
+        for call in self._on_start:
+            call()
+        self.net.debug_info = self._is_display_due() and self.param.debug_info
+        self._workers.begin_iteration()
+        loss = 0.0
+        passes: int = self.param.iter_size
+        for number in range(passes):
+            loss += self.net.run_forward()
+            self._workers.begin_backward(number == passes - 1)
+            self.net.run_backward()
+        self._workers.end_iteration()
+        self._losses.add(loss / passes)
+        if self._is_display_due():
+            self._display(clock)
+        for call in self._on_gradients:
+            call()
+        return action
+
+    def _display(self, clock: _Clock) -> None:
+        values = self._workers.average([self._losses.mean, *output_values(self.net).tolist()])
+        seconds, per_second = clock.lap(self.iter)
+        log.info(
+            "Iteration %d (%g iter/s, %gs/%d iters), loss = %g",
+            self.iter,
+            per_second,
+            seconds,
+            self.param.display,
+            values[0],
+        )
+        outputs = label_outputs(self.net, values[1:])
+        log_outputs("Train", outputs)
+        self._tell("train", outputs)
+
+    def _heed(self, action: Action) -> None:
+        is_due = self.param.snapshot and self.iter % self.param.snapshot == 0
+        if is_due or action == Action.SNAPSHOT:
+            self.snapshot()
+        self._is_stopped |= action == Action.STOP
+
+    def _test(self, number: int) -> None:
+        log.info("Iteration %d, Testing net (#%d)", self.iter, number)
+        net, passes = self.test_nets[number], self.param.test_iter[number]
+        weights.share(net, self.net)
+        loss, totals = 0.0, torch.zeros(0)
+        for index in range(passes):
+            action = self._workers.ask(self._wanted)
+            loss += net.run_forward()
+            values = output_values(net)
+            totals = totals + values if index else values.clone()
+            self._heed_in_test(action())
+            if self._is_stopped:
+                log.info("Test interrupted.")
+                return
+        means = self._workers.average([loss / max(passes, 1), *(totals / max(passes, 1)).tolist()])
+        if self.param.test_compute_loss:
+            log.info("Test loss: %g", means[0])
+        outputs = label_outputs(net, means[1:]) if passes else []
+        log_outputs("Test", outputs)
+        self._tell(f"test {number}", outputs)
+
+    def _heed_in_test(self, action: Action) -> None:
+        if action == Action.SNAPSHOT:
+            self.snapshot()
+        self._is_stopped |= action == Action.STOP
+
+    def _tell(self, which: str, outputs: Sequence[Output]) -> None:
+        for listener in self.output_listeners:
+            listener(which, self.iter, outputs)
+
+    def _is_test_due(self) -> bool:
+        return bool(self.param.test_interval) and self.iter % self.param.test_interval == 0
+
+    def _is_display_due(self) -> bool:
+        return bool(self.param.display) and self.iter % self.param.display == 0
+
+    # Building.
+
+    def _check(self) -> None:
+        param = self.param
+        for name in ("average_loss", "iter_size"):
+            if getattr(param, name) < 1:
+                raise ConfigError(f"{name} is {getattr(param, name)}; it must be at least 1")
+        check_policy(param)
+        if param.snapshot:
+            self._check_snapshot_folder()
+
+    def _check_snapshot_folder(self) -> None:
+        folder = Path(self.param.snapshot_prefix).parent
+        if _rank() == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ConfigError(
+                f"cannot write snapshots with snapshot_prefix {self.param.snapshot_prefix!r}: "
+                f"make sure that the folder {str(folder)!r} exists and is writable"
+            )
+
+    def _build_train_net(self) -> Net:
+        source = nets.train_source(self.param)
+        joint = "specified in" if source.what == source.origin else "from"
+        log.info("Creating training net %s %s", joint, source.what)
+        return self._build(source)
+
+    def _build_test_net(self, number: int, source: nets.Source) -> Net:
+        log.info("Creating test net (#%d) specified by %s", number, source.what)
+        net = self._build(source)
+        net.debug_info = self.param.debug_info
+        return net
+
+    def _build(self, source: nets.Source) -> Net:
+        try:
+            net = Net.from_proto(source.param)
+        except ConfigError as error:
+            raise ConfigError(f"{source.origin}: {error}") from error
+        for entry in self.param.weights:
+            for path in entry.split(","):
+                log.info("Finetuning from %s", path.strip())
+                weights.load(net, path.strip())
+        return net
+
+
+class SGDSolver(Solver):
+    """Stochastic gradient descent with momentum."""
+
+    type = "SGD"
+
+
+class NesterovSolver(Solver):
+    """Nesterov's accelerated gradient."""
+
+    type = "Nesterov"
+
+
+class AdaGradSolver(Solver):
+    """AdaGrad."""
+
+    type = "AdaGrad"
+
+
+class RMSPropSolver(Solver):
+    """RMSProp."""
+
+    type = "RMSProp"
+
+
+class AdaDeltaSolver(Solver):
+    """AdaDelta."""
+
+    type = "AdaDelta"
+
+
+class AdamSolver(Solver):
+    """Adam."""
+
+    type = "Adam"
+
+
+SOLVERS: dict[str, type[Solver]] = {
+    solver.type: solver
+    for solver in (SGDSolver, NesterovSolver, AdaGradSolver, RMSPropSolver, AdaDeltaSolver, AdamSolver)
+}
+"""The solvers by the ``type`` that a prototxt gives."""
+
+
+def get_solver(definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> Solver:
+    """Return the solver whose ``type`` the prototxt (or SolverParameter) gives."""
+    param = definition if isinstance(definition, SolverParameter) else read_solver(definition)
+    if param.type not in SOLVERS:
+        raise unknown_name("solver type", param.type, list(SOLVERS))
+    return SOLVERS[param.type](param, connect)
+
+
+class _Clock:
+    """Counts iterations per second from one display to the next."""
+
+    def __init__(self, iteration: int) -> None:
+        self._iteration = iteration
+        self._began = time.perf_counter()
+
+    def lap(self, iteration: int) -> tuple[float, float]:
+        """Return seconds and iterations per second since the last lap."""
+        now = time.perf_counter()
+        seconds, iterations = now - self._began, iteration - self._iteration
+        self._began, self._iteration = now, iteration
+        return seconds, iterations / seconds if seconds else 0.0
+
+
+def _no_action() -> Action:
+    return Action.NONE
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _connect_default_group(solver: Solver) -> Workers:
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        from poseidon.caffe.distributed import Together
+
+        return Together(solver.net)
+    return Alone()

@@ -1,0 +1,110 @@
+"""A solver's state in files that Caffe reads too: ``.solverstate`` and ``.solverstate.h5``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poseidon.caffe.blob import Blob
+from poseidon.caffe.extras import require
+from poseidon.caffe.schema import SolverState
+from poseidon.caffe.schema.files import read_binary, replacing, write_binary
+from poseidon.errors import ConfigError
+
+_GROUP = "history"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a solver has come, apart from its parameters and history."""
+
+    iteration: int
+    step: int
+    """Steps down that the learning-rate policy has taken."""
+    learned_net: str
+    """File of the parameters, as it was named when the state was written; empty if there is none."""
+
+
+def write_state(path: str | os.PathLike[str], progress: Progress, history: Sequence[Blob]) -> None:
+    """Write a ``.solverstate``, whole or not at all."""
+    state = SolverState(iter=progress.iteration, learned_net=progress.learned_net, current_step=progress.step)
+    state.history.extend([blob.to_proto() for blob in history])
+    write_binary(path, state)
+
+
+def write_state_hdf5(path: str | os.PathLike[str], progress: Progress, history: Sequence[Blob]) -> None:
+    """Write a ``.solverstate.h5``, whole or not at all."""
+    h5py = require("h5py")
+    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+        file.create_dataset("iter", data=np.array([progress.iteration], np.int32))
+        _write_c_string(h5py, file, "learned_net", progress.learned_net)
+        file.create_dataset("current_step", data=np.array([progress.step], np.int32))
+        group = file.create_group(_GROUP)
+        for number, blob in enumerate(history):
+            group.create_dataset(str(number), data=blob.data)
+
+
+def read_state(path: str | os.PathLike[str], history: Sequence[Blob]) -> Progress:
+    """Fill ``history`` from a state file of either form and return the rest."""
+    if str(path).endswith(".h5"):
+        return _read_hdf5(path, history)
+    state = read_binary(path, "SolverState")
+    _check_count(path, len(state.history), len(history))
+    for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
+        if not blob.fits(stored):
+            raise _misfit(path, number, blob, tuple(stored.shape.dim))
+        blob.from_proto(stored, reshape=False)
+    return Progress(state.iter, state.current_step, state.learned_net)
+
+
+def find_learned_net(learned_net: str, state_path: str | os.PathLike[str]) -> str:
+    """Return where the parameters of a state lie: where it says or, if they have moved together, beside it."""
+    beside = Path(state_path).parent / Path(learned_net).name
+    return str(beside) if not Path(learned_net).exists() and beside.exists() else learned_net
+
+
+def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> Progress:
+    h5py = require("h5py")
+    try:
+        with h5py.File(path, "r") as file:
+            missing = [name for name in ("iter", _GROUP) if name not in file]
+            if missing:
+                raise ConfigError(f"{path}: holds no {missing[0]!r}; this is no solver state written by Caffe")
+            _check_count(path, len(file[_GROUP]), len(history))
+            for number, blob in enumerate(history):
+                stored = file[_GROUP][str(number)]
+                if tuple(stored.shape) != blob.shape:
+                    raise _misfit(path, number, blob, tuple(stored.shape))
+                blob.data[...] = stored[()]
+            step = int(file["current_step"][0]) if "current_step" in file else 0
+            learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
+            return Progress(int(file["iter"][0]), step, learned_net)
+    except OSError as error:
+        raise ConfigError(f"cannot read solver state {path}: {error}") from None
+
+
+def _write_c_string(h5py: Any, file: Any, name: str, text: str) -> None:
+    """Write a string with its closing zero, without which Caffe would read on into other memory."""
+    content = text.encode() + b"\0"
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(len(content))
+    kind.set_strpad(h5py.h5t.STR_NULLTERM)
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR))
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(content, f"S{len(content)}"), kind)
+
+
+def _check_count(path: str | os.PathLike[str], stored: int, expected: int) -> None:
+    if stored != expected:
+        raise ConfigError(
+            f"{path}: holds {stored} history blobs, this solver keeps {expected}; "
+            "was it written by another type of solver or for another net?"
+        )
+
+
+def _misfit(path: str | os.PathLike[str], number: int, blob: Blob, stored: tuple[int, ...]) -> ConfigError:
+    return ConfigError(f"{path}: history {number} has shape {stored}, this net's parameter has {blob.shape}")

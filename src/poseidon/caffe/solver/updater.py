@@ -1,0 +1,75 @@
+"""From gradients to new parameters, in Caffe's order: clip, divide by iter_size, decay, apply the rule, subtract."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from poseidon.caffe.blob import Blob
+from poseidon.caffe.learnable import LearnableParam
+from poseidon.caffe.schema import Proto
+from poseidon.caffe.solver.rules import Batch, Rule
+from poseidon.errors import unknown_name
+
+log = logging.getLogger("poseidon.caffe")
+
+
+class Updater:
+    """Updates a net's parameters by one rule and owns the history this takes.
+
+    Parameters with ``lr_mult: 0`` stay as they are and cost nothing; their history stays zero.
+    """
+
+    def __init__(self, learnable: Sequence[LearnableParam], rule: Rule, param: Proto) -> None:
+        if param.regularization_type not in ("L1", "L2"):
+            raise unknown_name("regularization_type", param.regularization_type, ("L1", "L2"))
+        self._learnable = list(learnable)
+        self._rule = rule
+        self._param = param
+        shapes = [entry.blob.shape for entry in self._learnable]
+        self.history = [Blob(shape) for _ in range(rule.histories) for shape in shapes]
+        """All first histories in the order of the parameters, then all second ones: the order of the files."""
+        self._groups: dict[tuple[float, float], list[int]] = {}
+        for index, entry in enumerate(self._learnable):
+            if entry.lr_mult:
+                self._groups.setdefault((entry.lr_mult, entry.decay_mult), []).append(index)
+
+    @torch.no_grad()
+    def apply(self, rate: float, iteration: int) -> None:
+        """Change all parameters by their gradients; afterwards every diff holds what was subtracted."""
+        self._clip()
+        for (lr_mult, decay_mult), members in self._groups.items():
+            diffs = [self._learnable[i].blob.diff_tensor for i in members]
+            data = [self._learnable[i].blob.data_tensor for i in members]
+            if self._param.iter_size > 1:
+                torch._foreach_mul_(diffs, 1 / self._param.iter_size)
+            self._decay(diffs, data, self._param.weight_decay * decay_mult)
+            self._rule.apply(Batch(diffs, self._histories(members), rate * lr_mult, iteration))
+            torch._foreach_sub_(data, diffs)
+
+    def _histories(self, members: Sequence[int]) -> list[list[torch.Tensor]]:
+        count = len(self._learnable)
+        return [[self.history[slot * count + i].data_tensor for i in members] for slot in range(self._rule.histories)]
+
+    def _clip(self) -> None:
+        limit: float = self._param.clip_gradients
+        diffs = [entry.blob.diff_tensor for entry in self._learnable if entry.blob.has_diff]
+        if limit < 0 or not diffs:
+            return
+        norm = float(torch.stack(torch._foreach_norm(diffs)).norm())
+        if norm > limit:
+            scale = limit / norm
+            log.info(
+                "Gradient clipping: scaling down gradients (L2 norm %g > %g) by scale factor %g", norm, limit, scale
+            )
+            torch._foreach_mul_(diffs, scale)
+
+    def _decay(self, diffs: list[torch.Tensor], data: list[torch.Tensor], decay: float) -> None:
+        if not decay:
+            return
+        if self._param.regularization_type == "L2":
+            torch._foreach_add_(diffs, data, alpha=decay)
+        else:
+            torch._foreach_add_(diffs, torch._foreach_sign(data), alpha=decay)
