@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from poseidon.caffe.images import Image, resize_image
+from poseidon.caffe.float_images import Image, resize_image
 from poseidon.errors import ConfigError
 
 
@@ -26,6 +26,33 @@ class Transformer:
         self.raw_scale: dict[str, float] = {}
         self.mean: dict[str, NDArray[Any]] = {}
         self.input_scale: dict[str, float] = {}
+
+    @classmethod
+    def for_images(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        mean: NDArray[Any] | None = None,
+        input_scale: float | None = None,
+        raw_scale: float | None = None,
+        channel_swap: Sequence[int] | None = None,
+    ) -> Transformer:
+        """Return a Transformer for one input that is fed with images having their channels last."""
+        transformer = cls({name: shape})
+        transformer.set_transpose(name, (2, 0, 1))
+        if mean is not None:
+            transformer.set_mean(name, mean)
+        if input_scale is not None:
+            transformer.set_input_scale(name, input_scale)
+        if raw_scale is not None:
+            transformer.set_raw_scale(name, raw_scale)
+        if channel_swap is not None:
+            transformer.set_channel_swap(name, channel_swap)
+        return transformer
+
+    def preprocess_all(self, in_: str, images: Iterable[NDArray[Any]]) -> Image:
+        """Return images of any size as rows of the input blob."""
+        return np.stack([self.preprocess(in_, im) for im in images])
 
     def preprocess(self, in_: str, data: NDArray[Any]) -> Image:
         """Turn an image (height, width, channels) into what the input blob takes for one item."""

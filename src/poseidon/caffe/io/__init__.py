@@ -12,7 +12,8 @@ from poseidon.caffe.conversions import (
     blobprotovector_str_to_arraylist,
     datum_to_array,
 )
-from poseidon.caffe.images import load_image, oversample, resize_image
+from poseidon.caffe.float_images import load_image, oversample, resize_image
+from poseidon.caffe.proto import caffe_pb2
 from poseidon.caffe.transformer import Transformer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "arraylist_to_blobprotovector_str",
     "blobproto_to_array",
     "blobprotovector_str_to_arraylist",
+    "caffe_pb2",
     "datum_to_array",
     "load_image",
     "oversample",

@@ -1,0 +1,81 @@
+"""Let unedited scripts run: ``import caffe`` gives ``poseidon.caffe``.
+
+In a program: ``poseidon.caffe.as_caffe.install()`` before the first ``import caffe``. From the command line:
+``python -m poseidon.caffe.as_caffe script.py its arguments``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from poseidon.caffe import glog
+from poseidon.errors import ConfigError
+
+_OURS = "poseidon.caffe"
+_SUBMODULES = (
+    "_caffe",
+    "classifier",
+    "coord_map",
+    "detector",
+    "draw",
+    "io",
+    "layers",
+    "net_spec",
+    "proto",
+    "proto.caffe_pb2",
+    "pycaffe",
+)
+
+
+def install() -> None:
+    """Make ``import caffe`` and its submodules mean ours in this process, wherever a real Caffe may be installed."""
+    ours = importlib.import_module(_OURS)
+    present = sys.modules.get("caffe")
+    if present is not None and present is not ours:
+        raise ConfigError(
+            f"as_caffe: another module called caffe is already imported, from {getattr(present, '__file__', '?')}; "
+            "install before the first `import caffe`"
+        )
+    sys.modules["caffe"] = ours
+    for name in _SUBMODULES:
+        sys.modules[f"caffe.{name}"] = importlib.import_module(f"{_OURS}.{name}")
+
+
+def run_script(script: str | os.PathLike[str], arguments: Sequence[str] = ()) -> None:
+    """Run a script as Python would, with ``import caffe`` meaning ours.
+
+    Nets and solvers log to stderr as Caffe's do, from the level that GLOG_minloglevel states.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"as_caffe: there is no script {script}")
+    install()
+    glog.show(_min_log_level())
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _min_log_level() -> int:
+    text = os.environ.get("GLOG_minloglevel", "0")  # noqa: SIM112 (glog's spelling)
+    if not text.isdigit():
+        raise ConfigError(f"GLOG_minloglevel is {text!r}, expected 0 (everything) to 3 (fatal only)")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script named first, with the arguments that follow."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m poseidon.caffe.as_caffe script.py [arguments of the script]", file=sys.stderr)
+        return 0 if arguments else 2
+    run_script(arguments[0], arguments[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
