@@ -148,7 +148,7 @@ def convolve(
         part = convolve(merged, weight[:, :, place], bias if place == 0 else None, rest, groups)
         total = part if total is None else total + part
     assert total is not None
-    return total.unflatten(0, (rows.shape[0], positions)).transpose(1, 2)
+    return total.reshape(rows.shape[0], positions, *total.shape[1:]).transpose(1, 2)
 
 
 def spread(
@@ -163,7 +163,8 @@ def spread(
     merged = rows.transpose(1, 2).flatten(0, 1)
     canvas: torch.Tensor | None = None
     for place in range(first.kernel):
-        part = spread(merged, weight[:, :, place], None, rest, groups).unflatten(0, (count, positions)).transpose(1, 2)
+        part = spread(merged, weight[:, :, place], None, rest, groups)
+        part = part.reshape(count, positions, *part.shape[1:]).transpose(1, 2)
         if canvas is None:
             size = first.stride * (positions - 1) + first.extent
             canvas = part.new_zeros((*part.shape[:2], size, *part.shape[3:]))

@@ -110,7 +110,7 @@ class BatchNorm(Layer):
         self._rows, self._moments = rows, moments
         if rows.numel() == self._channels:
             variance.zero_()
-        for blob, statistic in zip(self.blobs, (mean, variance, 1), strict=True):
+        for blob, statistic in zip(self.blobs, (mean, variance, rows.new_ones(1)), strict=True):
             blob.data_tensor.mul_(self._fraction).add_(statistic)
         return result
 
