@@ -57,6 +57,7 @@ class Net:
             self._add_layer(layer_param, blob_needs)
         self._bottoms = [self._wiring.bottoms(i) for i in range(len(self.layers))]
         self._tops = [self._wiring.tops(i) for i in range(len(self.layers))]
+        self._has_run = [False] * len(self.layers)
         prune(self._needs)
         if param.force_backward:
             self._force_backward()
@@ -141,10 +142,8 @@ class Net:
         for i in range(self._checked(start, "start"), last + 1):
             for call in self.before_forward_callbacks:
                 call(i)
-            layer, bottoms, tops = self.layers[i], self._bottoms[i], self._tops[i]
-            layer.prepare(bottoms, tops)
-            layer.forward(bottoms, tops)
-            loss = layer.loss(tops)
+            self._compute(i)
+            loss = self.layers[i].loss(self._tops[i])
             if loss is not None:
                 losses.append(loss)
             if self.debug_info:
@@ -161,6 +160,9 @@ class Net:
                 call(i)
             layer = self.layers[i]
             if layer.needs_backward:
+                if not self._has_run[i]:
+                    # Caffe takes whatever the blobs hold; our layers keep from forward what their gradients need.
+                    self._compute(i)
                 with torch.no_grad():
                     layer.backward(self._tops[i], layer.propagate_down, self._bottoms[i])
                 if self.debug_info:
@@ -169,6 +171,12 @@ class Net:
                 call(i)
         if self.debug_info and first == len(self.layers) - 1 and end == 0:
             debug.log_norms(self)
+
+    def _compute(self, index: int) -> None:
+        layer, bottoms, tops = self.layers[index], self._bottoms[index], self._tops[index]
+        layer.prepare(bottoms, tops)
+        layer.forward(bottoms, tops)
+        self._has_run[index] = True
 
     def reshape(self) -> None:
         """Shape all blobs after inputs were reshaped, without computing."""

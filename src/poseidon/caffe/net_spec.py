@@ -90,7 +90,7 @@ class Function:
     def __init__(self, type_name: str, inputs: tuple[Top, ...], params: dict[str, Any]) -> None:
         for index, top in enumerate(inputs):
             if not isinstance(top, Top):
-                raise TypeError(f"{type_name} input {index} is not a Top (type is {type(top).__name__})")
+                raise TypeError(f"{type_name} input {index} is not a Top (type is {type(top)})")
         self.type_name = type_name
         self.inputs = inputs
         self.params = dict(params)

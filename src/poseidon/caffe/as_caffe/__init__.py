@@ -65,17 +65,3 @@ def _min_log_level() -> int:
     if not text.isdigit():
         raise ConfigError(f"GLOG_minloglevel is {text!r}, expected 0 (everything) to 3 (fatal only)")
     return int(text)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script named first, with the arguments that follow."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m poseidon.caffe.as_caffe script.py [arguments of the script]", file=sys.stderr)
-        return 0 if arguments else 2
-    run_script(arguments[0], arguments[1:])
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
