@@ -57,7 +57,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: list[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -70,6 +70,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         cluster: Cluster | str | Path | None = None,
         timeout_s: float = 60.0,
         gather_factors: bool | None = None,
+        forward_sync_buffers: bool | None = None,
         **torch_only: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -80,7 +81,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
+        self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -129,9 +131,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
         """Let workers with fewer batches keep the others company until all are done; wrap the training loop in it."""
+        if self._engine is None:
+            return contextlib.nullcontext()
         return Join(
             [self],
-            enable and self._engine is not None,
+            enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
@@ -200,7 +204,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.device_ids:
             if len(self.device_ids) > 1 or len(devices) > 1:
                 raise UnsupportedError(
-                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: a worker drives one device; "
+                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: one device per worker; "
                     "start one worker per device"
                 )
             if parameters[0].device.type == "cpu":
@@ -224,7 +228,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         team = self._team = Team(process_group, self.timeout_s)
         check_same_model(team, describe([*self.module.named_parameters(), *self.module.named_buffers()]))
         if init_sync:
-            mirror_all(team, tensors_of(self.module, self._ignored), 0, "the initial parameters")
+            tensors = tensors_of(self.module, self._ignored, with_buffers=self.broadcast_buffers)
+            mirror_all(team, tensors, 0, "the initial parameters")
         is_alike = self._check_arithmetic(team)
         has_choice = any(unit.spec.kind != "dense" for unit in units)
         cluster = find_cluster(team, self.device, self._cluster) if has_choice else Cluster(len(team.topology.machines))
@@ -237,7 +242,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             gather_factors=self._gather_factors,
             routes=routes,
         )
-        self._mirrors = self._buffer_mirrors() if self.broadcast_buffers else []
+        self._mirrors = self._buffer_mirrors() if self.forward_sync_buffers else []
         self._engine = Engine(units, team, cluster, options)
         self._front_end = AutogradFrontEnd(self._engine)
         # Threads and hooks must not outlive the wrapper, however it goes away.
@@ -327,6 +332,7 @@ _TORCH_ONLY = {
     "param_to_hook_all_reduce": "the plan orders all exchanges",
     "skip_all_reduce_unused_params": "parameters that nobody uses cost nothing but their share of a bucket",
     "bucket_cap_mb_list": "use bucket_cap_mb",
+    "batched_grad_copy": "gradients are always copied in batches",
 }
 
 

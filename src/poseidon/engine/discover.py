@@ -73,7 +73,7 @@ def _owns_only(module: nn.Module, *names: str) -> bool:
     return set(module._parameters) <= set(names)
 
 
-def tensors_of(model: nn.Module, ignored: Collection[str] = ()) -> list[torch.Tensor]:
+def tensors_of(model: nn.Module, ignored: Collection[str] = (), with_buffers: bool = True) -> list[torch.Tensor]:
     """Return every parameter (frozen ones too) and every buffer that replicas must share, each once."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*model.named_parameters(), *(model.named_buffers() if with_buffers else ())]
     return [tensor.detach() for name, tensor in named if name not in ignored]

@@ -8,7 +8,6 @@ gradients.
 
 from __future__ import annotations
 
-import copyreg
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -113,7 +112,8 @@ class AutogradFrontEnd:
         return accumulated
 
     def _output_gradient(self, _: Tensor) -> None:
-        if self.engine.is_armed:
+        # Not if torch.autograd.grad() passes through on its way to something else.
+        if self.engine.is_armed and any(self.will_accumulate(parameter) for parameter in self._nodes):
             self.begin()
 
     def _specialise(self, unit: LiveUnit) -> None:
@@ -133,7 +133,7 @@ class _PlainOutside:
     """Makes a layer copy and pickle as the plain class it stands for, and print as such."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (_PLAIN[type(self)],), self.__dict__  # type: ignore[attr-defined]
+        return object.__new__, (_PLAIN[type(self)],), self.__dict__
 
     def _get_name(self) -> str:
         return _PLAIN[type(self)].__name__
