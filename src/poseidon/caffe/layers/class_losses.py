@@ -80,7 +80,7 @@ class MultinomialLogisticLoss(RowClassLoss):
         tops[0].put_data(-self._chosen.log().sum() / len(scores))
 
     def gradient(self) -> torch.Tensor:
-        zeros = torch.zeros(len(self._chosen), self._columns, device=self._chosen.device)
+        zeros = self._chosen.new_zeros(len(self._chosen), self._columns)
         return zeros.scatter_(1, self._labels, -1 / self._chosen)
 
 
@@ -127,7 +127,7 @@ class InfogainLoss(LossLayer):
         scores = bottoms[0].data_tensor
         classes = scores.shape[self._axis]
         labels = bottoms[1].data_tensor.reshape(self._outer, self._inner)
-        is_kept = torch.ones_like(labels) if self._ignored is None else (labels.long() != self._ignored).float()
+        is_kept = torch.ones_like(labels) if self._ignored is None else (labels.long() != self._ignored).to(labels.dtype)
         numbers = as_indices(self, 1, labels * is_kept, classes, "labels")
         matrix = (bottoms[2] if self._stored is None else self._stored).data_tensor.reshape(classes, classes)
         # Rows of H beside the scores: outer x classes x inner, zero where the label is ignored.

@@ -61,5 +61,7 @@ class Embed(Layer):
     def _add_table_diff(self, rows: torch.Tensor, diff: torch.Tensor) -> None:
         if self.rows_sink is not None:
             self.rows_sink(rows, diff)
-        else:
+        elif self.blobs[0].has_diff:
             self.blobs[0].diff_tensor.index_add_(0, rows, diff)
+        else:
+            self.blobs[0].add_diff(diff.new_zeros(self.blobs[0].shape).index_add_(0, rows, diff))

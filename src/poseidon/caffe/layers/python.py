@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from poseidon.caffe import as_caffe
 from poseidon.caffe.blob import BlobVec
 from poseidon.caffe.layers.base import Blobs, Count, Layer
 from poseidon.caffe.layers.registry import register
@@ -72,8 +73,9 @@ class Python(Layer):
 
     def _user_class(self) -> Any:
         settings = self.param.python_param
-        # The user's module says "import caffe" and has to get this package, whose Layer it derives from.
-        sys.modules.setdefault("caffe", importlib.import_module("poseidon.caffe"))
+        if "caffe" not in sys.modules:
+            # The user's module says "import caffe" and has to get this package, whose Layer it derives from.
+            as_caffe.install()
         try:
             module = importlib.import_module(settings.module)
         except ModuleNotFoundError as error:
@@ -85,7 +87,10 @@ class Python(Layer):
             return found
         usable = sorted(name for name, value in vars(module).items() if _is_layer(value))
         if found is not None:
-            raise self.error(f"{settings.module}.{settings.layer} does not derive from caffe.Layer of this package")
+            raise self.error(
+                f"{settings.module}.{settings.layer} does not derive from poseidon.caffe.Layer; if it says "
+                "`import caffe`, another Caffe was imported first (see poseidon.caffe.as_caffe)"
+            )
         raise self.error(
             f"module {settings.module!r} has no class {settings.layer!r}; its layers: {', '.join(usable) or 'none'}"
         )

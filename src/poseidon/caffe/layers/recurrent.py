@@ -157,8 +157,8 @@ class Recurrent(Layer):
         if self._is_exposed:
             return tuple([part.detach()[0] for part in inputs[-self.state_count :]])
         if self._state is None or self._state[0].shape[1] != streams:
-            return (torch.zeros(streams, self._units, device=inputs[0].device),) * self.state_count
-        return tuple([part[0].to(inputs[0].device) for part in self._state])
+            return (inputs[0].new_zeros(streams, self._units),) * self.state_count
+        return tuple([part[0].to(inputs[0]) for part in self._state])
 
     def _make_params(self, bottoms: Blobs) -> None:
         settings = self.param.recurrent_param

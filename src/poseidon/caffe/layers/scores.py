@@ -64,7 +64,7 @@ class Accuracy(Reading):
         hits = (rivals < self._top_k).to(scores.dtype)
         tops[0].put_data(hits.sum() / max(1, len(hits)))
         if len(tops) > 1:
-            zeros = torch.zeros(classes, dtype=scores.dtype, device=scores.device)
+            zeros = scores.new_zeros(classes)
             shown = zeros.index_add(0, numbers, torch.ones_like(hits))
             tops[1].put_data(zeros.index_add(0, numbers, hits) / shown.clamp(min=1))
 
