@@ -46,12 +46,14 @@ def datum_values(datum: Proto, mode: Mode, origin: str) -> Values:
             f"{origin}: the Datum states channels, height and width {shape}, which is {int(np.prod(shape))} values, "
             f"and holds {values.size}"
         )
-    return values.reshape(shape)
+    shaped: Values = values.reshape(shape)
+    return shaped
 
 
 def image_to_values(pixels: Image) -> Values:
     """Return an image with its channels first."""
-    return pixels.transpose(2, 0, 1)
+    values: Values = pixels.transpose(2, 0, 1)
+    return values
 
 
 def image_datum(pixels: Image, label: int) -> Proto:

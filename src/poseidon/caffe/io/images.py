@@ -98,7 +98,8 @@ def resized(pixels: Image, height: int, width: int) -> Image:
     weights = row_weights[:, :, None, None]
     upper, lower = mixed[inverse[:height]], mixed[inverse[height:]]
     result = (((upper * weights[0]) >> 16) + ((lower * weights[1]) >> 16) + 2) >> 2
-    return np.clip(result, 0, 255).astype(np.uint8)
+    clipped: Image = np.clip(result, 0, 255).astype(np.uint8)
+    return clipped
 
 
 def _taps(source: int, target: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:

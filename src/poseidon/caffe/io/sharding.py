@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from poseidon.errors import ConfigError
@@ -54,6 +55,26 @@ def in_turns(one_pass: Callable[[], Iterable[T]], share: Share) -> Iterator[T]:
             position += 1
         if position == start:
             return
+
+
+def endless(count: int, share: Share, random: np.random.Generator | None, origin: str) -> Iterator[int]:
+    """Yield the numbers of this worker's records pass after pass: in order, or shuffled anew for each pass."""
+    if random is None:
+        yield from in_turns(lambda: range(count), share)
+        return
+    own = share.rows(count)
+    if not own:
+        raise too_few(origin, count, share)
+    while True:
+        yield from random.permutation(own).tolist()
+
+
+def too_few(origin: str, count: int, share: Share) -> ConfigError:
+    """Return the error for a source that leaves a worker without records."""
+    return ConfigError(
+        f"{origin}: has {count} records for {share.size} workers, so that worker {share.rank} gets none; "
+        "use fewer workers, or leave out shuffle"
+    )
 
 
 @dataclass(frozen=True)

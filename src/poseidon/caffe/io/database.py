@@ -1,0 +1,81 @@
+"""Databases of records, by backend: how layers and tools open and create them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from poseidon.caffe.io.leveldb import LevelDB, LevelDBWriter
+from poseidon.caffe.io.lmdb import LMDB, LMDBWriter
+from poseidon.caffe.schema import message
+from poseidon.errors import ConfigError, unknown_name
+
+log = logging.getLogger("poseidon.caffe")
+
+
+class Database(Protocol):
+    """Records sorted by key, opened for reading."""
+
+    path: str
+
+    def records(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
+        """Yield keys and values; a value is valid until the next one is asked for. Each call starts anew."""
+        ...
+
+
+class Writer(Protocol):
+    """A database being written."""
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Add a record; a later one with the same key replaces it."""
+        ...
+
+
+_READERS: dict[str, Callable[[str], Database]] = {"lmdb": LMDB, "leveldb": LevelDB}
+_WRITERS: dict[str, Callable[[Path], LMDBWriter | LevelDBWriter]] = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
+BACKENDS = tuple(_READERS)
+
+
+def open_database(backend: str, path: str) -> Database:
+    """Open an existing database of backend "lmdb" or "leveldb"."""
+    database = _READERS[checked_backend(backend)](path)
+    log.info("Opened %s %s", backend, path)
+    return database
+
+
+def backend_name(number: int) -> str:
+    """Return the backend that a DataParameter's ``backend`` stands for."""
+    return str(message("DataParameter").DB.Name(number)).lower()
+
+
+@contextlib.contextmanager
+def new_database(backend: str, path: str) -> Iterator[Writer]:
+    """Create a database that appears under ``path`` when the block ends without error, and never in part."""
+    target = Path(path)
+    make = _WRITERS[checked_backend(backend)]
+    if target.exists():
+        raise ConfigError(f"{path} exists already; remove it first or choose another name for the new database")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=False)
+        writer = make(temporary)
+        log.info("Opened %s %s", backend, path)
+        yield writer
+        writer.finish()
+        temporary.rename(target)
+    except OSError as error:
+        raise ConfigError(f"cannot write database {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def checked_backend(backend: str) -> str:
+    """Return a known backend's name, else raise an error that lists them."""
+    if backend not in _READERS:
+        raise unknown_name("database backend", backend, BACKENDS)
+    return backend

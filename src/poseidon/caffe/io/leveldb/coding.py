@@ -1,0 +1,66 @@
+"""LevelDB's encoding of numbers, strings and internal keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VALUE = 1
+DELETION = 0
+
+
+class InternalKey(NamedTuple):
+    """A key as tables hold it: of several entries with one user key, the highest sequence number counts."""
+
+    user: bytes
+    sequence: int
+    kind: int
+    """VALUE or DELETION."""
+
+    @classmethod
+    def unpack(cls, content: bytes) -> InternalKey:
+        """Read a stored key: the user's key, then eight bytes of sequence number and kind."""
+        if len(content) < 8:
+            raise ValueError(f"an internal key has at least 8 bytes, this one {len(content)}")
+        trailer = int.from_bytes(content[-8:], "little")
+        return cls(content[:-8], trailer >> 8, trailer & 0xFF)
+
+    def pack(self) -> bytes:
+        """Return the stored form."""
+        return self.user + (self.sequence << 8 | self.kind).to_bytes(8, "little")
+
+
+def varint(value: int) -> bytes:
+    """Return a number in groups of seven bits."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def read_varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return the number at ``position`` and the position behind it; IndexError at the end of the content."""
+    value = shift = 0
+    while True:
+        byte = content[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")
+
+
+def string(content: bytes) -> bytes:
+    """Return bytes with their length in front."""
+    return varint(len(content)) + content
+
+
+def read_string(content: bytes, position: int) -> tuple[bytes, int]:
+    """Return the bytes at ``position`` and the position behind them."""
+    length, position = read_varint(content, position)
+    if position + length > len(content):
+        raise IndexError("a string goes beyond the end of its record")
+    return content[position : position + length], position + length

@@ -1,0 +1,42 @@
+"""HDF5Data: rows of the files named in a list."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from poseidon.caffe.blob import Shape
+from poseidon.caffe.io.hdf5 import HDF5Rows
+from poseidon.caffe.io.lists import read_file_list
+from poseidon.caffe.io.sharding import this_worker
+from poseidon.caffe.io.transform import random_stream
+from poseidon.caffe.layers.base import Count
+from poseidon.caffe.layers.data import Batches, PrefetchingLayer
+from poseidon.caffe.layers.registry import register
+from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
+
+
+@register("HDF5Data")
+class HDF5Data(PrefetchingLayer):
+    """Gives rows of the data sets that have the names of its tops."""
+
+    top_count = Count(1, None)
+
+    def open(self) -> tuple[Sequence[Shape], Batches]:
+        if self.param.HasField("transform_param"):
+            raise ConfigError("HDF5Data does not transform data; remove transform_param")
+        settings = self.param.hdf5_data_param
+        batch_size = self.batch_size(settings)
+        source = self.locate(settings)
+        log.info("Loading list of HDF5 filenames from: %s", source.path)
+        files = read_file_list(source.path)
+        log.info("Number of HDF5 files: %d", len(files))
+        missing = [file for file in files if not Path(file).is_file()]
+        if missing:
+            raise ConfigError(f"{source.path}: names {missing[0]}, which does not exist")
+        random = random_stream(this_worker().rank) if settings.shuffle else None
+        rows = HDF5Rows(files, self.param.top, source.share, random)
+        return [(batch_size, *shape) for shape in rows.row_shapes], rows.batches(batch_size)

@@ -1,0 +1,157 @@
+"""WindowData: random windows of images, a fixed part of each batch showing objects."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from poseidon.caffe.blob import Shape
+from poseidon.caffe.io.images import Image, decode_image, read_bytes
+from poseidon.caffe.io.sharding import this_worker
+from poseidon.caffe.io.transform import mean_of, random_stream
+from poseidon.caffe.io.windows import Crop, Window, WindowFile, read_windows
+from poseidon.caffe.layers.data import Batches, PrefetchingLayer
+from poseidon.caffe.layers.registry import register
+from poseidon.caffe.schema import Proto
+from poseidon.errors import ConfigError, unknown_name
+
+log = logging.getLogger("poseidon.caffe")
+
+Array = NDArray[np.float32]
+_CROP_MODES = ("square", "warp")
+_CHANNELS = 3
+
+
+@register("WindowData")
+class WindowData(PrefetchingLayer):
+    """Samples background windows (label 0), then foreground windows, cut out and scaled to ``crop_size``.
+
+    Windows are drawn at random from all, so workers share a window file without dividing it.
+    """
+
+    def open(self) -> tuple[Sequence[Shape], Batches]:
+        settings, transform = self.param.window_data_param, self.param.transform_param
+        batch_size = self.batch_size(settings)
+        crop = _crop_of(settings, transform.crop_size)
+        source = self.locate(settings).path
+        file = read_windows(source)
+        if file.channels != _CHANNELS:
+            raise ConfigError(f"{source}: states {file.channels} channels; images are read in colour, with 3")
+        background, foreground = _sorted_windows(file, settings, source)
+        files = _ImageFiles(settings.root_folder, file.images, settings.cache_images)
+        mean = _mean_for(transform, crop.size)
+        sampler = _Sampler(
+            files, background, foreground, crop, np.float32(settings.scale), mean, transform.mirror, source
+        )
+        foreground_count = int(np.float32(batch_size) * np.float32(settings.fg_fraction))
+        batches = sampler.batches(batch_size, foreground_count, random_stream(this_worker().rank))
+        return [(batch_size, _CHANNELS, crop.size, crop.size), (batch_size,)], batches
+
+
+def _crop_of(settings: Proto, crop_size: int) -> Crop:
+    if settings.crop_mode not in _CROP_MODES:
+        raise unknown_name("crop_mode", settings.crop_mode, _CROP_MODES)
+    if crop_size <= 2 * settings.context_pad:
+        raise ConfigError(
+            f"transform_param's crop_size is {crop_size}; it must be positive and more than twice "
+            f"context_pad {settings.context_pad}"
+        )
+    return Crop(crop_size, settings.context_pad, settings.crop_mode == "square")
+
+
+def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[list[Window], list[Window]]:
+    """Return the background and the foreground windows; those between the thresholds are left out."""
+    foreground = [window for window in file.windows if window.overlap >= settings.fg_threshold]
+    background = [
+        window._replace(label=0)
+        for window in file.windows
+        if window.overlap < settings.fg_threshold and window.overlap < settings.bg_threshold
+    ]
+    for window in foreground:
+        if window.label <= 0:
+            raise ConfigError(f"{source}: foreground window {tuple(window)} has label {window.label}; expected above 0")
+    if not foreground or not background:
+        raise ConfigError(
+            f"{source}: {len(foreground)} foreground and {len(background)} background windows with thresholds "
+            f"{settings.fg_threshold:g} and {settings.bg_threshold:g}; at least one of each is needed"
+        )
+    log.info("Number of images: %d", len(file.images))
+    for label, count in sorted(Counter(window.label for window in (*background, *foreground)).items()):
+        log.info("class %d has %d samples", label, count)
+    log.info("Amount of context padding: %d", settings.context_pad)
+    log.info("Crop mode: %s", settings.crop_mode)
+    return background, foreground
+
+
+def _mean_for(transform: Proto, size: int) -> Array | None:
+    """Return the mean for each pixel of the result (from the middle of a mean image), or for each channel."""
+    mean = mean_of(transform)
+    if mean is None or not transform.HasField("mean_file"):
+        if mean is not None and len(mean) not in (1, _CHANNELS):
+            raise ConfigError(f"mean_value is given {len(mean)} times; give it once or {_CHANNELS} times")
+        return mean
+    start = (mean.shape[2] - size) // 2
+    if mean.shape[0] != _CHANNELS or min(mean.shape[1] - start, mean.shape[2] - start) < size or start < 0:
+        raise ConfigError(f"the mean in mean_file has shape {mean.shape}, too small for crop_size {size}")
+    return mean[:, start : start + size, start : start + size]
+
+
+class _ImageFiles:
+    """The images of a window file, read when needed or kept in memory as files."""
+
+    def __init__(self, root_folder: str, names: Sequence[str], keeps: bool) -> None:
+        self._paths = [root_folder + name for name in names]
+        self._kept = [read_bytes(path) for path in self._paths] if keeps else None
+
+    def read(self, number: int) -> Image:
+        content = read_bytes(self._paths[number]) if self._kept is None else self._kept[number]
+        return decode_image(content, "color", self._paths[number])
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """Everything that makes batches, apart from the layer."""
+
+    files: _ImageFiles
+    background: list[Window]
+    foreground: list[Window]
+    crop: Crop
+    scale: np.float32
+    mean: Array | None
+    mirror: bool
+    source: str
+
+    def batches(
+        self, batch_size: int, foreground_count: int, random: np.random.Generator
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        while True:
+            data = np.zeros((batch_size, _CHANNELS, self.crop.size, self.crop.size), np.float32)
+            labels = np.empty(batch_size, np.float32)
+            for row in range(batch_size):
+                group = self.background if row < batch_size - foreground_count else self.foreground
+                window = group[int(random.integers(len(group)))]
+                self._fill(data[row], window, self.mirror and bool(random.integers(2)))
+                labels[row] = window.label
+            yield torch.from_numpy(data), torch.from_numpy(labels)
+
+    def _fill(self, out: Array, window: Window, mirrored: bool) -> None:
+        """Cut the window out into ``out``; what lies outside the image stays zero."""
+        try:
+            pixels = self.files.read(window.image)
+            place = self.crop.place(window, *pixels.shape[:2], mirrored)
+            region = place.cut(pixels, mirrored)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{self.source}: window {tuple(window[3:])} of image {window.image}: {error}") from None
+        area = np.s_[:, place.top : place.top + place.height, place.left : place.left + place.width]
+        values = region.transpose(2, 0, 1).astype(np.float32)
+        if self.mean is not None:
+            values -= self.mean if self.mean.shape[1:] == (1, 1) else self.mean[area]
+        out[area] = values * self.scale
