@@ -1,0 +1,224 @@
+"""The front end between a Caffe net and the engine: several workers train one net.
+
+Each worker reads its own batches. As soon as the backward pass has left a layer, that layer's gradients (InnerProduct:
+their factors; Embed: the rows it touched) are handed to the engine and travel while the layers below still compute.
+When an iteration ends, every diff is the mean over all workers: the objective is that of one machine with the total
+batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from poseidon.caffe.layers.embed import Embed
+from poseidon.caffe.net import Net
+from poseidon.caffe.net_units import NetUnit, find_net_units, gets_gradient
+from poseidon.caffe.solver.workers import Action, ActionFunction
+from poseidon.engine.engine import Engine, Options
+from poseidon.errors import ConfigError
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.planner import Plan, check_overrides
+from poseidon.team.agree import check_same_model, describe
+from poseidon.team.calibrate import arithmetic_digest, find_cluster
+from poseidon.team.mirror import mirror_all
+from poseidon.team.team import Team
+
+log = logging.getLogger("poseidon.caffe")
+
+_Sink = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How workers exchange gradients, as the user chose it."""
+
+    routes: Mapping[str, str] | None = None
+    """Routes to insist on, by layer name or pattern."""
+    cluster: Cluster | str | Path | None = None
+    """Speeds of links and devices, or a file of them, instead of a measurement."""
+    timeout_s: float = 300.0
+    """How long to wait for another worker; one of them may be writing a large snapshot."""
+
+
+class Together:
+    """The workers of torch's default process group, training one net (see ``solver/workers.py`` for the calls).
+
+    Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
+    """
+
+    def __init__(self, net: Net, options: ExchangeOptions | None = None) -> None:
+        options = options or ExchangeOptions()
+        self._net = net
+        self._units = find_net_units(net)
+        if not self._units:
+            raise ConfigError(f"net {net.name!r} learns nothing, so there is nothing to train on several workers")
+        check_overrides([unit.live.spec for unit in self._units], dict(options.routes or {}))
+        self._team = Team(None, options.timeout_s)
+        self._agree_on_parameters()
+        self._engine = self._make_engine(options)
+        self._plan: Plan | None = None
+        self._is_exchanging = False
+        self._is_first_pass = True
+        self._ready_at: dict[int, list[tuple[NetUnit, int]]] = defaultdict(list)
+        for unit in self._units:
+            for number, entry in enumerate(unit.entries):
+                self._ready_at[entry.ready_layer].append((unit, number))
+        net.after_backward_callbacks.append(self._layer_done)
+        # The background threads must not outlive the solver.
+        weakref.finalize(self, self._engine.close).atexit = False
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this worker writes files and logs."""
+        return self._team.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return self._team.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._team.size
+
+    @property
+    def plan(self) -> Plan | None:
+        """The routes in force; None before the end of the first iteration."""
+        return self._engine.plan
+
+    # What the solver calls.
+
+    def begin_iteration(self) -> None:
+        """Prepare for the passes of one iteration."""
+        for unit in self._units:
+            for parameter in unit.live.parameters:
+                parameter.grad = None
+        inputs = [i for i in range(len(self._net.layers)) if not self._net.bottoms_of(i)]
+        self._engine.arm(True, sum(top.count for i in inputs for top in self._net.tops_of(i)))
+        self._is_first_pass = True
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Prepare for a backward pass; all passes of an iteration are one backward to the engine."""
+        if self._is_first_pass:
+            self._engine.begin_backward()
+            self._set_sinks()
+            self._is_first_pass = False
+        if self._engine.is_observing:
+            for unit in self._units:
+                if unit.kind != "dense":
+                    self._engine.observe(unit.live, unit.load(self._net))
+        self._is_exchanging = is_last
+
+    def end_iteration(self) -> None:
+        """Wait until every parameter's diff is the mean over all workers."""
+        self._is_exchanging = False
+        self._engine.end_backward()
+        for unit in self._units:
+            for parameter, entry in zip(unit.live.parameters, unit.entries, strict=True):
+                assert parameter.grad is not None
+                entry.blob.put_diff(parameter.grad)
+        if self._engine.plan is not self._plan:
+            self._plan = self._engine.plan
+            log.info("Plan of the exchange:\n%s", self._plan)
+
+    def average(self, values: Sequence[float]) -> list[float]:
+        """Return the means of the values over all workers, added in rank order and so equal everywhere."""
+        words = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
+        rows = self._team.gather_ints(words, "the others' outputs")
+        everybody = [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in rows]
+        return [sum(column) / self._team.size for column in zip(*everybody, strict=True)]
+
+    def ask(self, wanted: ActionFunction) -> ActionFunction:
+        """Begin to agree on what anybody wants; the answer is awaited only when it is asked for."""
+        pending = self._team.start_gather([int(wanted())])
+        return lambda: Action(max(row[0] for row in pending("the others' signals")))
+
+    def take_from_root(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the root's numbers and make the tensors equal to the root's."""
+        mirror_all(self._team, tensors, 0, "the solver's state")
+        return self._team.gather_ints(numbers, "the solver's state")[0]
+
+    def settle(self) -> None:
+        """Take from the root what no gradient keeps equal and passes have changed, such as BatchNorm's averages."""
+        blobs = [entry.blob for entry in self._net.learnable if not gets_gradient(self._net, entry)]
+        if not blobs:
+            return
+        rows = self._team.gather_ints([zlib.crc32(blob.data.data) for blob in blobs], "the others' running averages")
+        changed = [blob for blob, sums in zip(blobs, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
+        mirror_all(self._team, [blob.data_tensor for blob in changed], 0, "running averages")
+
+    # Inside.
+
+    def _agree_on_parameters(self) -> None:
+        learnable = self._net.learnable
+        names = [f"{self._net.layers[entry.layer_index].name}.{entry.param_index}" for entry in learnable]
+        tensors = [entry.blob.data_tensor for entry in learnable]
+        check_same_model(self._team, describe(list(zip(names, tensors, strict=True))))
+        mirror_all(self._team, tensors, 0, "the initial parameters")
+
+    def _make_engine(self, options: ExchangeOptions) -> Engine:
+        team, device = self._team, self._units[0].live.weight.device
+        digests = team.gather_ints([arithmetic_digest(device)], "the arithmetic check")
+        routes = dict(options.routes or {})
+        if any(digest != digests[0] for digest in digests):
+            log.warning("workers round matrix products differently; gradients travel by allreduce only")
+            routes["*"] = "allreduce"
+        has_choice = any(unit.kind != "dense" for unit in self._units)
+        cluster = find_cluster(team, device, options.cluster) if has_choice else Cluster(len(team.topology.machines))
+        units = [unit.live for unit in self._units]
+        return Engine(units, team, cluster, Options(keep_views=True, routes=routes))
+
+    def _set_sinks(self) -> None:
+        """Let layers hand over factors or rows where the plan says so, and full gradients elsewhere."""
+        for unit in self._units:
+            if unit.kind == "linear":
+                unit.layer.factor_sink = self._factor_sink(unit) if self._engine.collects(unit.live) else None
+            elif isinstance(unit.layer, Embed) and unit.kind == "embedding":
+                unit.layer.rows_sink = self._rows_sink(unit) if self._engine.makes_rows(unit.live) else None
+
+    def _factor_sink(self, unit: NetUnit) -> _Sink:
+        def sink(top_diff: torch.Tensor, bottom_rows: torch.Tensor) -> None:
+            unit.give_factors(self._kept(top_diff), self._kept(bottom_rows))
+
+        return sink
+
+    def _rows_sink(self, unit: NetUnit) -> _Sink:
+        def sink(rows: torch.Tensor, diff: torch.Tensor) -> None:
+            unit.rows.append((self._kept(rows), self._kept(diff)))
+
+        return sink
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        # With iter_size, the next pass may overwrite the blob this tensor belongs to before it is sent.
+        return tensor if self._is_exchanging else tensor.clone()
+
+    def _layer_done(self, index: int) -> None:
+        """Hand over what is complete once the backward pass has left layer ``index``."""
+        if not self._is_exchanging:
+            return
+        for unit, number in self._ready_at.get(index, ()):
+            parameter, blob = unit.live.parameters[number], unit.entries[number].blob
+            is_short = self._is_short(unit)
+            if not is_short:
+                parameter.grad = blob.diff_tensor
+            elif unit.kind == "embedding":
+                parameter.grad = unit.take_rows()
+            else:
+                # The engine makes the bias gradient from the factors too; what the layer has summed up is not needed.
+                blob.clear_diff()
+            self._engine.parameter_ready(parameter, is_dense=not is_short)
+
+    def _is_short(self, unit: NetUnit) -> bool:
+        if unit.kind == "linear":
+            return unit.layer.factor_sink is not None
+        return unit.kind == "embedding" and isinstance(unit.layer, Embed) and unit.layer.rows_sink is not None

@@ -1,0 +1,110 @@
+"""Several workers train as one with the total batch, and hold the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from shared_rows import values, write_solver
+
+import poseidon.caffe as caffe
+from poseidon.caffe.distributed import ExchangeOptions, Together
+from poseidon.planning.cluster import Cluster, Link
+from ranks import run_ranks
+
+STEPS = 5
+# A slow link and a fast device, so that factors and rows pay for small layers too.
+CLUSTER = Cluster(2, 1, between=Link(1e6, 1e-6), flops=1e12)
+
+
+def train(path, routes):
+    solver = caffe.get_solver(path, lambda s: Together(s.net, ExchangeOptions(routes, CLUSTER, 60)))
+    solver.step(STEPS)
+    return values(solver.net), solver._workers.plan.routes
+
+
+def train_alone(folder, batch, text=""):
+    folder.mkdir()
+    solver = caffe.get_solver(write_solver(folder, batch, text))
+    start = values(solver.net)
+    solver.step(STEPS)
+    return start, values(solver.net)
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for name, blobs in want.items():
+        for number, blob in enumerate(blobs):
+            np.testing.assert_allclose(got[name][number], blob, rtol=2e-4, atol=2e-6, err_msg=f"{name} {number}")
+
+
+def assert_same_bits(results):
+    for other in results[1:]:
+        for name, blobs in results[0].items():
+            assert [blob.tobytes() for blob in blobs] == [blob.tobytes() for blob in other[name]], name
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "routes"),
+    [
+        (2, "", {"ip*": "factors", "embed": "rows"}),
+        (4, "", None),
+        (2, "iter_size: 2 clip_gradients: 0.7 type: 'Nesterov'", {"ip*": "factors", "embed": "rows"}),
+        (2, "", {"*": "allreduce"}),
+    ],
+    ids=["factors", "planned", "iter_size", "allreduce"],
+)
+def test_workers_equal_one_with_the_total_batch(tmp_path, size, text, routes):
+    start, alone = train_alone(tmp_path / "alone", 12, text)
+    shared = write_solver(tmp_path, 12 // size, text)
+    results = run_ranks(train, size, str(shared), routes)
+    params = [result for result, _ in results]
+    assert_same_bits(params)
+    assert_close(params[0], alone)
+    assert not np.allclose(params[0]["ip1"][0], start["ip1"][0])
+    chosen = results[0][1]
+    assert chosen["conv"] == chosen["twin_a"] == "allreduce"
+    if routes == {"*": "allreduce"}:
+        assert set(chosen.values()) == {"allreduce"}
+    else:
+        assert chosen["ip1"] == chosen["ip2"] == "factors"
+        assert chosen["embed"] == "rows"
+
+
+def resume(path):
+    solver = caffe.get_solver(path)
+    solver.step(2)
+    solver.snapshot()
+    solver.step(2)
+    # A new solver whose data start again where the first one's stood.
+    again = caffe.get_solver(path)
+    again.net.layers[0]._next = solver.net.layers[0]._next - 2 * solver.net.layers[0]._stride
+    again.restore(f"{again.param.snapshot_prefix}_iter_2.solverstate")
+    again.step(2)
+    return values(solver.net), values(again.net), again.iter
+
+
+def test_a_job_resumes_exactly_from_worker_zeros_snapshot(tmp_path):
+    results = run_ranks(resume, 2, str(write_solver(tmp_path, 4, "")))
+    for went_on, resumed, iteration in results:
+        assert iteration == 4
+        assert_close(resumed, went_on)
+    assert sorted(path.name for path in tmp_path.glob("snap*")) == ["snap_iter_2.caffemodel", "snap_iter_2.solverstate"]
+
+
+def disagree(paths):
+    import torch.distributed as dist
+
+    caffe.get_solver(paths[dist.get_rank()])
+
+
+def test_different_nets_are_refused_by_name(tmp_path):
+    paths = []
+    for rank, outputs in enumerate((12, 13)):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        path = write_solver(folder, 4, "")
+        net = folder / "net.prototxt"
+        net.write_text(net.read_text().replace("num_output: 12", f"num_output: {outputs}"))
+        paths.append(str(path))
+    with pytest.raises(AssertionError, match=r"ip1\.0 has shape \[12, 64\] on rank 0 and \[13, 64\] on rank 1"):
+        run_ranks(disagree, 2, paths)
