@@ -36,7 +36,7 @@ class RowClassLoss(LossLayer):
 
     def rows_and_labels(self, bottoms: Blobs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores as a matrix and the labels as a column of class numbers."""
-        scores = bottoms[0].data_tensor.reshape(bottoms[0].shape[0], -1)
+        scores = bottoms[0].data_tensor.reshape(bottoms[0].shape[0], math.prod(bottoms[0].shape[1:]))
         return scores, as_indices(self, 1, bottoms[1].data_tensor.reshape(-1, 1), scores.shape[1], "labels")
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
@@ -127,7 +127,9 @@ class InfogainLoss(LossLayer):
         scores = bottoms[0].data_tensor
         classes = scores.shape[self._axis]
         labels = bottoms[1].data_tensor.reshape(self._outer, self._inner)
-        is_kept = torch.ones_like(labels) if self._ignored is None else (labels.long() != self._ignored).to(labels.dtype)
+        is_kept = (
+            torch.ones_like(labels) if self._ignored is None else (labels.long() != self._ignored).to(labels.dtype)
+        )
         numbers = as_indices(self, 1, labels * is_kept, classes, "labels")
         matrix = (bottoms[2] if self._stored is None else self._stored).data_tensor.reshape(classes, classes)
         # Rows of H beside the scores: outer x classes x inner, zero where the label is ignored.

@@ -91,15 +91,15 @@ class ContrastiveLoss(PairLoss):
         for name, shape in zip(self.param.bottom, bottoms, strict=True):
             if math.prod(shape[2:]) != 1:
                 raise self.error(f"bottom {name!r} of shape {shape} must hold one vector per row")
-        if math.prod(bottoms[2]) != bottoms[0][0]:
+        if not bottoms[0] or math.prod(bottoms[2]) != bottoms[0][0]:
             raise self.error(
-                f"bottom {self.param.bottom[2]!r} of shape {bottoms[2]} must hold one value for each of the "
-                f"{bottoms[0][0]} rows of {self.param.bottom[0]!r} of shape {bottoms[0]}"
+                f"bottom {self.param.bottom[2]!r} of shape {bottoms[2]} must hold one value for each row of "
+                f"{self.param.bottom[0]!r} of shape {bottoms[0]}"
             )
         return shapes
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
-        left, right, similar = (blob.data_tensor.reshape(blob.shape[0], -1) for blob in bottoms)
+        left, right, similar = (blob.data_tensor.reshape(blob.shape[0], math.prod(blob.shape[1:])) for blob in bottoms)
         self._difference = left - right
         self._is_similar = similar.long() != 0
         self._squared = self._difference.square().sum(1, keepdim=True)

@@ -133,9 +133,9 @@ class Recurrent(Layer):
     def compute(self, inputs: Tensors, params: Tensors) -> Tensors:
         named = dict(zip(self._param_names, params, strict=True))
         (input_weight, input_bias), values = params[:2], inputs[0]
-        drive = values.reshape(*values.shape[:2], -1) @ input_weight.t() + input_bias
+        drive = values.flatten(2) @ input_weight.t() + input_bias
         if self._has_static:
-            drive = drive + inputs[2].reshape(values.shape[1], -1) @ params[2].t()
+            drive = drive + inputs[2].flatten(1) @ params[2].t()
         outputs, *last = self.unroll(drive, inputs[1][..., None], self._first_state(inputs), named)
         self._next_state = tuple([part.detach()[None] for part in last])
         return (outputs, *self._next_state)

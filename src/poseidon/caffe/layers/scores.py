@@ -100,7 +100,7 @@ class ArgMax(Reading):
             best, places = _greatest(values, self._axis, self._top_k)
             tops[0].put_data(best if self._shows_values else places.to(values.dtype))
             return
-        best, places = _greatest(values.reshape(values.shape[0], -1), 1, self._top_k)
+        best, places = _greatest(values.reshape(values.shape[0], math.prod(values.shape[1:])), 1, self._top_k)
         parts = [places.to(values.dtype), best] if self._shows_values else [places.to(values.dtype)]
         tops[0].put_data(torch.stack(parts, 1).reshape(self.top_shapes([tuple(values.shape)])[0]))
 
