@@ -45,7 +45,9 @@ def label_outputs(net: Net, values: Sequence[float]) -> list[Output]:
 def log_outputs(which: str, outputs: Sequence[Output]) -> None:
     """Log one line per value; ``which`` is Train or Test."""
     for number, output in enumerate(outputs):
-        log.info("    %s net output #%d: %s = %g%s", which, number, output.name, output.value, output.loss_note)
+        # The lines belong to the solver that calls: programs that read logs look for its name.
+        line = ("    %s net output #%d: %s = %g%s", which, number, output.name, output.value, output.loss_note)
+        log.info(*line, stacklevel=2)
 
 
 class LossWindow:

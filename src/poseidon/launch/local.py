@@ -1,0 +1,124 @@
+"""Workers on this machine: start them, pass signals on to them, end them all when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from poseidon.errors import ConfigError
+
+LIFELINE = "POSEIDON_LIFELINE"
+"""Names the file descriptor of a pipe that closes when the launcher is gone, however it ended."""
+
+_POLL_S = 0.05
+_GRACE_S = 5.0
+_PASSED_ON = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+
+def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` as ``count`` workers with torchrun's variables set; return the exit status of the job.
+
+    Output goes where this process's goes. The first worker that fails ends the others.
+    """
+    if count < 1:
+        raise ConfigError(f"a job needs at least 1 worker, not {count}")
+    reading, writing = os.pipe()
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        with _passing_signals_on(workers):
+            base = {**(os.environ if environ is None else environ), LIFELINE: str(reading)}
+            port = _free_port()
+            for rank in range(count):
+                env = worker_environment(rank, count, port, base)
+                # A session of its own: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
+                workers.append(subprocess.Popen(list(command), env=env, pass_fds=(reading,), start_new_session=True))
+            return _wait(workers)
+    finally:
+        _end(workers)
+        os.close(reading)
+        os.close(writing)
+
+
+def worker_environment(rank: int, count: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one worker. Pure."""
+    env = dict(base)
+    env.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The workers share the cores; more threads than cores would only get in each other's way.
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    return env
+
+
+def follow_launcher() -> None:
+    """End this worker when its launcher is gone; does nothing in a process that :func:`run_workers` did not start."""
+    lifeline = os.environ.get(LIFELINE)
+    if lifeline is not None:
+        threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="poseidon-lifeline", daemon=True).start()
+
+
+def _wait_for_end(lifeline: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(lifeline, 1)
+    # No worker writes to the pipe, so the read has ended because nobody can any more.
+    os._exit(1)
+
+
+def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        statuses = [worker.poll() for worker in workers]
+        for rank, status in enumerate(statuses):
+            if status:
+                others = ", the others were ended" if None in statuses else ""
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                print(f"poseidon: worker {rank} {how}{others}", file=sys.stderr)
+                return 128 - status if status < 0 else status
+        if None not in statuses:
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for worker in workers:
+        try:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+@contextlib.contextmanager
+def _passing_signals_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        for worker in workers:
+            worker.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,121 @@
+"""``poseidon train``: train a net as its solver's prototxt says, with Caffe's flags and the original Poseidon's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.launch.caffe_flags import add_bool_flag, add_caffe_flags, add_flag, need, stages_of
+from poseidon.launch.environment import World
+from poseidon.launch.local import follow_launcher, run_workers
+
+_SHOWN = ("solver", "snapshot", "weights", "gpu", "level", "stage", "sigint_effect", "sighup_effect")
+_CONSISTENCY = ("SSPPush", "SSPAggr", "SSP", "BSP")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_caffe_flags(parser, _SHOWN)
+    several = parser.add_argument_group("several workers")
+    add_flag(several, "workers", int, None, "workers on this machine (default: one, or one per GPU that --gpu names)")
+    add_bool_flag(several, "svb", True, "exchange factors where that is cheaper (default true); false: full gradients")
+    add_flag(several, "net_outputs", str, "", "CSV file for all displayed outputs, averaged over the workers")
+    add_flag(several, "stats_path", str, "", "JSON file for the speed of the run")
+    add_flag(several, "cluster", str, "", "JSON file of link and device speeds, instead of a measurement")
+    add_flag(several, "timeout_s", float, 300.0, "seconds to wait for another worker (default 300)")
+    original = parser.add_argument_group("flags of the original Poseidon")
+    add_flag(original, "hostfile", str, "", "machines, a line `id ip port` each")
+    add_flag(original, "num_clients", int, 1, "number of machines")
+    add_flag(original, "client_id", int, 0, "number of this machine")
+    add_flag(original, "table_staleness", int, 0, "how far workers may run ahead of each other; only 0 is available")
+    add_flag(
+        original, "consistency_model", str, "SSPPush", f"one of {', '.join(_CONSISTENCY)}: the same at staleness 0"
+    )
+    for name in ("num_table_threads", "num_comm_channels_per_client", "num_rows_per_table"):
+        add_flag(original, name, int, 1, "accepted; the engine decides this by itself")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, here or in workers that this process starts and watches."""
+    from poseidon.caffe.training import TrainSettings, parse_gpus, train
+
+    check_original_flags(args)
+    settings = TrainSettings(
+        solver=need(args.solver, "solver", "a solver's prototxt says what to train and how"),
+        snapshot=args.snapshot,
+        weights=args.weights,
+        gpus=parse_gpus(args.gpu),
+        level=args.level,
+        stages=tuple(stages_of(args.stage)),
+        sigint_effect=args.sigint_effect,
+        sighup_effect=args.sighup_effect,
+        net_outputs=args.net_outputs,
+        stats_path=args.stats_path,
+        log_dir=args.log_dir,
+        routes=None if args.svb else {"*": "allreduce"},
+        cluster=args.cluster,
+        timeout_s=args.timeout_s,
+    )
+    count = worker_count(args.workers, settings.gpus, World.from_environment())
+    if count > 1:
+        command = [sys.executable, "-m", "poseidon.launch.cli", "train", *worker_flags(args)]
+        return run_workers(command, count)
+    follow_launcher()
+    train(settings)
+    return 0
+
+
+def worker_count(asked: int | None, gpus: tuple[int, ...] | None, world: World) -> int:
+    """Return how many workers to start; 1 means that this process trains itself. Pure."""
+    if asked is not None and asked < 1:
+        raise ConfigError(f"--workers is {asked}; it must be at least 1")
+    if world.size > 1:
+        if asked not in (None, world.size):
+            raise ConfigError(
+                f"--workers {asked}, but this process is worker {world.rank} of {world.size} of a job that was started "
+                "otherwise; leave --workers out"
+            )
+        return 1
+    return asked or len(gpus or ()) or 1
+
+
+def worker_flags(args: argparse.Namespace) -> list[str]:
+    """Return the command line of a worker: this one's, without the number of workers. Pure."""
+    return [f"--{name}={value}" for name, value in vars(args).items() if name != "workers" and value is not None]
+
+
+def check_original_flags(args: argparse.Namespace) -> None:
+    """Raise an error for what the original's flags ask and this version does not do."""
+    if args.table_staleness:
+        raise UnsupportedError(
+            f"--table_staleness {args.table_staleness}: bounded staleness is not available yet; "
+            "use 0, with which all workers stay in step"
+        )
+    if args.consistency_model not in _CONSISTENCY:
+        raise ConfigError(f"--consistency_model {args.consistency_model!r} is none of {', '.join(_CONSISTENCY)}")
+    machines = max(args.num_clients, len(read_hostfile(args.hostfile)) if args.hostfile else 1)
+    if machines > 1 and World.from_environment().size == 1:
+        raise ConfigError(
+            f"{machines} machines are asked for (--num_clients, --hostfile), but this command starts workers on this "
+            f"machine only. Run on each of them: torchrun --nnodes {machines} --node-rank K --master-addr FIRST_IP "
+            "--master-port 29500 -m poseidon.launch.cli train --solver=...; "
+            "for several workers on this machine alone use --workers N"
+        )
+
+
+def read_hostfile(path: str) -> list[tuple[int, str, int]]:
+    """Return the machines of a host file: a line ``id ip port`` each, ``#`` starts a comment."""
+    try:
+        with open(path, encoding="utf-8") as stream:  # noqa: PTH123
+            lines = [line.split("#")[0].split() for line in stream]
+    except OSError as error:
+        raise ConfigError(f"cannot read --hostfile {path}: {error.strerror}") from None
+    machines = []
+    for number, words in enumerate(lines, 1):
+        if not words:
+            continue
+        if len(words) != 3 or not (words[0].isdigit() and words[2].isdigit()):
+            raise ConfigError(f"{path}:{number}: {' '.join(words)!r} is not `id ip port`")
+        machines.append((int(words[0]), words[1], int(words[2])))
+    return machines
