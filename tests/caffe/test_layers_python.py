@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from one_layer import backward, build, forward
 
-from poseidon.caffe import TRAIN, NativeLayer, Net, register
+from poseidon.caffe import TRAIN, Net
 from poseidon.caffe.layers import registry
 from poseidon.caffe.schema.files import parse_text
 from poseidon.errors import ConfigError
@@ -169,19 +171,34 @@ def test_a_users_error_comes_out_as_it_is():
         build(python("Halve"), [(2,), (2,)])
 
 
-def test_a_registered_type_is_used_like_any_other(monkeypatch):
+GUIDE = Path(__file__).parents[2] / "docs" / "caffe-own-layers.md"
+
+
+def guide_blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+
+
+def guide_net(text):
+    inputs = 'layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 2 } } }'
+    net = Net.from_proto(parse_text("force_backward: true " + inputs + text, "NetParameter"))
+    net.blobs["data"].data[...] = [[1, 2], [3, 4]]
+    net.run_forward()
+    net.tops_of(1)[0].diff[...] = 1
+    net.run_backward()
+    return net
+
+
+def test_the_guides_python_layer_runs(tmp_path):
+    (tmp_path / "own_layers.py").write_text(guide_blocks("python")[0])
+    net = guide_net(guide_blocks("protobuf")[0])
+    np.testing.assert_array_equal(net.blobs["half"].data, [[0.5, 1], [1.5, 2]])
+    np.testing.assert_array_equal(net.blobs["data"].diff, np.full((2, 2), 0.5))
+
+
+def test_the_guides_registered_layer_runs(monkeypatch):
     monkeypatch.setattr(registry, "_TYPES", dict(registry._TYPES))
-
-    @register("Stretch")
-    class Stretch(NativeLayer):
-        def setup(self, bottoms, _tops):
-            self.make_param(0, bottoms[0].shape[1:])
-            self.blobs[0].data[...] = float(self.param.python_param.param_str or 1)
-
-        def compute(self, inputs, params):
-            return (inputs[0] * params[0],)
-
-    net = build('type: "Stretch" python_param { param_str: "3" }', [(2, 2)])
-    np.testing.assert_array_equal(forward(net, np.ones((2, 2)))[0], np.full((2, 2), 3))
-    np.testing.assert_array_equal(backward(net, np.ones((2, 2)))[0], np.full((2, 2), 3))
-    np.testing.assert_array_equal(net.params["subject"][0].diff, [2, 2])
+    exec(guide_blocks("python")[1], {})
+    net = guide_net(guide_blocks("protobuf")[1])
+    np.testing.assert_array_equal(net.blobs["stretched"].data, [[2, 4], [6, 8]])
+    np.testing.assert_array_equal(net.blobs["data"].diff, np.full((2, 2), 2))
+    np.testing.assert_array_equal(net.params["stretch"][0].diff, [4, 6])
