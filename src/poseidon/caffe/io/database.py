@@ -38,14 +38,26 @@ class Writer(Protocol):
 
 _READERS: dict[str, Callable[[str], Database]] = {"lmdb": LMDB, "leveldb": LevelDB}
 _WRITERS: dict[str, Callable[[Path], LMDBWriter | LevelDBWriter]] = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
+_MARKERS = {"lmdb": "data.mdb", "leveldb": "CURRENT"}
 BACKENDS = tuple(_READERS)
 
 
 def open_database(backend: str, path: str) -> Database:
     """Open an existing database of backend "lmdb" or "leveldb"."""
+    found = kind_of(path)
+    if found is not None and found != checked_backend(backend):
+        raise ConfigError(f"{path}: is a database of backend {found}, and {backend} was asked for")
     database = _READERS[checked_backend(backend)](path)
     log.info("Opened %s %s", backend, path)
     return database
+
+
+def kind_of(path: str) -> str | None:
+    """Return the backend whose files a folder holds, if any."""
+    for backend, marker in _MARKERS.items():
+        if (Path(path) / marker).is_file():
+            return backend
+    return None
 
 
 def backend_name(number: int) -> str:

@@ -92,7 +92,7 @@ def locate(path: str, shared_file_system: bool | None, is_training: bool, world:
     workers read ``path`` and divide it. None: as true while training (testing reads everything on every worker, as
     Caffe does), or as false where only ``path_k`` exists.
     """
-    own = f"{path}_{world.rank}"
+    own = share_path(path, world.rank)
     if shared_file_system is False:
         if not Path(own).exists():
             raise ConfigError(
@@ -106,6 +106,11 @@ def locate(path: str, shared_file_system: bool | None, is_training: bool, world:
         if not is_training:
             return Source(path)
     return Source(path, Share(world.rank, world.size))
+
+
+def share_path(path: str, rank: int) -> str:
+    """Return the name under which a worker's own part of a source is kept."""
+    return f"{path.rstrip('/')}_{rank}"
 
 
 def this_worker() -> World:

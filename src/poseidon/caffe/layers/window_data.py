@@ -144,7 +144,7 @@ class _Sampler:
         """Cut the window out into ``out``; what lies outside the image stays zero."""
         try:
             pixels = self.files.read(window.image)
-            place = self.crop.place(window, *pixels.shape[:2], mirrored)
+            place = self.crop.place(window, pixels.shape[0], pixels.shape[1], mirrored)
             region = place.cut(pixels, mirrored)
         except ConfigError:
             raise

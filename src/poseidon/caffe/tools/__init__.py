@@ -1,0 +1,1 @@
+"""What Caffe's command-line tools do, as functions; ``poseidon.launch`` has their options."""
