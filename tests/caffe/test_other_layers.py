@@ -8,7 +8,7 @@ import pytest
 import torch
 from one_layer import apply, backward, build, forward
 
-from poseidon.caffe import TEST, TRAIN, Net, set_random_seed
+from poseidon.caffe import TEST, TRAIN, Net, layer_type_list, set_random_seed
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.schema.files import parse_text, write_binary
 from poseidon.errors import ConfigError
@@ -20,6 +20,19 @@ def net_of(text, phase=TEST):
     param = parse_text(text, "NetParameter")
     param.state.phase = phase
     return Net.from_proto(param)
+
+
+CAFFE_TYPES = """
+AbsVal Accuracy ArgMax BNLL BatchNorm BatchReindex Bias Clip Concat ContrastiveLoss Convolution Crop Data Deconvolution
+Dropout DummyData ELU Eltwise Embed EuclideanLoss Exp Filter Flatten HDF5Data HDF5Output HingeLoss Im2col ImageData
+InfogainLoss InnerProduct Input LRN LSTM LSTMUnit Log MVN MemoryData MultinomialLogisticLoss PReLU Parameter Pooling
+Power Python RNN ReLU Reduction Reshape SPP Scale Sigmoid SigmoidCrossEntropyLoss Silence Slice Softmax SoftmaxWithLoss
+Split Swish TanH Threshold Tile WindowData
+"""
+
+
+def test_every_layer_type_of_caffe_is_there():
+    assert layer_type_list() == sorted(CAFFE_TYPES.split())
 
 
 # Accuracy and ArgMax.
