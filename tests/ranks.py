@@ -33,9 +33,9 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 90.0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
-    may_die: Sequence[int] = (),
+    lost: Sequence[int] = (),
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``may_die`` may end without one."""
+    """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``lost`` ones die or hang and give None."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = env if isinstance(env, Sequence) else [env or {}] * size
     pipes, processes = [], []
@@ -48,7 +48,7 @@ def run_ranks(
         pipes.append(ours)
         processes.append(process)
     try:
-        return _collect(pipes, time.monotonic() + timeout_s, set(may_die))
+        return _collect(pipes, time.monotonic() + timeout_s, set(lost))
     finally:
         for process in processes:
             process.kill()
@@ -56,8 +56,8 @@ def run_ranks(
             process.join()
 
 
-def _collect(pipes: Sequence[Connection], deadline: float, may_die: set[int]) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(pipes: Sequence[Connection], deadline: float, lost: set[int]) -> list[Any]:
+    results: dict[int, Any] = dict.fromkeys(lost)
     errors: dict[int, str] = {}
     while len(results) + len(errors) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results and rank not in errors}
@@ -69,7 +69,7 @@ def _collect(pipes: Sequence[Connection], deadline: float, may_die: set[int]) ->
             try:
                 is_ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                is_ok, value = rank in may_die, "died without a word"
+                is_ok, value = False, "died without a word"
             (results if is_ok else errors)[rank] = value
         if errors:
             # What follows from the first error is noise, but the first to arrive need not be the first to happen.

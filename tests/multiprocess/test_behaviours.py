@@ -606,7 +606,7 @@ def copies_and_state() -> None:
         plain_step(one, torch.optim.SGD(one.parameters(), lr=0.05), 1)
         one.verify_replicas()
     for left, right in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(left, right)
+        torch.testing.assert_close(left, right)  # the copy has not planned yet, so it sums in another order
     # The copies were made from a layer whose factors travel, but take no part in any exchange.
     F.cross_entropy(inner(batch(5)[0]), batch(5)[1]).backward()
     model.close()

@@ -195,6 +195,7 @@ class Engine:
     def end_backward(self) -> None:
         """Complete the exchange: afterwards every ``.grad`` is the mean over all workers."""
         assert self._current is not None
+        self.team.watch.note(self.step, "at the end of backward")
         forgotten = [parameter for parameter in self._waiting if not self._additions[parameter]]
         try:
             for parameter in list(self._waiting):

@@ -42,6 +42,7 @@ class AutogradFrontEnd:
         self._handles: list[RemovableHandle] = []
         self._unused: set[nn.Parameter] = set()
         self._followed: Plan | None = None
+        self._is_end_queued = False
         for unit in engine.units:
             for parameter in unit.parameters:
                 self._watch(parameter)
@@ -52,14 +53,15 @@ class AutogradFrontEnd:
     def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
         """Learn of the backward that will start from these outputs of the model, and of what it will not reach."""
         self._unused = set(unused)
+        self._is_end_queued = False
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self._output_gradient)
 
     def begin(self) -> None:
-        """Start the exchange of this backward unless it has started."""
-        if self.engine.begin_backward(self._unused):
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        """Start the exchange of this backward unless it has started, and see to its end."""
+        self.engine.begin_backward(self._unused)
+        self._queue_end()
 
     def will_accumulate(self, parameter: nn.Parameter) -> bool:
         """Whether this backward puts gradients into ``parameter.grad``, rather than returning some to the caller."""
@@ -69,6 +71,9 @@ class AutogradFrontEnd:
             return False
 
     def _end(self) -> None:
+        self._is_end_queued = False
+        if not self.engine.in_backward:
+            return
         self.engine.end_backward()
         if self.engine.plan is not self._followed:
             self._follow_plan()
@@ -112,9 +117,19 @@ class AutogradFrontEnd:
         return accumulated
 
     def _output_gradient(self, _: Tensor) -> None:
-        # Not if torch.autograd.grad() passes through on its way to something else.
-        if self.engine.is_armed and any(self.will_accumulate(parameter) for parameter in self._nodes):
+        if not self.engine.is_armed:
+            return
+        # Queued here, in the outermost backward: re-entrant checkpoints run others inside it, which end too early.
+        self._queue_end()
+        # Not if torch.autograd.grad() passes through on its way to something else. (If checkpoints hide all parameters
+        # from this backward, the first of their gradients begins the exchange.)
+        if any(self.will_accumulate(parameter) for parameter in self._nodes):
             self.begin()
+
+    def _queue_end(self) -> None:
+        if not self._is_end_queued:
+            self._is_end_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _specialise(self, unit: LiveUnit) -> None:
         module = unit.module

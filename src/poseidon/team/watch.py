@@ -19,6 +19,9 @@ BEAT_S = 1.0
 """Seconds between two heartbeats; a worker silent for three of them is taken for dead."""
 
 
+PHASES = ("starting", "in forward", "in backward", "at the end of backward", "finished backward")
+"""What a worker may be doing in a step, in this order."""
+
 EXIT_STATUS = 75
 """Of a process that ends because another worker was lost; "try again" in the sysexits convention."""
 
@@ -68,7 +71,7 @@ class Watch:
         atexit.register(self.close)
 
     def note(self, step: int, doing: str) -> None:
-        """Record what this worker is about to do; shown to the others if they have to wait for it in vain."""
+        """Record what this worker is doing, one of :data:`PHASES`; shown to others that wait for it in vain."""
         self._step, self._doing = step, doing
 
     def close(self) -> None:
@@ -118,7 +121,7 @@ class Watch:
         before = self._read()
         time.sleep(2.5 * BEAT_S)
         after = self._read()
-        dead, behind = [], []
+        dead, alive = [], []
         for rank, host in enumerate(self.hosts):
             if rank == self.rank:
                 continue
@@ -130,11 +133,15 @@ class Watch:
                     f"rank {rank} ({host}) is dead or cut off; last seen at step {beat['step']}, {beat['doing']}"
                 )
             elif (beat["step"], beat["doing"]) == (before[rank]["step"], before[rank]["doing"]):
-                behind.append(f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}")
+                alive.append(
+                    (_progress(beat), f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}")
+                )
         if dead:
             return "; ".join(dead)
-        if behind:
-            return "nobody is dead; " + "; ".join(behind) + f" (waited {self.timeout_s:g} s; timeout_s= changes that)"
+        if alive:
+            last = min(progress for progress, _ in alive)
+            behind = "; ".join(text for progress, text in alive if progress == last)
+            return f"nobody is dead, but {behind} (waited {self.timeout_s:g} s; timeout_s= changes that)"
         return "everybody is alive and moving; the network may be slow or blocked"
 
     def _read(self) -> dict[int, dict[str, Any]]:
@@ -154,6 +161,10 @@ class Watch:
                 self._beats += 1
                 if self._stop.wait(BEAT_S):
                     return
+
+
+def _progress(beat: dict[str, Any]) -> tuple[int, int]:
+    return beat["step"], PHASES.index(beat["doing"])
 
 
 def _end_process(error: WorkerLostError) -> None:

@@ -1,0 +1,127 @@
+"""Each route against the plain mean of all workers' gradients, on random shapes, batches and layouts of machines."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from twins import wrap
+
+
+def _mean_gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """Return what the exchange must give: local gradients of a plain model, averaged in rank order."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    means = []
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        mine = torch.zeros_like(parameter) if gradient is None else gradient
+        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, mine.contiguous())
+        means.append(torch.stack(everybody).mean(0))
+    return means
+
+
+def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: dict[str, Any]) -> None:
+    plain = make()
+    wrapped = wrap(make(), routes=routes, **options)
+    wrapped.module.load_state_dict(plain.state_dict())
+    for number in range(steps):
+        inputs = draw(number)
+        expected = _mean_gradients(plain, plain(*inputs).square().sum())
+        wrapped.zero_grad()
+        wrapped(*inputs).square().sum().backward()
+        for (name, parameter), want in zip(wrapped.module.named_parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, want, rtol=1e-9, atol=1e-12, msg=f"{name} in step {number}")
+        for mine in wrapped.parameters():
+            everybody = [torch.empty_like(mine.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(everybody, mine.grad)
+            assert all(torch.equal(everybody[0], other) for other in everybody)
+    assert wrapped.plan is not None
+    assert wrapped.plan.routes == {"(root)": routes["*"]}
+    wrapped.close()
+
+
+def _random_linears(seed: int, route: str, options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    shapes = random.Random(seed)
+    for _ in range(4):
+        inputs, outputs, has_bias = shapes.randint(1, 40), shapes.randint(1, 40), shapes.random() < 0.7
+        leading = [shapes.randint(1, 4) for _ in range(shapes.randint(0, 2))]
+        rows = [[shapes.randint(0, 5) for _ in range(dist.get_world_size())] for _ in range(3)]
+
+        def draw(number: int, leading: list[int] = leading, rows: Any = rows, inputs: int = inputs) -> tuple[Tensor]:
+            generator = torch.Generator().manual_seed(seed + 10 * number + dist.get_rank())
+            size = rows[number][dist.get_rank()] if number else 2  # the plan needs rows in the first step
+            return (torch.randn(size, *leading, inputs, generator=generator),)
+
+        def make(inputs: int = inputs, outputs: int = outputs, has_bias: bool = has_bias) -> nn.Module:
+            torch.manual_seed(seed)
+            return nn.Linear(inputs, outputs, bias=has_bias)
+
+        _check(make, draw, {"*": route}, 3, options)
+
+
+def _random_embeddings(seed: int, route: str, options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    shapes = random.Random(seed)
+    for _ in range(4):
+        rows, width = shapes.randint(1, 60), shapes.randint(1, 9)
+        counts = [[shapes.randint(0, 12) for _ in range(dist.get_world_size())] for _ in range(3)]
+
+        def draw(number: int, rows: int = rows, counts: Any = counts) -> tuple[Tensor]:
+            generator = torch.Generator().manual_seed(seed + 10 * number + dist.get_rank())
+            size = counts[number][dist.get_rank()] if number else 3
+            return (torch.randint(0, rows, (size,), generator=generator),)
+
+        def make(rows: int = rows, width: int = width) -> nn.Module:
+            torch.manual_seed(seed)
+            return nn.Embedding(rows, width)
+
+        _check(make, draw, {"*": route}, 3, options)
+
+
+ROUTES = [
+    (_random_linears, "factors", {}),
+    (_random_linears, "factors", {"gather_factors": True}),
+    (_random_linears, "allreduce", {}),
+    (_random_embeddings, "rows", {}),
+    (_random_embeddings, "allreduce", {}),
+]
+LAYOUTS = ["a", "ab", "abc", "aabb", "abab", "aab", "aaabb"]
+"""One letter per rank: the machine it is on."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("draws", "route", "options"), ROUTES, ids=["factors", "gather", "linear", "rows", "embedding"])
+def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], layout: str) -> None:
+    ranks = max(2, len(layout))
+    machines = [{"POSEIDON_MACHINE": layout[rank % len(layout)]} for rank in range(ranks)]
+    run_ranks(draws, ranks, len(layout) + ord(layout[-1]), route, options, env=machines)
+
+
+def _train_small(layout: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Conv1d(1, 3, 5), nn.Flatten(), nn.Linear(138, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(6):
+        x = torch.randn(3, 1, 30, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        optimizer.zero_grad()
+        F.mse_loss(model(x), torch.ones(3, 4)).backward()
+        optimizer.step()
+    model.verify_replicas()
+    assert model._team is not None
+    assert len(model._team.topology.machines) == len(set(layout))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_two_machines_of_two_workers_train_as_four_machines() -> None:
+    flat = run_ranks(_train_small, 4, "abcd", env=[{"POSEIDON_MACHINE": name} for name in "abcd"])
+    levels = run_ranks(_train_small, 4, "aabb", env=[{"POSEIDON_MACHINE": name} for name in "aabb"])
+    for left, right in zip(flat[0], levels[0], strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
