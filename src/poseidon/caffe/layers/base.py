@@ -143,7 +143,7 @@ class Layer:
             raise self.error("backward was called before forward")
         inputs, params, outputs = self._graph
         pairs = [
-            (output, top.diff_tensor)
+            (output, _laid_out_like(output, top.diff_tensor))
             for top, output in zip(tops, outputs, strict=False)
             if output.requires_grad and top.has_diff
         ]
@@ -261,6 +261,13 @@ class Layer:
         result.ClearField("blobs")
         result.blobs.extend([blob.to_proto(write_diff) for blob in self.blobs])
         return result
+
+
+def _laid_out_like(output: torch.Tensor, diff: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with its channels where the output has them."""
+    # PyTorch picks kernels by the gradient's layout and otherwise copies every other operand, or walks them slowly.
+    is_inside = output.dim() == 4 and output.is_contiguous(memory_format=torch.channels_last)
+    return diff.contiguous(memory_format=torch.channels_last) if is_inside else diff
 
 
 def _storage(tensor: torch.Tensor) -> int:
