@@ -16,60 +16,67 @@ def case(name):
 
 
 @case("net_spec")
-def test_net_spec(case, caffe, monkeypatch):
-    monkeypatch.delitem(importlib.sys.modules, "build", raising=False)
+def test_net_spec(case, caffe):
     built = importlib.import_module("build").build()
     assert built == read_text("expected.prototxt", "NetParameter")
 
 
 @case("coord_map")
-def test_coord_map(case, caffe):
-    from poseidon.caffe import coord_map
+def test_coordinate_map_and_crop(case, caffe):
     from poseidon.caffe import layers as L
+    from poseidon.caffe import params as P
 
-    data = L.Input(input_param={"shape": {"dim": [2, 1, 100, 100]}})
-    conv = L.Convolution(data, num_output=4, kernel_size=5, stride=2, pad=10)
-    pool = L.Pooling(conv, pool=0, kernel_size=2, stride=2)
-    up = L.Deconvolution(pool, convolution_param={"num_output": 4, "kernel_size": 7, "stride": 4, "pad": 0})
+    n = caffe.NetSpec()
+    n.data = L.Input(shape=[{"dim": [2, 1, 100, 100]}])
+    n.conv = L.Convolution(n.data, num_output=4, kernel_size=5, stride=2, pad=10)
+    n.pool = L.Pooling(n.conv, pool=P.Pooling.MAX, kernel_size=2, stride=2)
+    n.up = L.Deconvolution(n.pool, convolution_param={"num_output": 4, "kernel_size": 7, "stride": 4, "pad": 0})
     want = case.expected()
-    axis, a, b = coord_map.coord_map_from_to(up, data)
+    axis, scale, shift = caffe.coord_map.coord_map_from_to(n.up, n.data)
     assert axis == want["coord_map"]["axis"]
-    case.check("a, b", [float(np.squeeze(a)), float(np.squeeze(b))], [want["coord_map"]["a"], want["coord_map"]["b"]])
-    cropped = coord_map.crop(up, data).to_proto()
-    assert cropped == parse_text(want["crop_proto"], "NetParameter")
+    case.check("scale", np.ravel(scale), np.ravel(want["coord_map"]["a"]))
+    case.check("shift", np.ravel(shift), np.ravel(want["coord_map"]["b"]))
+    crop = caffe.coord_map.crop(n.up, n.data).to_proto()
+    assert crop == parse_text(want["crop_proto"], "NetParameter")
 
 
 @case("io_functions")
-def test_io_functions(case, caffe):
-    from poseidon.caffe import io
-
+def test_oversample_and_resize(case, caffe):
     arrays = case.arrays
-    crops = io.oversample(arrays["oversample/in"], arrays["oversample/crop"])
+    crops = caffe.io.oversample(arrays["oversample/in"], arrays["oversample/crop"])
     case.check("oversample", crops, arrays["oversample/out"])
-    blob = io.array_to_blobproto(arrays["blobproto/array"])
-    assert blob.SerializeToString() == Path("blob.binaryproto").read_bytes()
-    case.check("blobproto", io.blobproto_to_array(blob), arrays["blobproto/array"])
+    loose = case.meta["tolerance_resize"]
+    case.check("resize", caffe.io.resize_image(arrays["resize/in"], (4, 5)), arrays["resize/out_order1"], **loose)
+    resized = caffe.io.resize_image(arrays["resize_nch/in"], (3, 9))
+    case.check("resize of 4 channels", resized, arrays["resize_nch/out"], **loose)
+
+
+@case("io_functions")
+def test_arrays_and_messages(case, caffe):
+    arrays, pb = case.arrays, caffe.io.caffe_pb2
+    values = arrays["blobproto/array"]
+    assert caffe.io.array_to_blobproto(values) == pb.BlobProto.FromString(Path("blob.binaryproto").read_bytes())
+    stored = caffe.io.blobprotovector_str_to_arraylist(Path("vec.binaryproto").read_bytes())
+    again = pb.BlobProtoVector.FromString(caffe.io.arraylist_to_blobprotovecor_str(stored))
+    assert again == pb.BlobProtoVector.FromString(Path("vec.binaryproto").read_bytes())
     for kind in ("u8", "float"):
-        datum = io.array_to_datum(arrays[f"datum_{kind}/array"])
-        assert datum.SerializeToString() == Path(f"datum_{kind}.bin").read_bytes()
-        case.check(kind, io.datum_to_array(datum), arrays[f"datum_{kind}/array"])
-    limits = case.meta["tolerance_resize"]
-    resized = io.resize_image(arrays["resize/in"], arrays["resize/out_order1"].shape[:2])
-    case.check("resize", resized, arrays["resize/out_order1"], **limits)
-    resized = io.resize_image(arrays["resize_nch/in"], arrays["resize_nch/out"].shape[:2])
-    case.check("resize of 4 channels", resized, arrays["resize_nch/out"], **limits)
+        datum = pb.Datum.FromString(Path(f"datum_{kind}.bin").read_bytes())
+        back = caffe.io.datum_to_array(datum)
+        case.check(f"datum {kind}", back, arrays[f"datum_{kind}/array"])
+        assert caffe.io.array_to_datum(arrays[f"datum_{kind}/array"], datum.label) == datum
 
 
 @case("transformer")
-def test_transformer(case, caffe):
-    from poseidon.caffe import io
-
-    arrays = case.arrays
-    for name, settings in case.meta["settings"].items():
-        shape = (1, *arrays[f"{name}/preprocess"].shape)
-        transformer = io.Transformer({"data": shape})
-        for setting, value in settings.items():
-            getattr(transformer, f"set_{setting}")("data", arrays[value] if isinstance(value, str) else value)
-        processed = transformer.preprocess("data", arrays["image"])
-        case.check(f"{name} preprocess", processed, arrays[f"{name}/preprocess"])
-        case.check(f"{name} deprocess", transformer.deprocess("data", processed), arrays[f"{name}/deprocess"])
+@pytest.mark.parametrize("setting", ["plain", "transpose", "full"])
+def test_transformer(case, caffe, setting):
+    arrays, options = case.arrays, dict(case.meta["settings"][setting])
+    height, width, channels = arrays["image"].shape
+    shape = (1, height, width, channels) if setting == "plain" else (1, channels, height, width)
+    if "mean" in options:
+        options["mean"] = arrays[options["mean"]]
+    transformer = caffe.io.Transformer({"data": shape})
+    for name, value in options.items():
+        getattr(transformer, f"set_{name}")("data", value)
+    done = transformer.preprocess("data", arrays["image"])
+    case.check("preprocess", done, arrays[f"{setting}/preprocess"])
+    case.check("deprocess", transformer.deprocess("data", done), arrays[f"{setting}/deprocess"])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
-from poseidon.caffe import device, glog
+from poseidon.caffe import device
+from poseidon.caffe.glog import GlogFormatter
 from poseidon.errors import UnsupportedError
 from poseidon.launch.environment import World
 
 _log = logging.getLogger("poseidon.caffe")
+
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+"""Python's levels in the order in which Caffe counts them."""
 
 
 @dataclass
@@ -27,9 +32,12 @@ _place = _Place()
 
 
 def init_log(level: int = 0, stderr: bool = True) -> None:
-    """Show what nets and solvers log, from ``level`` on (0 everything, 1 warnings, 2 errors)."""
-    if stderr:
-        glog.show(level)
+    """Show what nets and solvers log on stderr, from ``level`` on (0 everything, 1 warnings, 2 errors, 3 fatal)."""
+    if stderr and not any(isinstance(handler.formatter, GlogFormatter) for handler in _log.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(GlogFormatter())
+        _log.addHandler(handler)
+    _log.setLevel(_LEVELS[min(max(level, 0), len(_LEVELS) - 1)])
 
 
 def log(text: str) -> None:

@@ -229,9 +229,6 @@ class Net(core.Net):
                 f"set_input_arrays needs a net whose first layer is of type MemoryData; "
                 f"the first layer of net {self.name!r} is {first.name!r} ({first.type})"
             )
-        for what, array in (("data", data), ("labels", labels)):
-            if array.dtype != np.float32:
-                raise ConfigError(f"set_input_arrays: {what} must be float32, not {array.dtype}")
         first.reset(data, labels)
 
     # Weights.

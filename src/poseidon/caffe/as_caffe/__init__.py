@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from poseidon.caffe import glog
+from poseidon.caffe import glog, process
 from poseidon.errors import ConfigError
 
 _OURS = "poseidon.caffe"
@@ -54,14 +54,7 @@ def run_script(script: str | os.PathLike[str], arguments: Sequence[str] = ()) ->
     if not Path(script).is_file():
         raise ConfigError(f"as_caffe: there is no script {script}")
     install()
-    glog.show(_min_log_level())
     sys.argv = [str(script), *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def _min_log_level() -> int:
-    text = os.environ.get("GLOG_minloglevel", "0")  # noqa: SIM112 (glog's spelling)
-    if not text.isdigit():
-        raise ConfigError(f"GLOG_minloglevel is {text!r}, expected 0 (everything) to 3 (fatal only)")
-    return int(text)
+    with glog.console(is_root=process.solver_rank() == 0):
+        runpy.run_path(str(script), run_name="__main__")
