@@ -85,9 +85,9 @@ def test_another_caffe_is_not_replaced_behind_its_back(monkeypatch):
 def test_every_name_of_pycaffe_is_there():
     module = (
         "AdaDeltaSolver AdaGradSolver AdamSolver Classifier Detector Layer NCCL Net NetSpec NesterovSolver "
-        "RMSPropSolver SGDSolver TEST TRAIN Timer __version__ get_solver has_nccl init_log io layer_type_list layers log "
-        "params set_device set_mode_cpu set_mode_gpu set_multiprocess set_random_seed set_solver_count set_solver_rank "
-        "solver_count solver_rank to_proto"
+        "RMSPropSolver SGDSolver TEST TRAIN Timer __version__ get_solver has_nccl init_log io layer_type_list layers "
+        "log params set_device set_mode_cpu set_mode_gpu set_multiprocess set_random_seed set_solver_count "
+        "set_solver_rank solver_count solver_rank to_proto"
     )
     net = (
         "backward after_backward after_forward before_backward before_forward blob_loss_weights blobs bottom_names "
