@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -11,6 +13,8 @@ from numpy.typing import NDArray
 from poseidon.caffe.extras import require
 from poseidon.caffe.io.sharding import Share, too_few
 from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
 
 Arrays = list[NDArray[np.float32]]
 
@@ -25,6 +29,7 @@ def read_arrays(path: str, names: Sequence[str]) -> Arrays:
                     raise ConfigError(f"{path}: holds no data set {name!r}; it holds: {', '.join(sorted(file))}")
                 if file[name].dtype.kind not in "fiu" or not file[name].ndim:
                     raise ConfigError(f"{path}: data set {name!r} must hold rows of numbers, not {file[name].dtype}")
+                _log_class("H5T_FLOAT" if file[name].dtype.kind == "f" else "H5T_INTEGER")
             arrays: Arrays = [file[name].astype(np.float32)[()] for name in names]
     except OSError as error:
         raise ConfigError(f"cannot read HDF5 file {path}: {error}") from None
@@ -33,6 +38,12 @@ def read_arrays(path: str, names: Sequence[str]) -> Arrays:
         counts = ", ".join(f"{name!r} {count}" for name, count in zip(names, rows, strict=True))
         raise ConfigError(f"{path}: data sets must have the same number of rows; they have: {counts}")
     return arrays
+
+
+@cache
+def _log_class(name: str) -> None:
+    # Caffe says this once per program.
+    log.info("Datatype class: %s", name)
 
 
 class HDF5Rows:

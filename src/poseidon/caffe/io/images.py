@@ -46,9 +46,8 @@ def decode_image(content: bytes, mode: Mode = "color", origin: str = "<image>") 
                 picture = require("PIL.ImageOps").exif_transpose(picture)
             return _to_array(picture, mode)
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"cannot decode image {origin}: {error}; the file is truncated, damaged or no image"
-        ) from None
+        reason = "of no known kind" if isinstance(error, pil.UnidentifiedImageError) else error
+        raise ConfigError(f"{origin}: cannot be decoded as an image ({reason}); truncated or damaged?") from None
 
 
 def _to_array(picture: Any, mode: Mode) -> Image:

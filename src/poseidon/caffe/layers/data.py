@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import ClassVar
 
 import torch
 
@@ -31,6 +32,8 @@ class PrefetchingLayer(Layer):
 
     bottom_count = exactly(0)
     top_count = exactly(2)
+    logs_size: ClassVar[bool] = True
+    """Whether Caffe logs the size of this type's batches."""
     _loader: Prefetcher[Batch]
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
@@ -44,7 +47,8 @@ class PrefetchingLayer(Layer):
             raise self.error(str(error)) from None
         for top, shape in zip(tops, shapes, strict=False):
             top.reshape(*shape)
-        log.info("output data size: %s", ",".join(map(str, shapes[0])))
+        if self.logs_size:
+            log.info("output data size: %s", ",".join(map(str, shapes[0])))
         self._loader = Prefetcher(staged(batches), self.param.data_param.prefetch, self.name)
 
     def reshape(self, bottoms: Blobs, tops: Blobs) -> None:

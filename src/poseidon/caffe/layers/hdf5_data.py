@@ -24,6 +24,7 @@ class HDF5Data(PrefetchingLayer):
     """Gives rows of the data sets that have the names of its tops."""
 
     top_count = Count(1, None)
+    logs_size = False
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
         if self.param.HasField("transform_param"):
