@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,9 @@ def datum_values(datum: Proto, mode: Mode, origin: str) -> Values:
         values = np.frombuffer(datum.data, np.uint8)
     else:
         values = np.fromiter(datum.float_data, np.float32, len(datum.float_data))
-    if values.size != np.prod(shape) or not datum.channels > 0:
+    if values.size != math.prod(shape) or not datum.channels > 0:
         raise ConfigError(
-            f"{origin}: the Datum states channels, height and width {shape}, which is {int(np.prod(shape))} values, "
+            f"{origin}: the Datum states channels, height and width {shape}, which is {math.prod(shape)} values, "
             f"and holds {values.size}"
         )
     shaped: Values = values.reshape(shape)

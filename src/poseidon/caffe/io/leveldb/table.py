@@ -41,11 +41,15 @@ class Handle(NamedTuple):
 
 
 class BlockCache:
-    """Keeps decompressed blocks up to a size; what came first stays, since passes over a database repeat."""
+    """What is known from earlier passes: which blocks are sound, and as many decompressed ones as there is room for.
+
+    What came first stays, since a pass over a database goes through all blocks in the same order every time.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._left = limit_bytes
         self._blocks: dict[tuple[Path, int], bytes] = {}
+        self._sound: set[tuple[Path, int]] = set()
 
     def get(self, path: Path, offset: int) -> bytes | None:
         """Return a kept block."""
@@ -56,6 +60,14 @@ class BlockCache:
         if self._left >= len(block):
             self._left -= len(block)
             self._blocks[path, offset] = block
+
+    def is_sound(self, path: Path, offset: int, stored: bytes) -> bool:
+        """Return whether a block matches the checksum at its end; it is computed the first time only."""
+        if (path, offset) not in self._sound:
+            if masked(stored[:-4]) != int.from_bytes(stored[-4:], "little"):
+                return False
+            self._sound.add((path, offset))
+        return True
 
 
 class Table:
@@ -100,7 +112,7 @@ class Table:
         stored = self._content[handle.offset : end + _TRAILER]
         if len(stored) < handle.size + _TRAILER:
             raise self._damaged(f"the block at byte {handle.offset} goes beyond the end of the file")
-        if masked(stored[:-4]) != int.from_bytes(stored[-4:], "little"):
+        if not self._cache.is_sound(self.path, handle.offset, stored):
             raise self._damaged(f"the block at byte {handle.offset} does not match its checksum")
         kind = stored[-_TRAILER]
         if kind == _RAW:
