@@ -70,6 +70,25 @@ def test_workers_equal_one_with_the_total_batch(tmp_path, size, text, routes):
         assert chosen["embed"] == "rows"
 
 
+def train_batch_norm(path):
+    solver = caffe.get_solver(path)
+    solver.step(2)
+    apart = solver.net.params["bn"][0].data.copy()
+    solver.snapshot()
+    return apart, values(solver.net)
+
+
+def test_running_averages_are_worker_zeros_in_a_snapshot(tmp_path):
+    path = write_solver(tmp_path, 4, "")
+    net = tmp_path / "net.prototxt"
+    layer = 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" }\nlayer { name: "embed"'
+    net.write_text(net.read_text().replace('layer { name: "embed"', layer))
+    (first, params), (second, other) = run_ranks(train_batch_norm, 2, str(path))
+    assert not np.array_equal(first, second)
+    assert_same_bits([params, other])
+    np.testing.assert_array_equal(params["bn"][0], first)
+
+
 def resume(path):
     solver = caffe.get_solver(path)
     solver.step(2)

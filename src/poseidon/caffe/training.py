@@ -61,7 +61,7 @@ class TrainSettings:
 def train(settings: TrainSettings) -> None:
     """Train as the settings say; in an environment with several workers, be one of them."""
     signals = SignalActions(settings.sigint_effect, settings.sighup_effect)
-    world = init()
+    world = init(_backend(World.from_environment()))
     with console(world.rank == 0, log_dir=settings.log_dir or None) as bar, signals:
         param = read_solver(settings.solver)
         param.train_state.level = settings.level
@@ -91,7 +91,7 @@ def choose_device(gpus: Sequence[int], local_rank: int = 0) -> None:
     device.set_device(index)
     device.set_mode_gpu()
     torch.cuda.set_device(index)
-    log.info("Using GPUs %s", ", ".join(map(str, gpus)))
+    log.info("Using GPUs %d", index)
     log.info("GPU %d: %s", index, torch.cuda.get_device_name(index))
 
 
@@ -100,11 +100,19 @@ def parse_gpus(text: str) -> tuple[int, ...] | None:
     if not text:
         return None
     if text == "all":
+        if not torch.cuda.is_available():
+            raise ConfigError("--gpu all: this machine has no usable GPU; leave --gpu out to use the CPU")
         return tuple(range(torch.cuda.device_count()))
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise ConfigError(f"--gpu {text!r} is not understood; write numbers such as 0,1, or all") from None
+
+
+def _backend(world: World) -> str | None:
+    """Return gloo where workers have to share a GPU, which NCCL refuses; None: as usual."""
+    gpus = torch.cuda.device_count()
+    return "gloo" if gpus and (world.local_size or 1) > gpus else None
 
 
 def _gpus_for(param: Proto, chosen: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from poseidon.caffe.training import parse_gpus
 
     count = torch.cuda.device_count()
-    for index in parse_gpus(args.gpu or "all") or ():
+    for index in parse_gpus(args.gpu) or range(count):
         if index >= count:
             raise ConfigError(f"--gpu {index}: this machine has {count} usable GPUs")
         print("\n".join(gpu_lines(index, torch.cuda.get_device_properties(index))))
