@@ -48,7 +48,7 @@ def check_gradients(
     for layers that draw other random numbers in single precision.
     """
     rng = np.random.default_rng(seed)
-    net = _build(layer, [b.shape for b in bottoms], tops, in_place, phase)
+    net = build_net(layer, *[b.shape for b in bottoms], tops=tops, in_place=in_place, phase=phase)
     subject = _Subject(net, tops, score, rng)
     values = [torch.from_numpy(np.asarray(b, np.float64)) for b in bottoms]
     weights = [torch.from_numpy(rng.uniform(0.1, 0.9, blob.shape)) for blob in subject.params]
@@ -144,7 +144,10 @@ def _copy(blob: Blob) -> torch.Tensor:
     return blob.diff_tensor.clone()
 
 
-def _build(layer: str, shapes: Sequence[tuple[int, ...]], tops: int, in_place: bool, phase: int) -> Net:
+def build_net(
+    layer: str, *shapes: tuple[int, ...], tops: int = 1, in_place: bool = False, phase: int = caffe.TRAIN
+) -> Net:
+    """Return a net of Inputs ``bottom0``, ``bottom1`` ... and the layer ``subject``, which makes ``top0`` ..."""
     names = [f"bottom{i}" for i in range(len(shapes))]
     top_names = names[:tops] if in_place else [f"top{i}" for i in range(tops)]
     parts = ["force_backward: true"]

@@ -163,20 +163,15 @@ def _columns(windows: Windows) -> tuple[list[int], list[int], list[int]]:
 
 
 def _suits_torch(values: torch.Tensor, windows: Windows, rounds_up: bool) -> bool:
-    """Whether PyTorch's pooling accepts the padding and yields Caffe's number of windows."""
-    if any(window.pad > window.kernel // 2 for window in windows):
-        return False
+    """Whether PyTorch's pooling accepts the windows and counts them as Caffe does."""
     sizes = values.shape[2:]
-    expected = []
-    for size, window in zip(sizes, windows, strict=True):
-        span = size + 2 * window.pad - window.kernel
-        if span < 0:
-            return False
-        count = (-(-span // window.stride) if rounds_up else span // window.stride) + 1
-        if rounds_up and (count - 1) * window.stride >= size + window.pad:
-            count -= 1
-        expected.append(count)
-    return tuple(expected) == pooled_sizes(sizes, windows, rounds_up)
+    counts = pooled_sizes(sizes, windows, rounds_up)
+    return all(
+        window.pad <= window.kernel // 2
+        and window.kernel <= size + 2 * window.pad
+        and (count - 1) * window.stride < size + window.pad
+        for size, window, count in zip(sizes, windows, counts, strict=True)
+    )
 
 
 def _padding(values: torch.Tensor, windows: Windows, rounds_up: bool) -> list[int]:
