@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 from pathlib import Path
 
 import h5py
+import lmdb
 import numpy as np
 import pytest
 import torch
@@ -273,7 +275,6 @@ def test_prefetcher_stays_within_its_depth():
     assert [next(ahead) for _ in range(99)] == list(range(1, 100))
     with pytest.raises(StopIteration):
         next(ahead)
-    ahead.close()
 
 
 def test_two_nets_read_one_lmdb(caffe):
@@ -282,6 +283,26 @@ def test_two_nets_read_one_lmdb(caffe):
     batch_of(first)
     assert batch_of(second)["label"].tolist() == [0, 1, 2]
     assert batch_of(first)["label"].tolist() == [3, 4, 5]
+
+
+def test_database_made_anew_is_read_anew(caffe, folder):
+    write("LMDB", raw_datums())
+    old = data_net(caffe)
+    shutil.rmtree(folder / "db")
+    write("LMDB", raw_datums()[4:])
+    assert batch_of(data_net(caffe))["label"].tolist() == [4, 5, 6]
+    assert batch_of(old)["label"].tolist() == [0, 1, 2]
+
+
+def test_database_opened_by_the_program_itself_is_explained(caffe, monkeypatch):
+    def refuse(path, **options):
+        raise lmdb.Error(f"The environment '{path}' is already open in this process.")  # as newer lmdb packages do
+
+    write("LMDB", raw_datums())
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb, "open", refuse)
+        with pytest.raises(ConfigError, match=r"already opened the database.*environment\.close"):
+            data_net(caffe)
 
 
 def image_net(caffe, settings="", transform="", phase=None):

@@ -17,24 +17,19 @@ _TRANSACTION_BYTES = 16 << 20
 class _Environment:
     """An opened database. LMDB may be opened once per process only, so all readers share it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, file: Path) -> None:
         lmdb = require("lmdb")
-        folder = Path(path)
-        file = folder / "data.mdb" if folder.is_dir() else folder
-        if not file.is_file():
-            raise ConfigError(f"{path}: no LMDB database (there is no such folder, or it holds no data.mdb)")
+        is_folder = Path(path).is_dir()
         try:
             # Without locking nothing is written, so databases on read-only file systems can be used.
-            self.handle = lmdb.open(path, subdir=folder.is_dir(), readonly=True, lock=False, create=False)
+            self.handle = lmdb.open(path, subdir=is_folder, readonly=True, lock=False, create=False)
         except lmdb.Error as error:
             if "already open" in str(error):
                 raise ConfigError(
                     f"{path}: this program has already opened the database with the lmdb package; "
                     "close it (environment.close()) before a net or tool reads it"
                 ) from None
-            raise ConfigError(
-                f"{path}: cannot be opened as LMDB: {error}; it is truncated, damaged or no LMDB"
-            ) from None
+            raise ConfigError(f"{path}: cannot be opened as LMDB ({error}); truncated, damaged or no LMDB") from None
         self._check_size(path, file)
 
     def _check_size(self, path: str, file: Path) -> None:
@@ -46,7 +41,8 @@ class _Environment:
             raise ConfigError(f"{path}: truncated LMDB database: {file.name} has {size} bytes and should have {needed}")
 
 
-_open: weakref.WeakValueDictionary[str, _Environment] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[tuple[int, int], _Environment] = weakref.WeakValueDictionary()
+"""By device and inode, so that a database made anew under an old name is not taken for the old one."""
 
 
 class LMDB:
@@ -54,10 +50,13 @@ class LMDB:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        real = str(Path(path).resolve())
-        environment = _open.get(real)
+        file = Path(path) / "data.mdb" if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise ConfigError(f"{path}: no LMDB database (there is no such folder, or it holds no data.mdb)")
+        status = file.stat()
+        environment = _open.get((status.st_dev, status.st_ino))
         if environment is None:
-            environment = _open[real] = _Environment(path)
+            environment = _open[status.st_dev, status.st_ino] = _Environment(path, file)
         self._environment = environment
 
     def records(self) -> Iterator[tuple[bytes, memoryview]]:

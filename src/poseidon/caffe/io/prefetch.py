@@ -26,17 +26,17 @@ class _Failure:
 class Prefetcher(Generic[T]):
     """Runs an iterator in a thread of its own, up to ``depth`` items ahead; the thread starts with the first item.
 
-    Errors of the iterator are raised to whoever asks for the next item. The thread ends when the prefetcher is closed
-    or nobody refers to it any more, so the iterator must not refer to the prefetcher's owner.
+    Errors of the iterator are raised to whoever asks for the next item. The thread ends when nobody refers to the
+    prefetcher any more, so the iterator must not refer to its owner.
     """
 
     def __init__(self, items: Iterator[T], depth: int, name: str) -> None:
         self._ready: queue.Queue[object] = queue.Queue(max(1, depth))
-        self._stop = threading.Event()
+        stop = threading.Event()
         self._thread = threading.Thread(
-            target=_fill, args=(items, self._ready, self._stop), name=f"prefetch {name}", daemon=True
+            target=_fill, args=(items, self._ready, stop), name=f"prefetch {name}", daemon=True
         )
-        self._finalizer = weakref.finalize(self, _shut_down, self._ready, self._stop, self._thread)
+        weakref.finalize(self, _shut_down, self._ready, stop, self._thread)
 
     def __next__(self) -> T:
         """Return the next item, waiting for it if need be."""
@@ -49,10 +49,6 @@ class Prefetcher(Generic[T]):
                 raise item.error
             raise StopIteration
         return item  # type: ignore[return-value]
-
-    def close(self) -> None:
-        """End the thread; items that were loaded ahead are dropped."""
-        self._finalizer()
 
 
 def _fill(items: Iterator[T], ready: queue.Queue[object], stop: threading.Event) -> None:
