@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poseidon.caffe import process
 from poseidon.caffe.io.hdf5 import HDF5Rows
 from poseidon.caffe.io.sharding import Share, Source, endless, in_turns, locate, this_worker
 from poseidon.errors import ConfigError
@@ -136,6 +137,13 @@ def test_place_comes_from_the_environment(monkeypatch):
     for name, value in {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert (this_worker().rank, this_worker().size) == (2, 3)
+
+
+def test_place_can_be_stated_by_a_script(monkeypatch):
+    monkeypatch.setattr(process, "_place", process._Place())
+    process.set_solver_count(4)
+    process.set_solver_rank(3)
+    assert (this_worker().rank, this_worker().size) == (3, 4)
 
 
 def test_impossible_shares_are_refused():

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from poseidon.caffe import process
 from poseidon.errors import ConfigError
 from poseidon.launch.environment import World
 
@@ -114,7 +115,7 @@ def share_path(path: str, rank: int) -> str:
 
 
 def this_worker() -> World:
-    """Return this worker's place: that of the process group if there is one, else what the environment says."""
+    """Return this worker's place: in the process group if there is one, else as the script or environment says."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
-    return World.from_environment()
+    return World(rank=process.solver_rank(), size=process.solver_count())
