@@ -15,7 +15,7 @@ from poseidon.caffe.layers.windows import Window, channels_inside, swept
 from poseidon.caffe.schema import Proto, message
 
 _PoolingParameter = message("PoolingParameter")
-_MAX, _AVE, _STOCHASTIC = _PoolingParameter.MAX, _PoolingParameter.AVE, _PoolingParameter.STOCHASTIC
+_MAX, _AVE = _PoolingParameter.MAX, _PoolingParameter.AVE
 
 Windows = tuple[Window, Window]
 
