@@ -1,0 +1,124 @@
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from poseidon.errors import ConfigError
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.team import calibrate
+from poseidon.team.calibrate import arithmetic_digest, find_cluster, measure_cluster, measure_flops
+from poseidon.team.team import Team
+from poseidon.team.topology import Topology
+
+CPU = torch.device("cpu")
+MEASURED = Cluster(2, source="measured")
+
+
+class Room:
+    """Stands for a team: everybody else says what is given here."""
+
+    def __init__(self, rank: int, names: str, others: list[Any]) -> None:
+        self.rank = rank
+        self.topology = Topology.from_names(names)
+        self._others = others
+
+    def gather_json(self, mine: Any) -> list[Any]:
+        return [*self._others[: self.rank], mine, *self._others[self.rank :]]
+
+    def gather_ints(self, values: list[int], _what: str) -> list[list[int]]:
+        return [values] * self.topology.workers
+
+
+def room(rank: int = 0, names: str = "ab", others: list[Any] | None = None) -> Team:
+    return cast("Team", Room(rank, names, [None] if others is None else others))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "measure_cluster", lambda *_: MEASURED)
+    monkeypatch.delenv("POSEIDON_CLUSTER", raising=False)
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_is_given_counts_and_nothing_given_is_measured() -> None:
+    given = Cluster(7)
+    assert find_cluster(room(), CPU, given) is given
+    assert find_cluster(room(), CPU) is MEASURED
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_file_on_rank_0_is_read_there_and_told_to_the_others(tmp_path: Path) -> None:
+    stored, path = Cluster(5, source="given"), tmp_path / "cluster.json"
+    stored.save(path)
+    assert find_cluster(room(rank=0), CPU, path) == stored
+    assert find_cluster(room(rank=1, others=[stored.to_dict()]), CPU, tmp_path / "not here.json") == stored
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_environment_names_a_file_unless_an_argument_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for machines, name in ((3, "environment.json"), (4, "argument.json")):
+        Cluster(machines).save(tmp_path / name)
+    monkeypatch.setenv("POSEIDON_CLUSTER", str(tmp_path / "environment.json"))
+    assert find_cluster(room(), CPU).machines == 3
+    assert find_cluster(room(), CPU, str(tmp_path / "argument.json")).machines == 4
+
+
+@pytest.mark.usefixtures("measured")
+def test_rank_0_keeps_the_measurement_where_no_file_was_yet(tmp_path: Path) -> None:
+    assert find_cluster(room(rank=1), CPU, tmp_path / "cluster.json") is MEASURED
+    assert not (tmp_path / "cluster.json").exists()
+    assert find_cluster(room(rank=0), CPU, tmp_path / "cluster.json") is MEASURED
+    assert Cluster.load(tmp_path / "cluster.json") == MEASURED
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_bad_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cluster\.json"):
+        find_cluster(room(), CPU, tmp_path / "cluster.json")
+
+
+def test_the_slowest_of_everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(rate: float | None, latency: float, flops: float) -> dict[str, Any]:
+        link = None if rate is None else {"bits_per_s": rate, "latency_s": latency}
+        return {"between": link, "inside": None, "flops": flops}
+
+    monkeypatch.setattr(calibrate, "_ping", lambda *_: {"bits_per_s": 2e9, "latency_s": 1e-4})
+    monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
+    cluster = measure_cluster(room(0, "abc", [says(1e9, 5e-5, 9e9), says(None, 0, 4e9)]), CPU)
+    assert cluster == Cluster(3, 1, Link(1e9, 1e-4), Cluster(1).inside, 4e9, "measured")
+
+
+def test_uneven_machines_count_as_their_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_ping", lambda *_: {"bits_per_s": 2e9, "latency_s": 1e-4})
+    monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
+    says = {"between": None, "inside": {"bits_per_s": 3e9, "latency_s": 1e-5}, "flops": 5e9}
+    cluster = measure_cluster(room(0, "abb", [says, says]), CPU)
+    assert (cluster.machines, cluster.workers_per_machine) == (2, 2)
+    assert (cluster.between, cluster.inside) == (Link(2e9, 1e-4), Link(3e9, 1e-5))
+
+
+def test_one_worker_alone_has_no_links_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
+    assert measure_cluster(room(0, "a", []), CPU) == Cluster(1, flops=5e9, source="measured")
+
+
+def test_the_device_has_a_rate() -> None:
+    assert 0 < measure_flops(CPU) < float("inf")
+
+
+def test_one_device_agrees_with_itself_whatever_the_seed() -> None:
+    torch.manual_seed(1)
+    first = arithmetic_digest(CPU)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert arithmetic_digest(CPU) == first
+    assert torch.equal(torch.get_rng_state(), state), "a user's random numbers must not depend on being watched"
+
+
+def test_a_device_that_rounds_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = arithmetic_digest(CPU)
+    product = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda one, two: product(one.double(), two.double()).float())
+    assert arithmetic_digest(CPU) != first

@@ -1,0 +1,131 @@
+import argparse
+import sys
+from types import ModuleType
+
+import pytest
+
+import poseidon
+from poseidon.errors import ConfigError, WorkerLostError
+from poseidon.launch import cli
+
+
+class Command(ModuleType):
+    """A subcommand that does what a test tells it to."""
+
+    def __init__(self) -> None:
+        super().__init__("poseidon.launch.greet")
+        self.error: BaseException | None = None
+        self.names: list[str] = []
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name")
+        parser.add_argument("--status", type=int, default=0)
+
+    def run(self, args: argparse.Namespace) -> int:
+        if self.error is not None:
+            raise self.error
+        self.names.append(args.name)
+        return int(args.status)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    one = Command()
+    monkeypatch.setitem(sys.modules, one.__name__, one)
+    monkeypatch.setitem(cli.COMMANDS, "greet", (one.__name__, "greet somebody"))
+    monkeypatch.delenv("POSEIDON_TRACEBACK", raising=False)
+    return one
+
+
+def test_a_command_gets_its_arguments_and_gives_the_status(command: Command) -> None:
+    assert cli.main(["greet", "ape"]) == 0
+    assert cli.main(["greet", "bee", "--status", "3"]) == 3
+    assert command.names == ["ape", "bee"]
+
+
+def test_arguments_come_from_the_process_by_default(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["poseidon", "greet", "cat"])
+    assert cli.main() == 0
+    assert command.names == ["cat"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("rate 'x' is wrong"), WorkerLostError("rank 'x' is wrong")])
+def test_an_error_of_ours_is_one_line_and_status_1(
+    command: Command, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.error = error
+    assert cli.main(["greet", "ape"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"poseidon greet: {error}\n"
+    assert captured.out == ""
+
+
+def test_the_traceback_is_shown_on_demand(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.error = ConfigError("bad")
+    monkeypatch.setenv("POSEIDON_TRACEBACK", "1")
+    assert cli.main(["greet", "ape"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert text.endswith("poseidon greet: bad\n")
+
+
+def test_a_bug_is_not_dressed_up(command: Command) -> None:
+    command.error = ZeroDivisionError("oops")
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["greet", "ape"])
+
+
+def test_an_interrupt_ends_quietly(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command.error = KeyboardInterrupt()
+    assert cli.main(["greet", "ape"]) == 130
+    assert capsys.readouterr().err == "poseidon greet: interrupted\n"
+
+
+@pytest.mark.usefixtures("command")
+def test_wrong_arguments_are_the_commands_own_affair(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["greet"])
+    assert ended.value.code == 2
+    assert "usage: poseidon greet" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("command")
+def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grete"]) == 2
+    text = capsys.readouterr().err
+    assert "unknown command 'grete'" in text
+    assert all(name in text for name in cli.COMMANDS)
+
+
+@pytest.mark.usefixtures("command")
+def test_no_command_is_answered_with_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    overview = capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == overview
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert name in overview
+        assert summary in overview
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"poseidon {poseidon.__version__}\n"
+
+
+def test_a_command_is_loaded_only_when_asked_for(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(name: str) -> ModuleType:
+        loaded.append(name)
+        return command
+
+    monkeypatch.setattr("poseidon.launch.cli.importlib.import_module", load)
+    cli.main(["greet", "ape"])
+    assert loaded == ["poseidon.launch.greet"]

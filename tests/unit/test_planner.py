@@ -1,0 +1,174 @@
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poseidon.errors import ConfigError
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.planner import ROUTES, Plan, check_overrides, make_plan, possible_routes
+from poseidon.units import Kind, Load, ParameterSpec, Unit
+
+SLOW = Cluster(8, between=Link(1e8, 1e-4), flops=1e12)
+FAST = Cluster(8, between=Link(1e12, 1e-6), flops=1e9)
+
+
+def unit(name: str, kind: Kind, *shape: int, is_sparse: bool = False) -> Unit:
+    return Unit(name, kind, (ParameterSpec(f"{name}.weight", shape, 4),), is_sparse)
+
+
+CONV = unit("conv", "dense", 64, 3, 7, 7)
+FC = unit("head.fc", "linear", 4096, 4096)
+OUT = unit("head.out", "linear", 1000, 4096)
+TABLE = unit("table", "embedding", 100_000, 64)
+SPARSE = unit("bag", "embedding", 1000, 16, is_sparse=True)
+LOADS = {"head.fc": Load(32), "head.out": Load(32), "table": Load(100)}
+
+
+def test_each_unit_gets_the_cheapest_route() -> None:
+    plan = make_plan([CONV, FC, OUT, TABLE, SPARSE], LOADS, SLOW)
+    assert plan.routes == {
+        "conv": "allreduce",
+        "head.fc": "factors",
+        "head.out": "factors",
+        "table": "rows",
+        "bag": "rows",
+    }
+
+
+def test_arithmetic_counts_where_the_wire_is_fast() -> None:
+    assert make_plan([FC], LOADS, FAST).routes == {"head.fc": "allreduce"}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["linear", "embedding", "dense"]), st.integers(1, 3000)), min_size=1, max_size=6
+    ),
+    st.integers(0, 2000),
+    st.integers(1, 32),
+    st.integers(1, 4),
+    st.floats(1e6, 1e12),
+    st.floats(1e9, 1e14),
+)
+def test_no_possible_route_is_cheaper_than_the_chosen_one(
+    layers: list[tuple[Kind, int]], rows: int, machines: int, workers: int, rate: float, flops: float
+) -> None:
+    units = [unit(f"layer{i}", kind, side, side + 1) for i, (kind, side) in enumerate(layers)]
+    cluster = Cluster(machines, workers, Link(rate, 1e-4), flops=flops)
+    plan = make_plan(units, {u.name: Load(rows) for u in units}, cluster)
+    assert list(plan.routes) == [u.name for u in units]
+    for one, entry in zip(units, plan.entries, strict=True):
+        assert entry.route in possible_routes(one)
+        assert entry.cost.seconds == min(cost.seconds for cost in entry.costs.values())
+        if entry.cost.seconds == entry.costs["allreduce"].seconds:
+            assert entry.route == "allreduce"
+    assert plan.wire_bytes == sum(entry.cost.wire_bytes for entry in plan.entries)
+    assert plan.allreduce_bytes == sum(entry.costs["allreduce"].wire_bytes for entry in plan.entries)
+
+
+@pytest.mark.parametrize("loads", [{}, {"head.fc": Load(0), "table": Load(0)}])
+def test_units_without_rows_take_allreduce(loads: dict[str, Load]) -> None:
+    plan = make_plan([FC, TABLE], loads, SLOW)
+    assert set(plan.routes.values()) == {"allreduce"}
+    assert {entry.why for entry in plan.entries} == {"no rows seen in backward"}
+
+
+def test_only_rows_can_carry_sparse_gradients() -> None:
+    assert possible_routes(SPARSE) == ("rows",)
+    (entry,) = make_plan([SPARSE], {}, SLOW).entries
+    assert entry.route == "rows"
+    assert entry.why == "sparse gradients were asked for"
+
+
+def test_reasons_are_given_with_figures() -> None:
+    conv, fc, _, table, _ = make_plan([CONV, FC, OUT, TABLE, SPARSE], LOADS, SLOW).entries
+    assert conv.why == "no cheaper exact form"
+    # 2 B (P - 1) / P against K (P - 1)(M + N) v: 2 * 4096 * 4096 / 8 / (32 * 8192) = 16.
+    assert fc.why == "16.0x fewer bytes than allreduce"
+    assert re.fullmatch(r"[\d.]+x fewer bytes than allreduce", table.why)
+    (slower,) = make_plan([FC], {"head.fc": Load(32)}, FAST).entries
+    assert re.fullmatch(r"[\d.]+x faster than factors", slower.why)
+
+
+def test_the_load_is_shown_only_where_it_matters() -> None:
+    conv, fc = make_plan([CONV, FC], {"conv": Load(5), "head.fc": Load(32)}, SLOW).entries
+    assert conv.rows is None
+    assert fc.rows == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "routes"),
+    [
+        ({"head.fc": "allreduce"}, {"head.fc": "allreduce", "head.out": "factors"}),
+        ({"head.*": "allreduce"}, {"head.fc": "allreduce", "head.out": "allreduce"}),
+        ({"*": "allreduce"}, {"head.fc": "allreduce", "head.out": "allreduce"}),
+        ({"head.fc": "factors", "*": "allreduce"}, {"head.fc": "factors", "head.out": "allreduce"}),
+        ({"*": "allreduce", "head.fc": "factors"}, {"head.fc": "allreduce", "head.out": "allreduce"}),
+        ({"head.[!o]*": "allreduce"}, {"head.fc": "allreduce", "head.out": "factors"}),
+    ],
+)
+def test_overrides_are_obeyed_and_the_first_match_wins(overrides: dict[str, str], routes: dict[str, str]) -> None:
+    assert make_plan([FC, OUT], LOADS, SLOW, overrides).routes == routes
+
+
+def test_an_override_is_the_reason_given() -> None:
+    (entry,) = make_plan([FC], LOADS, SLOW, {"head.fc": "factors"}).entries
+    assert entry.why == "asked for"
+
+
+def test_a_pattern_skips_the_units_that_cannot_take_its_route() -> None:
+    plan = make_plan([CONV, FC, TABLE, SPARSE], LOADS, FAST, {"*": "factors"})
+    assert plan.routes["conv"] == "allreduce"
+    assert plan.routes["head.fc"] == "factors"
+    assert plan.routes["bag"] == "rows"
+
+
+def test_an_override_needs_no_load() -> None:
+    (entry,) = make_plan([FC], {}, SLOW, {"head.fc": "factors"}).entries
+    assert entry.route == "factors"
+    assert entry.cost.seconds == 0
+
+
+def test_one_worker_exchanges_nothing_whatever_is_asked_for() -> None:
+    plan = make_plan([CONV, FC, TABLE], LOADS, Cluster(1), {"head.fc": "factors"})
+    assert set(plan.routes.values()) == {"allreduce"}
+    assert plan.wire_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"head.fc": "carrier pigeon"}, "unknown route 'carrier pigeon'; known: allreduce, factors, rows"),
+        ({"body.*": "allreduce"}, r"no unit matches 'body\.\*'; the model's units are conv, head\.fc"),
+        ({"HEAD.fc": "factors"}, "no unit matches 'HEAD.fc'"),
+        ({"conv": "factors"}, "'conv' cannot take 'factors': conv is dense; it can take allreduce"),
+        ({"head.fc": "rows"}, "head.fc is linear; it can take allreduce, factors"),
+        ({"bag": "allreduce"}, "bag is embedding; it can take rows"),
+    ],
+)
+def test_overrides_that_cannot_be_obeyed_are_refused(overrides: dict[str, str], match: str) -> None:
+    units = [CONV, FC, OUT, TABLE, SPARSE]
+    with pytest.raises(ConfigError, match=match):
+        check_overrides(units, overrides)
+    with pytest.raises(ConfigError, match=match):
+        make_plan(units, LOADS, SLOW, overrides)
+
+
+def test_a_plan_becomes_plain_data() -> None:
+    plan = make_plan([CONV, FC, TABLE], LOADS, SLOW)
+    data = json.loads(plan.to_json())
+    assert Cluster.from_dict(data["cluster"]) == SLOW
+    assert [entry["route"] for entry in data["entries"]] == list(plan.routes.values())
+    assert data["wire_bytes"] == plan.wire_bytes < data["allreduce_bytes"]
+    assert data["entries"][1]["costs"]["factors"]["wire_bytes"] == plan.entries[1].cost.wire_bytes
+
+
+def test_no_units_make_an_empty_plan() -> None:
+    plan = make_plan([], {}, SLOW)
+    assert plan == Plan(SLOW, ())
+    assert plan.wire_bytes == 0
+
+
+def test_every_route_is_known_to_some_unit() -> None:
+    assert {route for one in (CONV, FC, TABLE) for route in possible_routes(one)} == set(ROUTES)
