@@ -70,6 +70,24 @@ def test_workers_equal_one_with_the_total_batch(tmp_path, size, text, routes):
         assert chosen["embed"] == "rows"
 
 
+def train_and_listen(path):
+    solver = caffe.get_solver(path)
+    mine, shown = [], []
+    last = len(solver.net.layers) - 1
+    solver.net.after_forward(lambda i: mine.append(float(solver.net.blobs["loss"].data)) if i == last else None)
+    solver.output_listeners.append(lambda which, iteration, outputs: shown.append((which, outputs[0].value)))
+    solver.step(3)
+    return mine, shown
+
+
+def test_displayed_outputs_are_means_over_the_workers(tmp_path):
+    (first, shown), (second, other) = run_ranks(train_and_listen, 2, str(write_solver(tmp_path, 4, "display: 1")))
+    assert first != second
+    assert shown == other
+    assert [which for which, _ in shown] == ["train"] * 3
+    assert [value for _, value in shown] == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+
+
 def train_batch_norm(path):
     solver = caffe.get_solver(path)
     solver.step(2)

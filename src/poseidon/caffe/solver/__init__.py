@@ -5,7 +5,8 @@ gradients into updates, ``state.py`` holds the files of a snapshot's state, ``re
 ``signals.py`` and ``workers.py`` the world outside.
 """
 
-from poseidon.caffe.solver.solver import (
+from poseidon.caffe.solver.solver import Solver
+from poseidon.caffe.solver.types import (
     SOLVERS,
     AdaDeltaSolver,
     AdaGradSolver,
@@ -13,7 +14,6 @@ from poseidon.caffe.solver.solver import (
     NesterovSolver,
     RMSPropSolver,
     SGDSolver,
-    Solver,
     get_solver,
 )
 

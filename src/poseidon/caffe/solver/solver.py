@@ -1,4 +1,4 @@
-"""The solvers: train a net by one of Caffe's rules, test it, log as Caffe does, write and resume from snapshots."""
+"""The loop of a solver: train a net, test it, log as Caffe does, write and resume from snapshots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from poseidon.caffe.solver.rules import RULES
 from poseidon.caffe.solver.updater import Updater
 from poseidon.caffe.solver.workers import Action, ActionFunction, Alone, Workers
 from poseidon.caffe.upgrade import read_solver
-from poseidon.errors import ConfigError, unknown_name
+from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -154,25 +154,13 @@ class Solver:
         if not self._workers.is_root:
             return
         self._check_snapshot_folder()
-        stem = f"{self.param.snapshot_prefix}_iter_{self.iter}"
-        is_hdf5 = self.param.snapshot_format == SolverParameter.HDF5
-        form, suffix = ("HDF5", ".h5") if is_hdf5 else ("binary proto", "")
-        model_file, state_file = f"{stem}.caffemodel{suffix}", f"{stem}.solverstate{suffix}"
-        # Parameters first: a state exists only once the file that it names is complete.
-        log.info("Snapshotting to %s file %s", form, model_file)
-        (weights.save_hdf5 if is_hdf5 else weights.save)(self.net, model_file, self.param.snapshot_diff)
-        log.info("Snapshotting solver state to %s file %s", form, state_file)
-        progress = state.Progress(self.iter, self._step, model_file)
-        (state.write_state_hdf5 if is_hdf5 else state.write_state)(state_file, progress, self._updater.history)
+        progress = state.Progress(self.iter, self._step)
+        state.write_snapshot(self.net, self._updater.history, progress, self.param)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Take iteration, history and parameters from a state file; with several workers, worker 0 reads it for all."""
         if self._workers.is_root:
-            progress = state.read_state(path, self._updater.history)
-            if progress.learned_net:
-                weights.load(self.net, state.find_learned_net(progress.learned_net, path))
-            self.iter, self._step = progress.iteration, progress.step
-            log.info("SGDSolver: restoring history")
+            self.iter, self._step = state.read_snapshot(path, self.net, self._updater.history)
         blobs = [entry.blob for entry in self.net.learnable] + self._updater.history
         self.iter, self._step = self._workers.take_from_root(
             [self.iter, self._step], [blob.data_tensor for blob in blobs]
@@ -299,57 +287,6 @@ class Solver:
                 log.info("Finetuning from %s", path.strip())
                 weights.load(net, path.strip())
         return net
-
-
-class SGDSolver(Solver):
-    """Stochastic gradient descent with momentum."""
-
-    type = "SGD"
-
-
-class NesterovSolver(Solver):
-    """Nesterov's accelerated gradient."""
-
-    type = "Nesterov"
-
-
-class AdaGradSolver(Solver):
-    """AdaGrad."""
-
-    type = "AdaGrad"
-
-
-class RMSPropSolver(Solver):
-    """RMSProp."""
-
-    type = "RMSProp"
-
-
-class AdaDeltaSolver(Solver):
-    """AdaDelta."""
-
-    type = "AdaDelta"
-
-
-class AdamSolver(Solver):
-    """Adam."""
-
-    type = "Adam"
-
-
-SOLVERS: dict[str, type[Solver]] = {
-    solver.type: solver
-    for solver in (SGDSolver, NesterovSolver, AdaGradSolver, RMSPropSolver, AdaDeltaSolver, AdamSolver)
-}
-"""The solvers by the ``type`` that a prototxt gives."""
-
-
-def get_solver(definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> Solver:
-    """Return the solver whose ``type`` the prototxt (or SolverParameter) gives."""
-    param = definition if isinstance(definition, SolverParameter) else read_solver(definition)
-    if param.type not in SOLVERS:
-        raise unknown_name("solver type", param.type, list(SOLVERS))
-    return SOLVERS[param.type](param, connect)
 
 
 class _Clock:

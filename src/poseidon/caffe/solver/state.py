@@ -1,65 +1,57 @@
-"""A solver's state in files that Caffe reads too: ``.solverstate`` and ``.solverstate.h5``."""
+"""Snapshots in files that Caffe reads too: parameters, and a solver's state (``.solverstate``, ``.solverstate.h5``)."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from poseidon.caffe import weights
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.extras import require
-from poseidon.caffe.schema import SolverState
+from poseidon.caffe.net import Net
+from poseidon.caffe.schema import Proto, SolverParameter, SolverState
 from poseidon.caffe.schema.files import read_binary, replacing, write_binary
 from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
 
 _GROUP = "history"
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a solver has come, apart from its parameters and history."""
 
     iteration: int
     step: int
     """Steps down that the learning-rate policy has taken."""
-    learned_net: str
-    """File of the parameters, as it was named when the state was written; empty if there is none."""
 
 
-def write_state(path: str | os.PathLike[str], progress: Progress, history: Sequence[Blob]) -> None:
-    """Write a ``.solverstate``, whole or not at all."""
-    state = SolverState(iter=progress.iteration, learned_net=progress.learned_net, current_step=progress.step)
-    state.history.extend([blob.to_proto() for blob in history])
-    write_binary(path, state)
+def write_snapshot(net: Net, history: Sequence[Blob], progress: Progress, param: Proto) -> None:
+    """Write parameters and state where the solver's settings say; each file appears whole or not at all."""
+    stem = f"{param.snapshot_prefix}_iter_{progress.iteration}"
+    is_hdf5 = param.snapshot_format == SolverParameter.HDF5
+    form, suffix = ("HDF5", ".h5") if is_hdf5 else ("binary proto", "")
+    model_file, state_file = f"{stem}.caffemodel{suffix}", f"{stem}.solverstate{suffix}"
+    # Parameters first: a state exists only once the file that it names is complete.
+    log.info("Snapshotting to %s file %s", form, model_file)
+    (weights.save_hdf5 if is_hdf5 else weights.save)(net, model_file, param.snapshot_diff)
+    log.info("Snapshotting solver state to %s file %s", form, state_file)
+    (_write_hdf5 if is_hdf5 else _write_binary)(state_file, progress, model_file, history)
 
 
-def write_state_hdf5(path: str | os.PathLike[str], progress: Progress, history: Sequence[Blob]) -> None:
-    """Write a ``.solverstate.h5``, whole or not at all."""
-    h5py = require("h5py")
-    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
-        file.create_dataset("iter", data=np.array([progress.iteration], np.int32))
-        _write_c_string(h5py, file, "learned_net", progress.learned_net)
-        file.create_dataset("current_step", data=np.array([progress.step], np.int32))
-        group = file.create_group(_GROUP)
-        for number, blob in enumerate(history):
-            group.create_dataset(str(number), data=blob.data)
-
-
-def read_state(path: str | os.PathLike[str], history: Sequence[Blob]) -> Progress:
-    """Fill ``history`` from a state file of either form and return the rest."""
-    if str(path).endswith(".h5"):
-        return _read_hdf5(path, history)
-    state = read_binary(path, "SolverState")
-    _check_count(path, len(state.history), len(history))
-    for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
-        if not blob.fits(stored):
-            raise _misfit(path, number, blob, tuple(stored.shape.dim))
-        blob.from_proto(stored, reshape=False)
-    return Progress(state.iter, state.current_step, state.learned_net)
+def read_snapshot(path: str | os.PathLike[str], net: Net, history: Sequence[Blob]) -> Progress:
+    """Fill ``history`` from a state file of either form, and the net from the parameters that it names."""
+    read = _read_hdf5 if str(path).endswith(".h5") else _read_binary
+    progress, learned_net = read(path, history)
+    if learned_net:
+        weights.load(net, find_learned_net(learned_net, path))
+    log.info("SGDSolver: restoring history")
+    return progress
 
 
 def find_learned_net(learned_net: str, state_path: str | os.PathLike[str]) -> str:
@@ -68,7 +60,34 @@ def find_learned_net(learned_net: str, state_path: str | os.PathLike[str]) -> st
     return str(beside) if not Path(learned_net).exists() and beside.exists() else learned_net
 
 
-def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> Progress:
+def _write_binary(path: str, progress: Progress, learned_net: str, history: Sequence[Blob]) -> None:
+    state = SolverState(iter=progress.iteration, learned_net=learned_net, current_step=progress.step)
+    state.history.extend([blob.to_proto() for blob in history])
+    write_binary(path, state)
+
+
+def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[Progress, str]:
+    state = read_binary(path, "SolverState")
+    _check_count(path, len(state.history), len(history))
+    for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
+        if not blob.fits(stored):
+            raise _misfit(path, number, blob, tuple(stored.shape.dim))
+        blob.from_proto(stored, reshape=False)
+    return Progress(state.iter, state.current_step), state.learned_net
+
+
+def _write_hdf5(path: str, progress: Progress, learned_net: str, history: Sequence[Blob]) -> None:
+    h5py = require("h5py")
+    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+        file.create_dataset("iter", data=np.array([progress.iteration], np.int32))
+        _write_c_string(h5py, file, "learned_net", learned_net)
+        file.create_dataset("current_step", data=np.array([progress.step], np.int32))
+        group = file.create_group(_GROUP)
+        for number, blob in enumerate(history):
+            group.create_dataset(str(number), data=blob.data)
+
+
+def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[Progress, str]:
     h5py = require("h5py")
     try:
         with h5py.File(path, "r") as file:
@@ -83,7 +102,7 @@ def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> Progres
                 blob.data[...] = stored[()]
             step = int(file["current_step"][0]) if "current_step" in file else 0
             learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
-            return Progress(int(file["iter"][0]), step, learned_net)
+            return Progress(int(file["iter"][0]), step), learned_net
     except OSError as error:
         raise ConfigError(f"cannot read solver state {path}: {error}") from None
 
