@@ -286,6 +286,12 @@ def test_debug_info_shows_only_in_displayed_iterations(tmp_path, spoken):
     assert sum("[Backward] All net params" in line for line in lines(spoken)) == 1
 
 
+def test_multistep_says_when_it_steps(tmp_path, spoken):
+    solver = caffe.get_solver(solver_text(tmp_path, 'lr_policy: "multistep" gamma: 0.1 stepvalue: 2'))
+    solver.step(4)
+    assert [line for line in lines(spoken) if "MultiStep" in line] == ["MultiStep Status: Iteration 2, step = 1"]
+
+
 def test_the_seed_makes_runs_repeatable(tmp_path):
     first, second = (caffe.get_solver(solver_text(tmp_path, "random_seed: 5")) for _ in range(2))
     np.testing.assert_array_equal(first.net.params["conv"][0].data, second.net.params["conv"][0].data)

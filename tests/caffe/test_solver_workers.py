@@ -19,7 +19,10 @@ CLUSTER = Cluster(2, 1, between=Link(1e6, 1e-6), flops=1e12)
 def train(path, routes):
     solver = caffe.get_solver(path, lambda s: Together(s.net, ExchangeOptions(routes, CLUSTER, 60)))
     solver.step(STEPS)
-    return values(solver.net), solver._workers.plan.routes
+    result = values(solver.net), solver._workers.plan.routes
+    solver.close()
+    solver.step(1)  # alone
+    return result
 
 
 def train_alone(folder, batch, text=""):
@@ -75,7 +78,7 @@ def train_and_listen(path):
     mine, shown = [], []
     last = len(solver.net.layers) - 1
     solver.net.after_forward(lambda i: mine.append(float(solver.net.blobs["loss"].data)) if i == last else None)
-    solver.output_listeners.append(lambda which, iteration, outputs: shown.append((which, outputs[0].value)))
+    solver.output_listeners.append(lambda which, _, outputs: shown.append((which, outputs[0].value)))
     solver.step(3)
     return mine, shown
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 import weakref
 import zlib
 from collections import defaultdict
@@ -64,7 +65,9 @@ class Together:
         check_overrides([unit.live.spec for unit in self._units], dict(options.routes or {}))
         self._team = Team(None, options.timeout_s)
         self._agree_on_parameters()
+        before = set(threading.enumerate())
         self._engine = self._make_engine(options)
+        self._threads = [thread for thread in threading.enumerate() if thread not in before]
         self._plan: Plan | None = None
         self._is_exchanging = False
         self._is_first_pass = True
@@ -74,7 +77,8 @@ class Together:
                 self._ready_at[entry.ready_layer].append((unit, number))
         net.after_backward_callbacks.append(self._layer_done)
         # The background threads must not outlive the solver.
-        weakref.finalize(self, self._engine.close).atexit = False
+        self._release = weakref.finalize(self, self._engine.close)
+        self._release.atexit = False
 
     @property
     def is_root(self) -> bool:
@@ -156,6 +160,19 @@ class Together:
         rows = self._team.gather_ints([zlib.crc32(blob.data.data) for blob in blobs], "the others' running averages")
         changed = [blob for blob, sums in zip(blobs, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
         mirror_all(self._team, [blob.data_tensor for blob in changed], 0, "running averages")
+
+    def close(self) -> None:
+        """End the background threads and let go of the net."""
+        self._net.after_backward_callbacks.remove(self._layer_done)
+        for unit in self._units:
+            unit.layer.factor_sink = None
+            if isinstance(unit.layer, Embed):
+                unit.layer.rows_sink = None
+        self._release()
+        # A thread that ended later would be the last to hold a process group, and freeing one while the interpreter
+        # shuts down aborts the process.
+        for thread in self._threads:
+            thread.join(self._team.timeout_s)
 
     # Inside.
 

@@ -78,6 +78,7 @@ def train(settings: TrainSettings) -> None:
             log.info("Resuming from %s", settings.snapshot)
             solver.restore(settings.snapshot)
         _solve(solver, world, settings)
+        solver.close()
     _leave()
 
 

@@ -134,7 +134,10 @@ class Solver:
 
     def apply_update(self) -> None:
         """Change the parameters by the gradients that are in the net, and count one iteration."""
-        rate, self._step = learning_rate(self.param, self.iter, self._step)
+        step = self._step
+        rate, self._step = learning_rate(self.param, self.iter, step)
+        if self.param.lr_policy == "multistep" and self._step != step:
+            log.info("MultiStep Status: Iteration %d, step = %d", self.iter, self._step)
         if self._is_display_due():
             log.info("Iteration %d, lr = %g", self.iter, rate)
         self._updater.apply(rate, self.iter)
@@ -165,6 +168,11 @@ class Solver:
         self.iter, self._step = self._workers.take_from_root(
             [self.iter, self._step], [blob.data_tensor for blob in blobs]
         )
+
+    def close(self) -> None:
+        """Leave the other workers, if there are any; the nets stay usable."""
+        self._workers.close()
+        self._workers = Alone()
 
     # One iteration.
 

@@ -52,6 +52,9 @@ class Workers(Protocol):
     def settle(self) -> None:
         """Make equal what passes have changed on each worker by itself, such as running averages."""
 
+    def close(self) -> None:
+        """Leave the others; called once, at the end."""
+
 
 class Alone:
     """One worker: nothing to exchange, nobody to ask."""
@@ -80,4 +83,7 @@ class Alone:
         return list(numbers)
 
     def settle(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
         """Do nothing."""
