@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from poseidon.caffe.io.sharding import this_worker
-from poseidon.caffe.layers import Layer, register
+from poseidon.caffe.layers import Layer, registry
 from poseidon.caffe.layers.base import exactly
 
 ROWS = 96
 
 
-@register("SharedRows")
 class SharedRows(Layer):
     """Tops: images (2 x 6 x 6), labels below 5, words below 11. ``batch_size`` counts this worker's rows."""
 
+    type = "SharedRows"
     bottom_count = exactly(0)
     top_count = exactly(3)
 
@@ -39,6 +40,18 @@ class SharedRows(Layer):
 
     def backward(self, tops, propagate_down, bottoms):
         pass
+
+
+@pytest.fixture(autouse=True)
+def shared_rows(monkeypatch):
+    """The layer, known while a test runs; tests import this name to have it."""
+    monkeypatch.setitem(registry._TYPES, SharedRows.type, SharedRows)
+
+
+def knowing_the_layer(function, *args):
+    """Call a function in a process of its own, which knows the layer too."""
+    registry._TYPES[SharedRows.type] = SharedRows
+    return function(*args)
 
 
 NET = """

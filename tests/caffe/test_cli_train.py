@@ -43,13 +43,14 @@ def poseidon(command, *flags):
 
 
 def form(text):
-    """Return the lines without what differs from run to run: prefix and numbers; and without layers' own remarks."""
+    """Return the lines without what differs from run to run: prefix and numbers."""
     found = []
     for line in text.splitlines():
         line = re.sub(r"^[IWEF]\d+ [\d:.]+ +\d+ \S+:\d+\] ", "] ", line)
         line = re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "N", line)
-        is_remark = line.startswith(("] Datatype class", "] output data size"))
-        if not is_remark and not (found and line == "] Creating layer loss" and found[-1] == "] loss -> loss"):
+        # Caffe builds a softmax layer inside its loss layer and says so; the class of data is told once per process.
+        is_inner_layer = line == "] Creating layer loss" and found[-1:] == ["] loss -> loss"]
+        if not is_inner_layer and not line.startswith("] Datatype class"):
             found.append(line)
     return found
 

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from caffe_golden import GOLDENS
-from shared_rows import NET, values, write_solver
+from shared_rows import NET, shared_rows, values, write_solver  # noqa: F401 - a fixture
 
 import poseidon.caffe as caffe
 from poseidon.caffe.schema.files import parse_text, read_binary

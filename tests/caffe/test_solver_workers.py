@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from shared_rows import values, write_solver
+from shared_rows import knowing_the_layer, shared_rows, values, write_solver  # noqa: F401 - a fixture
 
 import poseidon.caffe as caffe
 from poseidon.caffe.distributed import ExchangeOptions, Together
@@ -59,7 +59,7 @@ def assert_same_bits(results):
 def test_workers_equal_one_with_the_total_batch(tmp_path, size, text, routes):
     start, alone = train_alone(tmp_path / "alone", 12, text)
     shared = write_solver(tmp_path, 12 // size, text)
-    results = run_ranks(train, size, str(shared), routes)
+    results = run_ranks(knowing_the_layer, size, train, str(shared), routes)
     params = [result for result, _ in results]
     assert_same_bits(params)
     assert_close(params[0], alone)
@@ -84,7 +84,9 @@ def train_and_listen(path):
 
 
 def test_displayed_outputs_are_means_over_the_workers(tmp_path):
-    (first, shown), (second, other) = run_ranks(train_and_listen, 2, str(write_solver(tmp_path, 4, "display: 1")))
+    (first, shown), (second, other) = run_ranks(
+        knowing_the_layer, 2, train_and_listen, str(write_solver(tmp_path, 4, "display: 1"))
+    )
     assert first != second
     assert shown == other
     assert [which for which, _ in shown] == ["train"] * 3
@@ -104,7 +106,7 @@ def test_running_averages_are_worker_zeros_in_a_snapshot(tmp_path):
     net = tmp_path / "net.prototxt"
     layer = 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" }\nlayer { name: "embed"'
     net.write_text(net.read_text().replace('layer { name: "embed"', layer))
-    (first, params), (second, other) = run_ranks(train_batch_norm, 2, str(path))
+    (first, params), (second, other) = run_ranks(knowing_the_layer, 2, train_batch_norm, str(path))
     assert not np.array_equal(first, second)
     assert_same_bits([params, other])
     np.testing.assert_array_equal(params["bn"][0], first)
@@ -124,7 +126,7 @@ def resume(path):
 
 
 def test_a_job_resumes_exactly_from_worker_zeros_snapshot(tmp_path):
-    results = run_ranks(resume, 2, str(write_solver(tmp_path, 4, "")))
+    results = run_ranks(knowing_the_layer, 2, resume, str(write_solver(tmp_path, 4, "")))
     for went_on, resumed, iteration in results:
         assert iteration == 4
         assert_close(resumed, went_on)
@@ -147,4 +149,4 @@ def test_different_nets_are_refused_by_name(tmp_path):
         net.write_text(net.read_text().replace("num_output: 12", f"num_output: {outputs}"))
         paths.append(str(path))
     with pytest.raises(AssertionError, match=r"ip1\.0 has shape \[12, 64\] on rank 0 and \[13, 64\] on rank 1"):
-        run_ranks(disagree, 2, paths)
+        run_ranks(knowing_the_layer, 2, disagree, paths)

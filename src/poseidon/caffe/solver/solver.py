@@ -170,9 +170,12 @@ class Solver:
         )
 
     def close(self) -> None:
-        """Leave the other workers, if there are any; the nets stay usable."""
+        """Leave the other workers, if there are any, and forget all callbacks; the nets stay usable."""
         self._workers.close()
         self._workers = Alone()
+        # They may refer back to the solver, whose data layers would go on reading ahead until the next collection.
+        for calls in (self._on_start, self._on_gradients, self.output_listeners):
+            calls.clear()
 
     # One iteration.
 
