@@ -1,7 +1,8 @@
 """Run a function on several ranks, as processes on this machine that can talk to each other.
 
-``run_ranks(train, 4, model_name)`` calls ``train(model_name)`` on 4 ranks with a gloo process group and returns what each
-returned, by rank. A rank that raises makes the call raise with that rank's traceback; no process outlives the call.
+``run_ranks(train, 4, model_name)`` calls ``train(model_name)`` on 4 ranks with a gloo process group and returns
+what each returned, by rank. A rank that raises makes the call raise with that rank's traceback; no process outlives
+the call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run_ranks(
     env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     lost: Sequence[int] = (),
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``lost`` ones die or hang and give None."""
+    """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``lost`` ones give none."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = env if isinstance(env, Sequence) else [env or {}] * size
     pipes, processes = [], []

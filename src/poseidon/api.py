@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from poseidon.engine.discover import find_units, tensors_of
@@ -29,9 +29,10 @@ from poseidon.launch.environment import World, init
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.planning.sampling import plan
+from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.calibrate import arithmetic_digest, find_cluster
-from poseidon.team.mirror import Mirror, mirror_all
+from poseidon.team.mirror import Mirror, mirror_all, mirrors_of
 from poseidon.team.team import Team
 
 __all__ = ["DistributedDataParallel", "World", "init", "plan"]
@@ -101,6 +102,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._will_sync_buffers = True
         self._team: Team | None = None
         self._mirrors: list[Mirror] = []
+        self._mirrored: list[int] = []
+        """Identities of the buffers in the mirrors."""
         self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
         self._connect(process_group, init_sync)
@@ -225,15 +228,26 @@ class DistributedDataParallel(nn.Module, Joinable):
             return
         if dist.get_world_size(process_group) == 1:
             return
-        team = self._team = Team(process_group, self.timeout_s)
+        team = Team(process_group, self.timeout_s)
+        try:
+            self._start_exchange(team, units, init_sync)
+        except BaseException:
+            team.close()
+            raise
+
+    def _start_exchange(self, team: Team, units: list[LiveUnit], init_sync: bool) -> None:
+        self._team = team
         check_same_model(team, describe([*self.module.named_parameters(), *self.module.named_buffers()]))
         if init_sync:
             tensors = tensors_of(self.module, self._ignored, with_buffers=self.broadcast_buffers)
             mirror_all(team, tensors, 0, "the initial parameters")
         is_alike = self._check_arithmetic(team)
         has_choice = any(unit.spec.kind != "dense" for unit in units)
-        cluster = find_cluster(team, self.device, self._cluster) if has_choice else Cluster(len(team.topology.machines))
-        routes = self._routes if is_alike else {**self._routes, "*": "allreduce"}
+        cluster = find_cluster(team, self.device, self._cluster, is_measured=has_choice)
+        routes = self._routes
+        if not is_alike:
+            linear = [unit.name for unit in units if unit.spec.kind == "linear"]
+            routes = {**dict.fromkeys(linear, "allreduce"), **{p: r for p, r in routes.items() if r != "factors"}}
         options = Options(
             bucket_bytes=self.bucket_bytes_cap,
             keep_views=self.gradient_as_bucket_view,
@@ -242,19 +256,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             gather_factors=self._gather_factors,
             routes=routes,
         )
-        self._mirrors = self._buffer_mirrors() if self.forward_sync_buffers else []
         self._engine = Engine(units, team, cluster, options)
         self._front_end = AutogradFrontEnd(self._engine)
         # Threads and hooks must not outlive the wrapper, however it goes away.
         self._release = weakref.finalize(self, _release, self._front_end)
         self._release.atexit = False
-
-    def _buffer_mirrors(self) -> list[Mirror]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for name, buffer in self.module.named_buffers():
-            if name not in self._ignored:
-                by_device.setdefault(buffer.device, []).append(buffer)
-        return [Mirror(buffers) for buffers in by_device.values()]
 
     def _check_arithmetic(self, team: Team) -> bool:
         digests = [row[0] for row in team.gather_ints([arithmetic_digest(self.device)], "the arithmetic check")]
@@ -263,7 +269,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         warnings.warn(
             f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round matrix products "
-            "differently (other CPU, GPU, library or thread count); gradients travel by allreduce only, so that "
+            "differently (other CPU, GPU, library or thread count); no layer travels as factors, so that "
             "replicas stay identical",
             stacklevel=4,
         )
@@ -279,19 +285,21 @@ class DistributedDataParallel(nn.Module, Joinable):
             Join.notify_join_context(self)
             ShadowHook.announce(self, is_synced)
         inputs, kwargs = self._moved(inputs, kwargs)
-        batch = sum(tensor.numel() for tensor in tensors_in((inputs, kwargs)))
-        self._engine.arm(is_synced, batch)
+        if torch.is_grad_enabled():
+            # A forward without gradients (an evaluation, a target network) leaves a backward still to come alone.
+            batch = sum(tensor.numel() for tensor in tensors_in((inputs, kwargs)))
+            self._engine.arm(is_synced, batch)
         if self._will_sync_buffers:
             self.sync_buffers(0)
-        # As torch does: buffers are not sent again while gradients are only being accumulated.
-        self._will_sync_buffers = self.require_backward_grad_sync
+        # As torch does: once more after a forward that may have changed them, unless gradients are being accumulated.
+        self._will_sync_buffers = is_synced
         return inputs, kwargs
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
         assert self._engine is not None
         assert self._front_end is not None
-        if not self._engine.is_armed:
+        if not (torch.is_grad_enabled() and self._engine.is_armed):
             return
         tensors = list(tensors_in(outputs))
         unused: list[nn.Parameter] = []
@@ -307,13 +315,26 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def sync_buffers(self, source: int) -> None:
         """Copy ``source``'s buffers to everybody, as torch's class does before each forward. Collective."""
-        if self._team is not None:
-            for mirror in self._mirrors:
-                mirror.copy_from(self._team, source, "the buffers")
+        if self._team is None or not self.forward_sync_buffers:
+            return
+        named = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
+        if [id(buffer) for _, buffer in named] != self._mirrored:  # a buffer was replaced by assignment
+            self._mirrored = [id(buffer) for _, buffer in named]
+            self._mirrors = mirrors_of([buffer for _, buffer in named])
+        for mirror in self._mirrors:
+            mirror.copy_from(self._team, source, "the buffers")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
-        return {**self.__dict__, "_engine": None, "_front_end": None, "_team": None, "_mirrors": [], "_release": None}
+        return {
+            **self.__dict__,
+            "_engine": None,
+            "_front_end": None,
+            "_team": None,
+            "_mirrors": [],
+            "_mirrored": [],
+            "_release": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import compare_twins, quiet, seed_of_rank, wrap, wrap_torch
 
 import poseidon
+from ranks import run_ranks
+from twins import compare_twins, quiet, seed_of_rank, wrap, wrap_torch
 
 
 class Mlp(nn.Module):

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
-from twins import wrap
 
 from poseidon.errors import MismatchError, PoseidonError, UnsupportedError, WorkerLostError
+from ranks import run_ranks
+from twins import wrap
 
 
 def _message(action: Callable[[], object], kind: type[PoseidonError]) -> str:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
+
+from ranks import run_ranks
 from twins import wrap
 
 
@@ -98,7 +99,7 @@ LAYOUTS = ["a", "ab", "abc", "aabb", "abab", "aab", "aaabb"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("draws", "route", "options"), ROUTES, ids=["factors", "gather", "linear", "rows", "embedding"])
+@pytest.mark.parametrize(("draws", "route", "options"), ROUTES, ids=["factors", "gather", "linear", "rows", "table"])
 def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], layout: str) -> None:
     ranks = max(2, len(layout))
     machines = [{"POSEIDON_MACHINE": layout[rank % len(layout)]} for rank in range(ranks)]

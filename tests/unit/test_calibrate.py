@@ -31,7 +31,7 @@ class Room:
 
 
 def room(rank: int = 0, names: str = "ab", others: list[Any] | None = None) -> Team:
-    return cast("Team", Room(rank, names, [None] if others is None else others))
+    return cast("Team", Room(rank, names, [{}] if others is None else others))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("measured")
 def test_what_is_given_counts_and_nothing_given_is_measured() -> None:
     given = Cluster(7)
-    assert find_cluster(room(), CPU, given) is given
+    assert find_cluster(room(), CPU, given) == given
     assert find_cluster(room(), CPU) is MEASURED
 
 
@@ -52,7 +52,7 @@ def test_a_file_on_rank_0_is_read_there_and_told_to_the_others(tmp_path: Path) -
     stored, path = Cluster(5, source="given"), tmp_path / "cluster.json"
     stored.save(path)
     assert find_cluster(room(rank=0), CPU, path) == stored
-    assert find_cluster(room(rank=1, others=[stored.to_dict()]), CPU, tmp_path / "not here.json") == stored
+    assert find_cluster(room(rank=1, others=[{"cluster": stored.to_dict()}]), CPU, tmp_path / "not here.json") == stored
 
 
 @pytest.mark.usefixtures("measured")
@@ -81,8 +81,8 @@ def test_a_bad_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_slowest_of_everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(rate: float | None, latency: float, flops: float) -> dict[str, Any]:
-        link = None if rate is None else {"bits_per_s": rate, "latency_s": latency}
-        return {"between": link, "inside": None, "flops": flops}
+        links = [] if rate is None else [{"bits_per_s": rate, "latency_s": latency}]
+        return {"between": links, "inside": [], "flops": flops}
 
     monkeypatch.setattr(calibrate, "_ping", lambda *_: {"bits_per_s": 2e9, "latency_s": 1e-4})
     monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
@@ -93,7 +93,7 @@ def test_the_slowest_of_everything_counts(monkeypatch: pytest.MonkeyPatch) -> No
 def test_uneven_machines_count_as_their_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_ping", lambda *_: {"bits_per_s": 2e9, "latency_s": 1e-4})
     monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
-    says = {"between": None, "inside": {"bits_per_s": 3e9, "latency_s": 1e-5}, "flops": 5e9}
+    says = {"between": [], "inside": [{"bits_per_s": 3e9, "latency_s": 1e-5}], "flops": 5e9}
     cluster = measure_cluster(room(0, "abb", [says, says]), CPU)
     assert (cluster.machines, cluster.workers_per_machine) == (2, 2)
     assert (cluster.between, cluster.inside) == (Link(2e9, 1e-4), Link(3e9, 1e-5))

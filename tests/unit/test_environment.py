@@ -21,7 +21,7 @@ TORCHRUN = {
 }
 SLURM = {
     "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "123456",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
@@ -126,7 +126,7 @@ def test_torchrun_inside_a_slurm_job_counts() -> None:
 
 
 def test_one_slurm_task_is_alone() -> None:
-    assert World.from_environment({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == World()
+    assert World.from_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}).size == 1
     assert World.from_environment({"SLURM_PROCID": "0"}) == World()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Kind, ParameterSpec, Unit
 
@@ -39,6 +39,11 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         kind: Kind = "dense" if is_shared else _kind(module, [p for _, p in mine])
         specs = tuple(ParameterSpec(name, tuple(p.shape), p.element_size()) for name, p in mine)
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and len(mine) > 1:
+            raise UnsupportedError(
+                f"{path or ROOT}: an embedding with sparse=True can have no other parameter; it has {len(mine)}. "
+                "Use sparse=False: only touched rows travel anyway"
+            )
         spec = Unit(path or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
         units.append(LiveUnit(len(units), spec, module, tuple(p for _, p in mine)))
     return units
@@ -62,10 +67,9 @@ def _kind(module: nn.Module, parameters: list[nn.Parameter]) -> Kind:
     # Exactly these classes: a subclass may use its weight in ways that nobody here knows of.
     if type(module) is nn.Linear and _owns_only(module, "weight", "bias"):
         return "linear"
-    if type(module) is nn.Embedding and not module.scale_grad_by_freq:
-        return "embedding"
-    if type(module) is nn.EmbeddingBag and module.mode != "max" and not module.scale_grad_by_freq:
-        return "embedding"
+    if type(module) in (nn.Embedding, nn.EmbeddingBag) and _owns_only(module, "weight"):
+        has_rows = not module.scale_grad_by_freq and getattr(module, "mode", "") != "max"
+        return "embedding" if has_rows else "dense"
     return "dense"
 
 

@@ -165,7 +165,7 @@ class Engine:
             self._my_call = RollCall(self.step, int(is_dense), self.batch, int(self.is_joined))
             self._roll_call = self._start_roll_call(unused)
             self._scheduler = Scheduler(self._current, self._routes, self.step)
-            self._waiting = set(self._unit_of)
+            self._waiting = dict.fromkeys(self._unit_of)
             self._missing_of = {unit.index: len(unit.parameters) for unit in self.units}
             self._ready_order: list[int] = []
             self._additions.clear()
@@ -197,16 +197,15 @@ class Engine:
         assert self._current is not None
         self.team.watch.note(self.step, "at the end of backward")
         forgotten = [parameter for parameter in self._waiting if not self._additions[parameter]]
-        try:
-            for parameter in list(self._waiting):
-                self._settle(parameter)
-            calls = self._finish_roll_call()
-            self._scheduler.finish(self._is_used)
-            self._rescale(calls)
-            if not any(call.is_joined for call in calls):
-                self._plan_if_due(calls)
-        finally:
-            self._current = None
+        # In the order in which gradients came, where a static graph is still being learnt.
+        for parameter in [*(p for p in self._additions if p in self._waiting), *forgotten]:
+            self._settle(parameter)
+        calls = self._finish_roll_call()
+        self._scheduler.finish(self._is_used)
+        self._rescale(calls)
+        if not any(call.is_joined for call in calls):
+            self._plan_if_due(calls)
+        self._current = None
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
         self._has_local_gradients = False
@@ -241,7 +240,7 @@ class Engine:
 
     def _settle(self, parameter: nn.Parameter) -> None:
         """Nothing more will come for this parameter; its unit leaves when that holds for all of its parameters."""
-        self._waiting.discard(parameter)
+        self._waiting.pop(parameter, None)
         unit = self._unit_of[parameter]
         self._missing_of[unit.index] -= 1
         if self._missing_of[unit.index] == 0:

@@ -43,6 +43,7 @@ class AutogradFrontEnd:
         self._unused: set[nn.Parameter] = set()
         self._followed: Plan | None = None
         self._is_end_queued = False
+        self._has_starts = True
         for unit in engine.units:
             for parameter in unit.parameters:
                 self._watch(parameter)
@@ -54,14 +55,25 @@ class AutogradFrontEnd:
         """Learn of the backward that will start from these outputs of the model, and of what it will not reach."""
         self._unused = set(unused)
         self._is_end_queued = False
-        for tensor in tensors:
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._output_gradient)
+        starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
+        self._has_starts = bool(starts)
+        for tensor in starts:
+            tensor.register_hook(self._output_gradient)
 
     def begin(self) -> None:
         """Start the exchange of this backward unless it has started, and see to its end."""
         self.engine.begin_backward(self._unused)
         self._queue_end()
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the backward under way exchanges gradients.
+
+        It does if it passes through outputs of an armed forward, or if that forward's outputs were hidden in objects
+        where nobody could find them. A backward that starts elsewhere (from a penalty on the weights, say) is the
+        caller's own affair.
+        """
+        return self.engine.is_armed and (self._is_end_queued or not self._has_starts)
 
     def will_accumulate(self, parameter: nn.Parameter) -> bool:
         """Whether this backward puts gradients into ``parameter.grad``, rather than returning some to the caller."""
@@ -108,7 +120,7 @@ class AutogradFrontEnd:
             self = front_end()
             if self is None:
                 return
-            if not self.engine.is_armed:
+            if not self.exchanges:
                 self.engine.local_gradient()
                 return
             self.begin()
@@ -161,9 +173,14 @@ class FactorLinear(_PlainOutside, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
         found = _find(self)
-        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
+        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad or _has_hooks(self):
             return F.linear(input, self.weight, self.bias)
         return _factor_linear(input, self.weight, self.bias, *found)
+
+
+def _has_hooks(module: nn.Linear | nn.Embedding | nn.EmbeddingBag) -> bool:
+    """Whether the user has hooks on the weight's gradient, which must then exist as the user expects it."""
+    return bool(module.weight._backward_hooks)
 
 
 class RowsEmbedding(_PlainOutside, nn.Embedding):
@@ -204,7 +221,7 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
 
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
         self._module = module
-        found = _find(module) if torch.is_grad_enabled() else None
+        found = _find(module) if torch.is_grad_enabled() and not _has_hooks(module) else None
         self._is_on = found is not None and found[0].engine.makes_rows(found[1])
         if found is not None and found[0].engine.is_observing:
             found[0].engine.observe(found[1], Load(rows=torch.unique(indices).numel()))
@@ -219,23 +236,31 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
 def _factor_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
 ) -> Tensor:
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        # As autocast would do for F.linear; done here so that the factors travel in the short type too.
-        x = x.to(torch.get_autocast_dtype(kind))
-    out: Tensor = _FactorLinearFunction.apply(x, weight, bias, front_end, unit)  # type: ignore[no-untyped-call]
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        # As autocast does for F.linear; done here so that the factors travel in the short type too.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+    function: Any = _FactorLinearFunction
+    out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
     return out
 
 
 class _FactorLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        front_end: AutogradFrontEnd,
+        unit: LiveUnit,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.front_end, ctx.unit, ctx.has_bias = front_end, unit, bias is not None
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -246,14 +271,15 @@ class _FactorLinearFunction(torch.autograd.Function):
         rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         engine = front_end.engine
         if needs_weight and front_end.will_accumulate(unit.weight):
-            if engine.is_armed:
+            if front_end.exchanges:
                 front_end.begin()
-            if engine.is_observing and engine.is_armed:
+            if engine.is_observing and engine.in_backward:
+                unit.factor_dtype = x.dtype
                 engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller wants to differentiate once more, which factors cannot do.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 unit.give(rows_x.detach(), rows_g.detach())
-                return grad_x, None, None, None, None
+                return grad_x, None, None, None, None, None
         grad_weight = (rows_g.t() @ rows_x).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None

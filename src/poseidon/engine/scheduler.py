@@ -95,7 +95,7 @@ class Scheduler:
         self._step = step
         self._missing = Counter(schedule.collective_of.values())
         self._next = 0
-        self._messages: list[Exchange] = []
+        self._messages: dict[int, Exchange] = {}
         self._collectives: list[Exchange] = []
 
     def ready(self, unit: LiveUnit) -> None:
@@ -106,16 +106,17 @@ class Scheduler:
                 self._missing[self._schedule.collective_of[parameter]] -= 1
             self._start_collectives()
         elif route == "factors":
-            self._messages.append(self._routes.factors.start(unit, self._step))
+            self._messages[unit.index] = self._routes.factors.start(unit, self._step)
         else:
-            self._messages.append(self._routes.rows.start(unit, self._step))
+            self._messages[unit.index] = self._routes.rows.start(unit, self._step)
 
     def finish(self, is_used: Mapping[nn.Parameter, bool]) -> None:
         """Wait for everything under way and leave the means in ``.grad``."""
         assert self._next == len(self._schedule.collectives), "a unit was never reported ready"
         self._compare_flags()
-        # Messages first: most left early, and what they bring is worked on while the last bucket travels.
-        for exchange in self._messages:
+        # Messages first: most left early, and what they bring is worked on while the last bucket travels. By number and
+        # not as they left, because a part that came another way makes finishing one collective.
+        for _, exchange in sorted(self._messages.items()):
             exchange.finish()
         for item, exchange in zip(self._schedule.collectives, self._collectives, strict=True):
             exchange.finish()

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import poseidon
 from poseidon import zoo
 from poseidon.lab.pace import paced
 from poseidon.lab.results import Repetition
@@ -101,8 +101,9 @@ def _prepare(settings: WorkerSettings) -> torch.device:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
+    # The same group and the same NCCL settings for all systems.
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout_s))
+    poseidon.init(backend, timeout_s=settings.timeout_s)
     return torch.device(settings.device, 0) if settings.device == "cuda" else torch.device("cpu")
 
 

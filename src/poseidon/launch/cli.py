@@ -17,9 +17,18 @@ from poseidon.errors import PoseidonError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("poseidon.launch.bench", "measure Poseidon beside its peers on an emulated cluster"),
+    "compute-image-mean": ("poseidon.launch.compute_image_mean", "compute the mean image of a Caffe database"),
+    "convert-imageset": ("poseidon.launch.convert_imageset", "write the images of a list to a Caffe database"),
+    "device-query": ("poseidon.launch.device_query", "show the GPUs of this machine"),
+    "extract-features": ("poseidon.launch.extract_features", "write what a Caffe net computes to databases"),
     "lab": ("poseidon.launch.lab", "turn this machine into a cluster of emulated machines"),
+    "partition-data": ("poseidon.launch.partition_data", "split a Caffe database or list into one part per worker"),
     "plan": ("poseidon.launch.plan", "show which route each layer would take, and why"),
     "quickstart": ("poseidon.launch.quickstart", "train LeNet on digits with 4 local workers"),
+    "test": ("poseidon.launch.test", "score a Caffe net"),
+    "time": ("poseidon.launch.time", "time the layers of a Caffe net"),
+    "train": ("poseidon.launch.train", "train a Caffe solver's net, on one worker or many"),
+    "upgrade-net": ("poseidon.launch.upgrade_net", "rewrite an old Caffe net or solver in the present form"),
 }
 
 
@@ -55,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _overview_parser() -> argparse.ArgumentParser:
     from poseidon import __version__
 
-    lines = [f"  {name:<12} {summary}" for name, (_, summary) in sorted(COMMANDS.items())]
+    lines = [f"  {name:<20} {summary}" for name, (_, summary) in sorted(COMMANDS.items())]
     parser = argparse.ArgumentParser(
         prog="poseidon",
         usage="poseidon COMMAND [options]",

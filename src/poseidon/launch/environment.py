@@ -30,7 +30,8 @@ class World:
         env = os.environ if environ is None else environ
         if "RANK" in env or "WORLD_SIZE" in env:
             return cls._from_torchrun(env)
-        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        # Only in tasks that srun started: a batch script has a rank too, but it is alone.
+        if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
             return cls._from_slurm(env)
         return cls()
 
@@ -50,7 +51,7 @@ class World:
         first_host = _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "127.0.0.1")))
         return cls(
             _number(env, "SLURM_PROCID"),
-            _number(env, "SLURM_NTASKS"),
+            _number(env, "SLURM_STEP_NUM_TASKS"),
             _number(env, "SLURM_LOCALID", 0),
             None,
             env.get("MASTER_ADDR", first_host),
@@ -90,6 +91,8 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
     import torch.distributed as dist
 
     world = World.from_environment()
+    if dist.is_initialized() and world.size != dist.get_world_size():
+        world = World(dist.get_rank(), dist.get_world_size(), world.local_rank)
     if torch.cuda.is_available() and world.size > 1:
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     if world.size > 1 and world.local_size == 1:

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""What a person sees of a running job."""

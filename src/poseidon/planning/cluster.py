@@ -32,7 +32,7 @@ def parse_rate(text: str) -> float:
 def format_rate(bits_per_s: float) -> str:
     """Write a rate the way people say it: ``9.41 Gbit/s``."""
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits_per_s >= scale:
+        if bits_per_s >= 0.9995 * scale:
             return f"{bits_per_s / scale:.3g} {unit}"
     return f"{bits_per_s:.3g} bit/s"
 
@@ -75,6 +75,9 @@ class Cluster:
     """Where the figures come from: assumed, given or measured; shown with the plan."""
 
     def __post_init__(self) -> None:
+        for name in ("machines", "workers_per_machine"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected a whole number")
         if self.machines < 1:
             raise ConfigError(f"a cluster has at least 1 machine, not {self.machines}")
         if self.workers_per_machine < 1:
@@ -116,6 +119,8 @@ class Cluster:
                 fields[name] = _link_from_dict(fields[name], f"{origin}: {name}")
         try:
             return cls(**fields)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from error
         except TypeError as error:
             raise ConfigError(f"{origin}: {error}") from error
 
@@ -148,5 +153,8 @@ def _link_from_dict(data: Any, origin: str) -> Link:
         raise ConfigError(f"{origin}: unknown field {unknown[0]!r}; known: rate, bits_per_s, latency_s")
     if ("rate" in data) == ("bits_per_s" in data):
         raise ConfigError(f"{origin}: give either rate or bits_per_s")
-    rate = parse_rate(data["rate"]) if "rate" in data else float(data["bits_per_s"])
-    return Link(bits_per_s=rate, latency_s=float(data.get("latency_s", 200e-6)))
+    try:
+        rate = parse_rate(str(data["rate"])) if "rate" in data else float(data["bits_per_s"])
+        return Link(bits_per_s=rate, latency_s=float(data.get("latency_s", 200e-6)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{origin}: {error}") from error

@@ -89,7 +89,7 @@ def make_plan(
     """Choose for every unit the route with the lowest estimated time; ties go to allreduce.
 
     ``loads`` holds what is known of each linear or embedding unit by name; a unit without an entry takes allreduce.
-    ``overrides`` maps unit names or patterns (``"head.*"``) to routes; the first that matches wins.
+    ``overrides`` maps unit names or patterns (``"head.*"``) to routes; the first that matches and is possible wins.
     """
     overrides = dict(overrides or {})
     check_overrides(units, overrides)
@@ -103,8 +103,8 @@ def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str]) -> None
             raise unknown_name("route", route, ROUTES)
         matched = [unit for unit in units if fnmatch.fnmatchcase(unit.name, pattern)]
         if not matched:
-            names = ", ".join(unit.name for unit in units[:8])
-            raise ConfigError(f"routes: no unit matches {pattern!r}; the model's units are {names}, ...")
+            names = ", ".join(unit.name for unit in units[:8]) + (", ..." if len(units) > 8 else "")
+            raise ConfigError(f"routes: no unit matches {pattern!r}; the model's units are {names}")
         able = [unit for unit in matched if route in possible_routes(unit)]
         if not able:
             raise ConfigError(
@@ -126,7 +126,7 @@ def _decide(unit: Unit, load: Load | None, cluster: Cluster, overrides: Mapping[
     costs = _costs(unit, load, cluster, possible)
     wanted = next((r for p, r in overrides.items() if fnmatch.fnmatchcase(unit.name, p) and r in possible), None)
     route = min(costs, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
-    why = _reason(route, costs, load, possible)
+    why = _reason(route, costs, load, possible) if cluster.workers > 1 else "one worker: nothing to exchange"
     if unit.is_sparse:
         why = "sparse gradients were asked for"
     if wanted is not None and cluster.workers > 1:

@@ -1,4 +1,4 @@
-"""Load of every unit for a sample batch: one forward on the meta device, or on the real one where that fails."""
+"""Load of every unit for a sample batch: one forward, watched."""
 
 from __future__ import annotations
 
@@ -34,20 +34,24 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
 
     loads: dict[str, Load] = {}
 
-    def record(unit: LiveUnit, inputs: tuple[Tensor, ...]) -> None:
+    def record(unit: LiveUnit, x: Tensor) -> None:
         if unit.spec.kind == "linear":
-            rows = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+            rows = x.numel() // max(x.shape[-1], 1)
         else:
             table_rows, _ = unit.spec.matrix
-            rows = min(inputs[0].numel(), table_rows) if inputs[0].is_meta else torch.unique(inputs[0]).numel()
+            rows = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
         before = loads.get(unit.name, Load(0))
         loads[unit.name] = Load(before.rows + rows)
 
     handles = [
-        unit.module.register_forward_pre_hook(lambda _, inputs, unit=unit: record(unit, inputs))
+        unit.module.register_forward_pre_hook(
+            lambda _, inputs, named, unit=unit: record(unit, inputs[0] if inputs else named["input"]), with_kwargs=True
+        )
         for unit in units
         if unit.spec.kind != "dense" and unit.module is not None
     ]
+    was_training = model.training
+    model.eval()  # a look must not move BatchNorm's statistics
     try:
         with torch.no_grad():
             if isinstance(sample_inputs, Mapping):
@@ -57,6 +61,7 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
             else:
                 model(sample_inputs)
     finally:
+        model.train(was_training)
         for handle in handles:
             handle.remove()
     return loads

@@ -12,7 +12,7 @@ _HEADER = ("layer", "shape", "rows", "route", "bytes/step", "why")
 def format_bytes(size: float) -> str:
     """Write a number of bytes the way people say it: ``37.7 MB``."""
     for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= scale:
+        if size >= 0.9995 * scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} B"
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.routes.base import Exchange
-from poseidon.team.team import Arrival, Team
+from poseidon.team.team import CLOSE_S, Arrival, Team
 
 
 class AllreduceRoute:
@@ -38,22 +37,18 @@ class AllreduceRoute:
         flat.div_(self._team.size)
         if self._levels is not None and not flat.is_cuda:
             return _LevelsExchange(self._team, self._levels.start(flat, name), name)
-        work = dist.all_reduce(flat, group=self._team.group, async_op=True)
-        return _FlatExchange(self._team, work, name, is_nccl=flat.is_cuda and self._team.is_nccl)
+        return _FlatExchange(self._team, flat, name)
 
 
 class _FlatExchange(Exchange):
-    def __init__(self, team: Team, work: Any, name: str, is_nccl: bool) -> None:
+    def __init__(self, team: Team, flat: Tensor, name: str) -> None:
         self._team = team
-        self._work = work
+        self._flat = flat
         self._name = name
-        self._is_nccl = is_nccl
+        self._work = dist.all_reduce(flat, group=team.group, async_op=True)
 
     def finish(self) -> None:
-        if self._is_nccl:
-            self._team.wait_on_stream(self._work, self._name)
-        else:
-            self._team.wait(self._work, self._name)
+        self._team.wait_for(self._work, self._flat, self._name)
 
 
 class _LevelsExchange(Exchange):
@@ -75,10 +70,12 @@ class _Levels:
         self._inside = team.new_group(self._neighbours)
         self._between = team.new_group(team.topology.counterparts(team.rank))
         self._inbox: queue.SimpleQueue[tuple[Tensor, str, Arrival] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work_forever, name="poseidon-levels", daemon=True).start()
+        self._thread = threading.Thread(target=self._work_forever, name="poseidon-levels", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._inbox.put(None)
+        self._thread.join(timeout=CLOSE_S)
 
     def start(self, flat: Tensor, name: str) -> Arrival:
         arrival = Arrival()
@@ -118,6 +115,5 @@ def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         flat = parameter.grad.contiguous().div(team.size)
-        work = dist.all_reduce(flat, group=team.group, async_op=True)
-        _FlatExchange(team, work, name, is_nccl=flat.is_cuda and team.is_nccl).finish()
+        _FlatExchange(team, flat, name).finish()
         parameter.grad.copy_(flat)

@@ -36,7 +36,7 @@ class FactorsRoute:
         dtype = unit.row_dtype
         outputs, inputs = unit.weight.shape
         count = sum(x.shape[0] for x, _ in pieces)
-        host = torch.empty(count, inputs + outputs, dtype=dtype, pin_memory=unit.weight.is_cuda)
+        host = torch.empty(count, inputs + outputs, dtype=dtype, device="cpu", pin_memory=unit.weight.is_cuda)
         exchange = _FactorsExchange(self._team, unit, dtype, self._side_stream(unit.weight))
         settle = exchange.fill(host, pieces)
         flags = _HAS_DENSE * unit.has_dense

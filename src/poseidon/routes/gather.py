@@ -58,7 +58,7 @@ class GatherExchange(Exchange):
         capacity, value_bytes = planned
         self._dtype = unit.row_dtype
         count = sum(x.shape[0] for x, _ in unit.pieces)
-        fits = count <= capacity and self._dtype.itemsize == value_bytes
+        fits = self._fits = count <= capacity and self._dtype.itemsize == value_bytes
         self.flags = (Flag.HAS_DENSE if unit.has_dense else Flag(0)) | (Flag(0) if fits else Flag.MISFIT)
         shape = (capacity, sum(unit.weight.shape) * value_bytes)
         mine = torch.zeros(shape, dtype=torch.uint8, device=unit.weight.device)
@@ -75,7 +75,7 @@ class GatherExchange(Exchange):
         self._is_misfit = any(flag & Flag.MISFIT for flag in flags)
 
     def finish(self) -> None:  # noqa: D102 - as in the contract
-        self._team.wait_on_stream(self._work, self._unit.name)
+        self._team.wait_for(self._work, self._everybody, self._unit.name)
         unit = self._unit
         if self._is_misfit:
             self._rescue_pieces()
@@ -89,7 +89,7 @@ class GatherExchange(Exchange):
 
     def _rescue_pieces(self) -> None:
         """Read this worker's own rows back, if they were given away in the belief that everybody's would fit."""
-        if not self._unit.pieces:
+        if self._fits:
             capacity = self._everybody.shape[0] // self._team.size
             first = self._team.rank * capacity
             rows: Tensor = self._everybody[first : first + capacity].view(self._dtype)

@@ -21,10 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.errors import MismatchError
-from poseidon.team.team import Arrival, Team
-
-_RECEIVERS = 4
-"""Units whose arrival is awaited at the same time; more only helps when many small units are under way."""
+from poseidon.team.team import CLOSE_S, Arrival, Team
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,7 @@ class _Job:
     """Operation, tensor to keep alive until it is done, and peer."""
     is_sent: threading.Event = field(default_factory=threading.Event)
     """Set when all sends have been handed over (or have failed)."""
+    send_error: Exception | None = None
 
 
 class Pairs:
@@ -76,22 +74,36 @@ class Pairs:
         self._pin_memory = pin_memory
         self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        for target, count in ((self._send_forever, 1), (self._receive_forever, _RECEIVERS)):
-            for _ in range(count):
-                threading.Thread(target=target, name="poseidon-pairs", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self._add_thread(self._send_forever)
 
     def start(self, parcel: Parcel) -> Arrival:
         """Begin to exchange; the arrival's value is a :class:`Gathered`, or what the parcel's ``land`` makes of it."""
         job = _Job(parcel)
+        with self._lock:
+            self._under_way += 1
+            # A thread for every parcel under way: workers may start them in different orders, and one that waits for a
+            # parcel of a peer must not keep another from relaying what that peer waits for.
+            if self._under_way >= len(self._threads):
+                self._add_thread(self._receive_forever)
         self._outbox.put(job)
         self._inbox.put(job)
         return job.arrival
 
+    def _add_thread(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="poseidon-pairs", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def close(self) -> None:
         """End the threads once they have nothing more to do."""
         self._outbox.put(None)
-        for _ in range(_RECEIVERS):
+        for _ in self._threads[1:]:
             self._inbox.put(None)
+        for thread in self._threads:
+            thread.join(timeout=CLOSE_S)
 
     def _tag(self, unit: int, origin: int, is_header: bool) -> int:
         return (unit * self._team.size + origin) * 2 + is_header
@@ -106,9 +118,9 @@ class Pairs:
         while (job := self._outbox.get()) is not None:
             try:
                 self._send(job)
-            except RuntimeError:
-                # The connection is gone; the receiving side meets the same and can say who is missing.
-                pass
+            except Exception as error:
+                # If the connection is gone, the receiving side meets the same and can say who is missing.
+                job.send_error = error
             finally:
                 job.is_sent.set()
 
@@ -116,7 +128,7 @@ class Pairs:
         parcel, rank, size = job.parcel, self._team.rank, self._team.size
         if parcel.settle is not None:
             parcel.settle()
-        header = torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step])
+        header = _header(parcel)
         # Each starts with another peer, lest everybody sends to rank 0 first.
         peers = [(rank + shift) % size for shift in range(1, size)]
         for peer in peers:
@@ -136,13 +148,15 @@ class Pairs:
                 job.arrival.fail(error)
             else:
                 job.arrival.succeed(value)
+            with self._lock:
+                self._under_way -= 1
 
     def _receive(self, job: _Job) -> Gathered:
         parcel, rank, topology = job.parcel, self._team.rank, self._team.topology
         headers = self._receive_headers(parcel)
         counts = [header[0] for header in headers]
         width = next((width for count, width, _, _ in headers if count), parcel.rows.shape[1])
-        matrix = torch.empty(sum(counts), width, dtype=torch.uint8, pin_memory=self._pin_memory)
+        matrix = torch.empty(sum(counts), width, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
         starts = [sum(counts[:origin]) for origin in range(len(counts))]
         places = [matrix[start : start + count] for start, count in zip(starts, counts, strict=True)]
         works = []
@@ -150,7 +164,9 @@ class Pairs:
             if origin != rank and place.numel():
                 sender = topology.sender(origin, rank)
                 works.append((origin, self._irecv(place, sender, self._tag(parcel.unit, origin, False)), sender))
-        job.is_sent.wait()  # what a device still had to fill in is there once it was sent
+        # What a device still had to fill in is there once it was sent.
+        if not job.is_sent.wait(self._team.timeout_s):
+            raise TimeoutError(f"{parcel.name} was not ready to be sent within {self._team.timeout_s:g} s")
         if parcel.rows.numel():
             places[rank].copy_(parcel.rows)
         sends = list(job.sends)
@@ -160,11 +176,13 @@ class Pairs:
                 sends.append((self._isend(places[origin], peer, self._tag(parcel.unit, origin, False)), matrix, peer))
         for work, _, peer in sends:
             self._team.wait(work, parcel.name, peer)
+        if job.send_error is not None:
+            raise job.send_error
         return Gathered(matrix, tuple(counts), tuple(header[2] for header in headers))
 
     def _receive_headers(self, parcel: Parcel) -> list[list[int]]:
         team = self._team
-        headers = [torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step]) for _ in range(team.size)]
+        headers = [_header(parcel) for _ in range(team.size)]
         works = [
             (peer, self._irecv(headers[peer], peer, self._tag(parcel.unit, peer, True)))
             for peer in range(team.size)
@@ -173,11 +191,15 @@ class Pairs:
         for peer, work in works:
             team.wait(work, parcel.name, peer)
         found = [header.tolist() for header in headers]
-        for peer, (count, width, _, step) in enumerate(found):
-            is_odd = width != parcel.rows.shape[1] and count > 0 and parcel.rows.shape[0] > 0
-            if is_odd or step != parcel.step:
+        widths = {width for count, width, _, _ in found if count}
+        for peer, (_, width, _, step) in enumerate(found):
+            if (len(widths) > 1 and width != parcel.rows.shape[1]) or step != parcel.step:
                 raise MismatchError(
-                    f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes in step {parcel.step}; "
+                    f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes, step {parcel.step}; "
                     f"rank {peer} rows of {width} bytes at step {step}; do all workers run the same code and autocast?"
                 )
         return found
+
+
+def _header(parcel: Parcel) -> Tensor:
+    return torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step], device="cpu")

@@ -49,7 +49,8 @@ class _RowsExchange(Exchange):
         gathered: Gathered = self._arrival.wait(self._team, self._unit.name)
         unit = self._unit
         if not unit.is_used:
-            unit.weight.grad, unit.kept = unit.kept, None
+            if not unit.spec.is_sparse:
+                unit.weight.grad, unit.kept = unit.kept, None
             return
         parts = [_unpack(unit.weight, part) for part in gathered.rows.split(gathered.counts)]
         has_dense = any(flags & _HAS_DENSE for flags in gathered.flags)

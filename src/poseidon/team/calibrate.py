@@ -10,12 +10,14 @@ import hashlib
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.team import Team
 
@@ -24,56 +26,73 @@ _PINGS = 6
 _LATENCY_FLOOR_S = 1e-6
 
 
-def find_cluster(team: Team, device: torch.device, given: Cluster | str | Path | None = None) -> Cluster:
-    """Return the cluster that was given, or read it from the file that was named, or measure it. Collective."""
-    if isinstance(given, Cluster):
-        return given
-    path = given or os.environ.get("POSEIDON_CLUSTER")
-    mine = Cluster.load(path).to_dict() if team.rank == 0 and path and Path(path).exists() else None
-    loaded = team.gather_json(mine)[0]
-    if loaded is not None:
-        return Cluster.from_dict(loaded, origin=f"cluster file {path} on rank 0")
+def find_cluster(
+    team: Team, device: torch.device, given: Cluster | str | Path | None = None, is_measured: bool = True
+) -> Cluster:
+    """Return the cluster that rank 0 was given, or read it from the file that was named, or measure it. Collective.
+
+    Without ``is_measured`` nothing depends on the speeds, and the measurement is left out.
+    """
+    path = None if isinstance(given, Cluster) else given or os.environ.get("POSEIDON_CLUSTER")
+    found = team.gather_json(_described(given, path) if team.rank == 0 else {})[0]
+    if "error" in found:
+        raise ConfigError(found["error"])
+    if found.get("cluster") is not None:
+        return Cluster.from_dict(found["cluster"], origin="the cluster given on rank 0")
+    machines = team.topology.machines
+    if not is_measured:
+        return Cluster(len(machines), max(len(ranks) for ranks in machines))
     cluster = measure_cluster(team, device)
     if team.rank == 0 and path:
         cluster.save(path)
     return cluster
 
 
+def _described(given: Cluster | str | Path | None, path: str | Path | None) -> dict[str, Any]:
+    """Return what rank 0 tells the others: a cluster, nothing, or why its file cannot be used."""
+    try:
+        if path and Path(path).exists():
+            given = Cluster.load(path)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return {"cluster": given.to_dict() if isinstance(given, Cluster) else None}
+
+
 def measure_cluster(team: Team, device: torch.device) -> Cluster:
     """Measure links and device; the slowest of each kind counts, and all workers get the same answer."""
-    topology = team.topology
-    most = max(len(ranks) for ranks in topology.machines)
-    between = _measure_link(team, [ranks[0] for ranks in topology.machines])
-    inside = _measure_link(team, max(topology.machines, key=len))
-    mine = {"between": between, "inside": inside, "flops": measure_flops(device)}
-    everybody = team.gather_json(mine)
+    machines = team.topology.machines
+    leaders = [ranks[0] for ranks in machines]
+    between = _measure_links(team, leaders)
+    inside = _measure_links(team, max(machines, key=len))
+    everybody = team.gather_json({"between": between, "inside": inside, "flops": measure_flops(device)})
     defaults = Cluster(machines=1)
     return Cluster(
-        machines=len(topology.machines),
-        workers_per_machine=most,
-        between=_slowest([one["between"] for one in everybody], defaults.between),
-        inside=_slowest([one["inside"] for one in everybody], defaults.inside),
+        machines=len(machines),
+        workers_per_machine=max(len(ranks) for ranks in machines),
+        between=_slowest([link for one in everybody for link in one["between"]], defaults.between),
+        inside=_slowest([link for one in everybody for link in one["inside"]], defaults.inside),
         flops=min(one["flops"] for one in everybody),
         source="measured",
     )
 
 
-def _slowest(links: list[dict[str, float] | None], default: Link) -> Link:
-    found = [link for link in links if link is not None]
-    if not found:
+def _slowest(links: list[dict[str, float]], default: Link) -> Link:
+    if not links:
         return default
-    return Link(min(link["bits_per_s"] for link in found), max(link["latency_s"] for link in found))
+    return Link(min(link["bits_per_s"] for link in links), max(link["latency_s"] for link in links))
 
 
-def _measure_link(team: Team, members: tuple[int, ...] | list[int]) -> dict[str, float] | None:
-    """Ping from the first member to the second, while the others wait their turn; None where there is no pair."""
-    if len(members) < 2:
-        return None
-    result = None
-    if team.rank in members[:2]:
-        result = _ping(team, members[0], members[1])
-    team.gather_ints([0], "the measurement of links")
-    return result
+def _measure_links(team: Team, members: Sequence[int]) -> list[dict[str, float]]:
+    """Ping between neighbours, so that every member's link is used: (0, 1), (2, 3), ... together, then the rest."""
+    results = []
+    for start in (0, 1):
+        pairs = list(zip(members[start::2], members[start + 1 :: 2], strict=False))
+        for first, second in pairs:
+            if team.rank in (first, second):
+                results.append(_ping(team, first, second))
+        if pairs:
+            team.gather_ints([0], "the measurement of links")
+    return results
 
 
 def _ping(team: Team, first: int, second: int) -> dict[str, float]:
@@ -88,7 +107,7 @@ def _ping(team: Team, first: int, second: int) -> dict[str, float]:
             team.wait(work, "the measurement of links", second if team.rank == first else first)
         return time.perf_counter() - start
 
-    tiny, large = torch.zeros(1), torch.zeros(_PROBE_BYTES // 4)
+    tiny, large = (torch.zeros(count, device="cpu") for count in (1, _PROBE_BYTES // 4))
     latency = statistics.median([round_trip(tiny) for _ in range(_PINGS)][1:]) / 2
     total = statistics.median([round_trip(large) for _ in range(4)][1:]) / 2
     return {"bits_per_s": 8 * _PROBE_BYTES / max(total - latency, 1e-6), "latency_s": max(latency, _LATENCY_FLOOR_S)}
@@ -113,10 +132,10 @@ def arithmetic_digest(device: torch.device) -> int:
 
     The factors route has every worker rebuild gradients by itself, so replicas stay identical only where this agrees.
     """
-    generator = torch.Generator().manual_seed(20150512)
+    generator = torch.Generator(device="cpu").manual_seed(20150512)
     digest = hashlib.sha256()
     for rows, outputs, inputs in ((8, 64, 96), (64, 257, 130), (256, 1000, 512)):
-        stacked = torch.randn(rows, inputs + outputs, generator=generator).to(device)
+        stacked = torch.randn(rows, inputs + outputs, generator=generator, device="cpu", dtype=torch.float32).to(device)
         product = stacked[:, inputs:].t() @ stacked[:, :inputs]
         digest.update(product.cpu().numpy().tobytes())
         digest.update(stacked[:, inputs:].sum(0).cpu().numpy().tobytes())

@@ -36,10 +36,7 @@ class Mirror:
         if team.rank == source:
             self._copy(is_packing=True)
         work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
-        if self._message.is_cuda and team.is_nccl:
-            team.wait_on_stream(work, what)
-        else:
-            team.wait(work, what, source)
+        team.wait_for(work, self._message, what, source)
         if team.rank != source:
             self._copy(is_packing=False)
 
@@ -50,6 +47,14 @@ class Mirror:
                 torch._foreach_copy_(parts, mine)
             else:
                 torch._foreach_copy_(mine, parts)
+
+
+def mirrors_of(tensors: Sequence[Tensor]) -> list[Mirror]:
+    """Return one mirror per device that has any of the tensors."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return [Mirror(group) for group in by_device.values()]
 
 
 def mirror_all(team: Team, tensors: Sequence[Tensor], source: int, what: str) -> None:

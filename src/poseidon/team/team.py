@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from poseidon.errors import WorkerLostError
+from poseidon.errors import PoseidonError
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
 
-_SERIAL = itertools.count()
-"""Numbers the teams of this process; equal on all workers, because they are made in the same order everywhere."""
+CLOSE_S = 2.0
+"""How long to wait for a background thread that was asked to end; one that is stuck ends with the process."""
+
+_CHANNELS: list[dist.ProcessGroup] = []
+"""Every private group, kept until the process ends. Freed at the interpreter's end, gloo's threads are torn down in an
+order that aborts the process; destroyed earlier, the next group of the same workers would meet its stale addresses."""
+
+_SERIAL: Counter[str] = Counter()
+"""Numbers the teams of each group; equal on all its workers, because they are made in the same order everywhere."""
 
 
 def machine_name() -> str:
@@ -58,8 +66,9 @@ class Team:
         self.host = socket.gethostname()
         # Named before anything blocks, so that a worker that never arrives can be named by those that did.
         hosts = [f"host of rank {rank}" for rank in range(self.size)]
-        serial = next(_SERIAL)
-        self.watch = Watch(_store(), f"poseidon/{serial}/{self._ranks[0]}", self.rank, hosts, timeout_s)
+        name = self.group.group_name
+        _SERIAL[name] += 1
+        self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, hosts, timeout_s)
         self.control = self.new_group()
         identity = self.gather_json({"host": self.host, "machine": machine_name()})
         hosts[:] = [worker["host"] for worker in identity]
@@ -77,6 +86,7 @@ class Team:
             group: dist.ProcessGroup = dist.new_group(
                 ranks, timeout=self._deadline, backend="gloo", use_local_synchronization=True
             )
+            _CHANNELS.append(group)
             return group
         except RuntimeError as error:
             raise self.watch.lost("the start of the exchange channels", None, error) from error
@@ -92,10 +102,13 @@ class Team:
         except RuntimeError as error:
             raise self.watch.lost(what, peer, error) from error
 
-    def wait_on_stream(self, work: Any, what: str) -> None:
-        """Make the current CUDA stream wait for an NCCL operation; this thread goes on, the watch sees to the end."""
-        work.wait()
-        self.watch.guard(work, what)
+    def wait_for(self, work: Any, tensor: Tensor, what: str, peer: int | None = None) -> None:
+        """Wait for a collective on ``tensor``; with NCCL only the CUDA stream waits, and the watch sees to the end."""
+        if tensor.is_cuda and self.is_nccl:
+            work.wait()
+            self.watch.guard(work, what)
+        else:
+            self.wait(work, what, peer)
 
     def gather_ints(self, values: Sequence[int], what: str = "the roll call") -> list[list[int]]:
         """Return every worker's integers, by rank; all workers must give equally many."""
@@ -109,7 +122,7 @@ class Team:
         """Return every worker's plain data, by rank. Text travels, never pickled objects."""
         data = json.dumps(value).encode()
         sizes = [row[0] for row in self.gather_ints([len(data)], "everybody's greeting")]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everybody = [torch.empty_like(mine) for _ in range(self.size)]
         self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "everybody's greeting")
@@ -117,7 +130,7 @@ class Team:
         return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
 
     def close(self) -> None:
-        """Stop the heartbeat; groups are freed with the process."""
+        """Stop the heartbeat. The private channels stay open: see :data:`_CHANNELS`."""
         self.watch.close()
 
 
@@ -126,7 +139,7 @@ class PendingGather:
 
     def __init__(self, team: Team, values: Sequence[int]) -> None:
         self._team = team
-        mine = torch.tensor(list(values), dtype=torch.int64)
+        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         self._everybody = [torch.empty_like(mine) for _ in range(team.size)]
         self._work = dist.all_gather(self._everybody, mine, group=team.control, async_op=True)
 
@@ -160,7 +173,7 @@ class Arrival:
         if not self._event.wait(team.timeout_s + 15):
             raise team.watch.lost(what, None, TimeoutError(f"no answer within {team.timeout_s:g} s"))
         if self._error is not None:
-            if isinstance(self._error, WorkerLostError):
+            if isinstance(self._error, PoseidonError):
                 raise self._error
             raise RuntimeError(f"the exchange of {what} failed on rank {team.rank}") from self._error
         return self._value

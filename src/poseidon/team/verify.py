@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from poseidon.errors import MismatchError
@@ -13,7 +14,8 @@ from poseidon.team.team import Team
 
 def check_same_bits(team: Team, named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise :class:`MismatchError`, naming the first tensor that differs and where, unless all agree. Collective."""
-    sums = [zlib.crc32(tensor.detach().contiguous().cpu().flatten().numpy().tobytes()) for _, tensor in named]
+    flat = (tensor.detach().contiguous().flatten() for _, tensor in named)
+    sums = [zlib.crc32(values.view(torch.uint8).cpu().numpy().data) for values in flat]
     everybody = team.gather_ints(sums, "the comparison of replicas")
     for rank, theirs in enumerate(everybody):
         for (name, _), left, right in zip(named, everybody[0], theirs, strict=True):

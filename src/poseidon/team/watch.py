@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from poseidon.errors import WorkerLostError
 
 BEAT_S = 1.0
-"""Seconds between two heartbeats; a worker silent for three of them is taken for dead."""
+"""Seconds between two heartbeats; a worker silent for two and a half of them is taken for dead."""
 
 
 PHASES = ("starting", "in forward", "in backward", "at the end of backward", "finished backward")
@@ -87,7 +87,7 @@ class Watch:
 
         If it does not, no exception could reach the thread that is stuck: the process says why and ends.
         """
-        if not self._guarded and len(self._threads) == 1:
+        if len(self._threads) == 1:
             self._start(self._guard_until_closed)
         self._guarded.append((time.monotonic(), work, what))
 
@@ -132,17 +132,15 @@ class Watch:
                 dead.append(
                     f"rank {rank} ({host}) is dead or cut off; last seen at step {beat['step']}, {beat['doing']}"
                 )
-            elif (beat["step"], beat["doing"]) == (before[rank]["step"], before[rank]["doing"]):
+            else:
                 alive.append(
                     (_progress(beat), f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}")
                 )
         if dead:
             return "; ".join(dead)
-        if alive:
-            last = min(progress for progress, _ in alive)
-            behind = "; ".join(text for progress, text in alive if progress == last)
-            return f"nobody is dead, but {behind} (waited {self.timeout_s:g} s; timeout_s= changes that)"
-        return "everybody is alive and moving; the network may be slow or blocked"
+        last = min(progress for progress, _ in alive)
+        behind = "; ".join(text for progress, text in alive if progress == last)
+        return f"nobody is dead, but {behind} (waited {self.timeout_s:g} s; timeout_s= changes that)"
 
     def _read(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -153,14 +151,14 @@ class Watch:
         return found
 
     def _beat_until_closed(self) -> None:
-        # The store goes away when the job ends, in no particular order with us: that is no error of this worker's.
-        with contextlib.suppress(Exception):
-            while True:
-                beat = {"beat": self._beats, "step": self._step, "doing": self._doing}
+        while True:
+            beat = {"beat": self._beats, "step": self._step, "doing": self._doing}
+            # The store goes away when the job ends, in no particular order with us: that is no error of this worker's.
+            with contextlib.suppress(Exception):
                 self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
-                self._beats += 1
-                if self._stop.wait(BEAT_S):
-                    return
+            self._beats += 1
+            if self._stop.wait(BEAT_S):
+                return
 
 
 def _progress(beat: dict[str, Any]) -> tuple[int, int]:

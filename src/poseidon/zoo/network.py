@@ -52,9 +52,7 @@ class Network:
     task: Task
     """Makes the batches and scores the outputs."""
 
-    def batch(
-        self, size: int, seed: int = 0, device: torch.device | str = "cpu"
-    ) -> tuple[tuple[Any, ...], Tensor]:
+    def batch(self, size: int, seed: int = 0, device: torch.device | str = "cpu") -> tuple[tuple[Any, ...], Tensor]:
         """Return ``(inputs, targets)``, drawn on the CPU so that a seed means the same on every device.
 
         Every tensor has the sample as its first dimension, so slicing gives each worker its share.

@@ -43,9 +43,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(hidden)
         self.attention = Attention(hidden, heads, dropout)
         self.norm2 = nn.LayerNorm(hidden)
-        self.mlp = nn.Sequential(
-            nn.Linear(hidden, 4 * hidden), nn.GELU("tanh"), nn.Linear(4 * hidden, hidden)
-        )
+        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU("tanh"), nn.Linear(4 * hidden, hidden))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,9 +31,7 @@ class SPP(Layer):
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
         (shape,) = bottoms
         if len(shape) != 4 or min(shape[2:]) < 1:
-            raise self.error(
-                f"bottom {self.param.bottom[0]!r} must have 4 axes and hold values, its shape is {shape}"
-            )
+            raise self.error(f"bottom {self.param.bottom[0]!r} must have 4 axes and hold values, its shape is {shape}")
         sizes = [pooled_sizes(shape[2:], windows, True) for windows in self._levels(shape)]
         if self._height == 1:
             return [(*shape[:2], *sizes[0])]
