@@ -668,6 +668,116 @@ def starts_from_rank_0() -> None:
     wrap(Mlp()).verify_replicas()
 
 
+def forward_without_gradients_before_backward() -> dict[str, str]:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        (x, y), (z, _) = batch(number), batch(number + 500)
+        optimizer.zero_grad()
+        out = model(x)
+        with torch.no_grad():
+            target = model(z).mean()
+        (F.cross_entropy(out, y) + (out.mean() - target).square()).backward()
+        optimizer.step()
+
+    return compare_twins(Mlp, step, broadcast_buffers=False)
+
+
+def penalty_in_a_backward_of_its_own() -> dict[str, str]:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        plain_step(model, optimizer, number)
+        (1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
+        optimizer.step()
+
+    return compare_twins(Mlp, step)
+
+
+def users_hook_on_a_weight() -> dict[str, str]:
+    def make() -> nn.Module:
+        model = Mlp()
+        model.second.weight.register_hook(lambda gradient: gradient * 2)
+        return model
+
+    return compare_twins(make, plain_step)
+
+
+def embedding_with_another_parameter() -> dict[str, str]:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(60, 8)
+            self.table.scale = nn.Parameter(torch.ones(8))
+            self.out = nn.Linear(8, 60)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.table(x) * self.table.scale)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x = torch.randint(0, 60, (5,), generator=seed_of_rank(number))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), x).backward()
+        optimizer.step()
+
+    return compare_twins(Scaled, step)
+
+
+def dense_parts_in_another_order_on_each_rank() -> dict[str, str]:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(20, 30), nn.Linear(20, 30)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pair = [self.left, self.right] if dist.get_rank() % 2 else [self.right, self.left]
+            return pair[0](x) + pair[1](x)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        penalty = model.module.left.weight.square().sum() + 3 * model.module.right.weight.square().sum()
+        (model(batch(number)[0]).square().mean() + 1e-2 * penalty).backward()
+        optimizer.step()
+
+    return compare_twins(Two, step)
+
+
+def uneven_evaluations() -> None:
+    model = wrap(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(3):
+        plain_step(model, optimizer, number)
+        model.eval()
+        with torch.no_grad():
+            for _ in range(1 + dist.get_rank()):
+                model(batch(number)[0])
+        model.train()
+    model.verify_replicas()
+
+
+def replaced_buffers_are_followed() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(20, 5)
+            self.register_buffer("average", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average = 0.5 * self.average + 0.5 * x.mean().detach()
+            return self.layer(x)
+
+    model = wrap(Average())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(3):
+        plain_step(model, optimizer, number)
+    model.sync_buffers(0)
+    averages = [torch.empty_like(model.module.average) for _ in range(dist.get_world_size())]
+    dist.all_gather(averages, model.module.average)
+    assert all(torch.equal(averages[0], average) for average in averages)
+
+
+def half_precision_replicas_can_be_verified() -> None:
+    model = wrap(nn.Linear(20, 30).bfloat16())
+    model(torch.randn(3, 20, dtype=torch.bfloat16)).float().square().mean().backward()
+    model.verify_replicas()
+
+
 SIDE_BY_SIDE = {
     plain: {"factors", "allreduce"},
     gathered_factors: {"factors", "allreduce"},
@@ -699,6 +809,11 @@ SIDE_BY_SIDE = {
     channels_last_and_mixed_types: {"factors"},
     higher_rank_inputs_and_keywords: {"factors"},
     attention_that_uses_a_weight_without_its_layer: {"factors"},
+    forward_without_gradients_before_backward: {"factors"},
+    penalty_in_a_backward_of_its_own: {"factors"},
+    users_hook_on_a_weight: {"factors"},
+    embedding_with_another_parameter: {"allreduce"},
+    dense_parts_in_another_order_on_each_rank: {"factors"},
 }
 
 
@@ -729,6 +844,9 @@ ALONE = [
     copies_and_state,
     replans_when_the_batch_changes,
     evaluation_between_steps,
+    uneven_evaluations,
+    replaced_buffers_are_followed,
+    half_precision_replicas_can_be_verified,
     buffers_follow_rank_0,
     starts_from_rank_0,
 ]

@@ -24,7 +24,7 @@ class Wire:
     def global_rank(self, rank: int) -> int:
         return rank
 
-    def wait(self, _work: Any, what: str, _source: int) -> None:
+    def wait_for(self, _work: Any, _tensor: Any, what: str, _source: int) -> None:
         assert what == "the buffers"
 
     def broadcast(self, message: Tensor, source: int, **_: Any) -> None:

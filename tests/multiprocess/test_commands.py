@@ -1,0 +1,93 @@
+"""The commands and scripts that a newcomer runs first."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from poseidon.launch.cli import main
+from poseidon.launch.local import run_workers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_quickstart_gives_the_same_accuracy_with_one_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["quickstart", "--workers", "2", "--epochs", "1"]) == 0
+    out = capfd.readouterr().out
+    assert "route" in out, "no plan was shown"
+    two, one = re.findall(r"^([12]) +\d+ +([\d.]+)%", out, flags=re.MULTILINE)
+    assert (two[0], one[0]) == ("2", "1")
+    # The same sums in another order: at most a few of the 1,000 test images may fall on the other side.
+    assert abs(float(two[1]) - float(one[1])) <= 0.5
+    assert float(one[1]) > 70
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "1"], "--workers is 1; it takes at least 2"),
+        (["--batch", "63"], "--batch is 63, which 4 workers cannot share evenly"),
+        (["--epochs", "0"], "--epochs is 0; it takes at least 1"),
+    ],
+)
+def test_quickstart_refuses_what_cannot_work(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quickstart", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_first_steps_runs_on_two_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_workers([sys.executable, str(EXAMPLES / "first_steps.py")], 2) == 0
+    assert "512x32" in capfd.readouterr().out
+
+
+def test_the_guide_shows_the_script_that_is_tested() -> None:
+    guide = (EXAMPLES.parent / "docs" / "first-steps.md").read_text()
+    shown = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    assert shown is not None
+    code = [re.sub(r" +#", "  #", line) for line in shown[1].splitlines() if line.strip()]
+    script = (EXAMPLES / "first_steps.py").read_text().splitlines()
+    assert set(code) <= set(script)
+
+
+def test_plan_of_a_network_of_the_zoo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    options = ["--batch", "8", "--machines", "4", "--rate", "1gbit", "--device-gflops", "50", "--json", str(file)]
+    assert main(["plan", "lenet", *options]) == 0
+    assert "factors" in capsys.readouterr().out
+    routes = {entry["unit"]: entry["route"] for entry in json.loads(file.read_text())["entries"]}
+    assert routes["5"] == "factors"
+
+
+def test_plan_of_a_users_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_models.py").write_text(
+        "import torch\ndef make(batch):\n    return torch.nn.Linear(900, 900), torch.zeros(batch, 900)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["plan", "my_models:make", "--batch", "4", "--device-gflops", "50"]) == 0
+    assert "900x900 + 900" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "neither module:callable nor in the zoo"),
+        (["no_such_module:make"], "cannot load no_such_module:make"),
+        (["lenet", "--machines", "0"], "at least 1 machine"),
+        (["lenet", "--rate", "fast"], "rate 'fast'"),
+        (["lenet", "--batch", "0"], "--batch is 0"),
+    ],
+)
+def test_plan_refuses_what_makes_no_sense(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 1
+    assert message in capsys.readouterr().err
