@@ -8,7 +8,6 @@ gradient through all of it.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.discover import find_units, tensors_of
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -31,7 +31,6 @@ from poseidon.planning.planner import Plan, check_overrides
 from poseidon.planning.sampling import plan
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.calibrate import arithmetic_digest, find_cluster
 from poseidon.team.mirror import Mirror, mirror_all, mirrors_of
 from poseidon.team.team import Team
 
@@ -232,6 +231,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         try:
             self._start_exchange(team, units, init_sync)
         except BaseException:
+            self._team = None
             team.close()
             raise
 
@@ -241,39 +241,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         if init_sync:
             tensors = tensors_of(self.module, self._ignored, with_buffers=self.broadcast_buffers)
             mirror_all(team, tensors, 0, "the initial parameters")
-        is_alike = self._check_arithmetic(team)
-        has_choice = any(unit.spec.kind != "dense" for unit in units)
-        cluster = find_cluster(team, self.device, self._cluster, is_measured=has_choice)
-        routes = self._routes
-        if not is_alike:
-            linear = [unit.name for unit in units if unit.spec.kind == "linear"]
-            routes = {**dict.fromkeys(linear, "allreduce"), **{p: r for p, r in routes.items() if r != "factors"}}
         options = Options(
             bucket_bytes=self.bucket_bytes_cap,
             keep_views=self.gradient_as_bucket_view,
             allow_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
-            routes=routes,
+            routes=self._routes,
         )
-        self._engine = Engine(units, team, cluster, options)
+        self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         self._front_end = AutogradFrontEnd(self._engine)
         # Threads and hooks must not outlive the wrapper, however it goes away.
         self._release = weakref.finalize(self, _release, self._front_end)
         self._release.atexit = False
-
-    def _check_arithmetic(self, team: Team) -> bool:
-        digests = [row[0] for row in team.gather_ints([arithmetic_digest(self.device)], "the arithmetic check")]
-        if len(set(digests)) == 1:
-            return True
-        odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        warnings.warn(
-            f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round matrix products "
-            "differently (other CPU, GPU, library or thread count); no layer travels as factors, so that "
-            "replicas stay identical",
-            stacklevel=4,
-        )
-        return False
 
     @torch.compiler.disable
     def _before_forward(

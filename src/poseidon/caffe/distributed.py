@@ -24,12 +24,12 @@ from poseidon.caffe.layers.embed import Embed
 from poseidon.caffe.net import Net
 from poseidon.caffe.net_units import NetUnit, find_net_units, gets_gradient
 from poseidon.caffe.solver.workers import Action, ActionFunction
+from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.calibrate import arithmetic_digest, find_cluster
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 
@@ -185,15 +185,8 @@ class Together:
 
     def _make_engine(self, options: ExchangeOptions) -> Engine:
         team, device = self._team, self._units[0].live.weight.device
-        digests = team.gather_ints([arithmetic_digest(device)], "the arithmetic check")
-        routes = dict(options.routes or {})
-        if any(digest != digests[0] for digest in digests):
-            log.warning("workers round matrix products differently; gradients travel by allreduce only")
-            routes["*"] = "allreduce"
-        has_choice = any(unit.kind != "dense" for unit in self._units)
-        cluster = find_cluster(team, device, options.cluster) if has_choice else Cluster(len(team.topology.machines))
         units = [unit.live for unit in self._units]
-        return Engine(units, team, cluster, Options(keep_views=True, routes=routes))
+        return assemble_engine(units, team, device, Options(keep_views=True, routes=options.routes), options.cluster)
 
     def _set_sinks(self) -> None:
         """Let layers hand over factors or rows where the plan says so, and full gradients elsewhere."""

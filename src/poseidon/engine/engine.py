@@ -137,8 +137,8 @@ class Engine:
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
-        will_plan = self.is_armed and self._planned is not None and not self._has_local_gradients
-        return will_plan and self._planned is not None and self._planned.route_of[unit.index] == "rows"
+        planned = None if self.will_be_dense() else self._planned
+        return self.is_armed and planned is not None and planned.route_of[unit.index] == "rows"
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Say, before a forward, whether the backward to come exchanges gradients, and the size of its batch."""

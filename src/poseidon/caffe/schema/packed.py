@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.varint import read_varint, varint
 
 _LENGTH_DELIMITED = 2
 
@@ -20,7 +21,7 @@ def append_floats(proto: Proto, field: str, values: NDArray[np.floating[Any]]) -
     """Append all values, in memory order, to a packed float or double field."""
     number, dtype = _layout(proto, field)
     content = np.ascontiguousarray(values, dtype=dtype)
-    header = _varint(number << 3 | _LENGTH_DELIMITED) + _varint(content.nbytes)
+    header = varint(number << 3 | _LENGTH_DELIMITED) + varint(content.nbytes)
     proto.MergeFromString(header + content.tobytes())
 
 
@@ -32,11 +33,11 @@ def read_floats(proto: Proto, field: str) -> NDArray[np.floating[Any]]:
     content = memoryview(proto.SerializeToString())
     position = 0
     while position < len(content):
-        tag, position = _read_varint(content, position)
+        tag, position = read_varint(content, position)
         if tag & 7 != _LENGTH_DELIMITED:
             position = _skip(content, position, tag & 7)
             continue
-        length, position = _read_varint(content, position)
+        length, position = read_varint(content, position)
         if tag >> 3 == number:
             return np.frombuffer(content[position : position + length], dtype)
         position += length
@@ -48,27 +49,7 @@ def _layout(proto: Proto, field: str) -> tuple[int, np.dtype[Any]]:
     return descriptor.number, np.dtype("<f8" if descriptor.type == descriptor.TYPE_DOUBLE else "<f4")
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _read_varint(content: memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = content[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-
-
 def _skip(content: memoryview, position: int, wire_type: int) -> int:
     if wire_type == 0:
-        return _read_varint(content, position)[1]
+        return read_varint(content, position)[1]
     return position + (8 if wire_type == 1 else 4)

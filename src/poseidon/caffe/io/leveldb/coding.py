@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from poseidon.caffe.schema.varint import read_varint, varint
+
 VALUE = 1
 DELETION = 0
 
@@ -27,30 +29,6 @@ class InternalKey(NamedTuple):
     def pack(self) -> bytes:
         """Return the stored form."""
         return self.user + (self.sequence << 8 | self.kind).to_bytes(8, "little")
-
-
-def varint(value: int) -> bytes:
-    """Return a number in groups of seven bits."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def read_varint(content: bytes, position: int) -> tuple[int, int]:
-    """Return the number at ``position`` and the position behind it; IndexError at the end of the content."""
-    value = shift = 0
-    while True:
-        byte = content[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("a number of more than 64 bits")
 
 
 def string(content: bytes) -> bytes:

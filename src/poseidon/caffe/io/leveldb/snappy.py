@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poseidon.caffe.io.leveldb.coding import read_varint
+from poseidon.caffe.schema.varint import read_varint
 
 
 def decompress(content: bytes) -> bytes:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from poseidon.caffe.io.leveldb.checksum import masked
-from poseidon.caffe.io.leveldb.coding import InternalKey, read_varint, varint
+from poseidon.caffe.io.leveldb.coding import InternalKey
 from poseidon.caffe.io.leveldb.snappy import decompress
+from poseidon.caffe.schema.varint import read_varint, varint
 from poseidon.errors import ConfigError
 
 _FOOTER = 48

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from poseidon.caffe.io.leveldb.coding import InternalKey, read_string, read_varint, string, varint
+from poseidon.caffe.io.leveldb.coding import InternalKey, read_string, string
 from poseidon.caffe.io.leveldb.log import format_log, read_log
+from poseidon.caffe.schema.varint import read_varint, varint
 from poseidon.errors import ConfigError
 
 COMPARATOR = b"leveldb.BytewiseComparator"

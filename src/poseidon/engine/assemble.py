@@ -1,0 +1,49 @@
+"""An engine for any front end: checks that the workers compute alike, finds the links' speeds, puts it together."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from poseidon.engine.engine import Engine, Options
+from poseidon.planning.cluster import Cluster
+from poseidon.routes.base import LiveUnit
+from poseidon.team.calibrate import arithmetic_digest, find_cluster
+from poseidon.team.team import Team
+
+
+def assemble_engine(
+    units: Sequence[LiveUnit],
+    team: Team,
+    device: torch.device,
+    options: Options,
+    cluster: Cluster | str | Path | None = None,
+) -> Engine:
+    """Make the engine. Collective.
+
+    Workers that round matrix products differently would rebuild different gradients from the same factors; then no
+    layer travels as factors, whatever ``options`` say, and a warning tells so.
+    """
+    if not _computes_alike(team, device):
+        linear = [unit.name for unit in units if unit.spec.kind == "linear"]
+        wanted = {pattern: route for pattern, route in (options.routes or {}).items() if route != "factors"}
+        options = dataclasses.replace(options, routes={**dict.fromkeys(linear, "allreduce"), **wanted})
+    has_choice = any(unit.spec.kind != "dense" for unit in units)
+    return Engine(units, team, find_cluster(team, device, cluster, is_measured=has_choice), options)
+
+
+def _computes_alike(team: Team, device: torch.device) -> bool:
+    digests = [row[0] for row in team.gather_ints([arithmetic_digest(device)], "the arithmetic check")]
+    if len(set(digests)) == 1:
+        return True
+    odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    warnings.warn(
+        f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round matrix products differently "
+        "(other CPU, GPU, library or thread count); no layer travels as factors, so that replicas stay identical",
+        stacklevel=3,
+    )
+    return False
