@@ -275,8 +275,11 @@ def test_several_weight_files_are_loaded_in_order(tmp_path):
 
 def test_share_weights(tmp_path):
     solver, other = (caffe.get_solver(solver_text(tmp_path, "")) for _ in range(2))
+    start = solver.net.params["conv"][0].data.copy()
     solver.share_weights(other.net)
+    np.testing.assert_array_equal(other.net.params["conv"][0].data, start)
     solver.step(1)
+    assert (solver.net.params["conv"][0].data != start).any()
     np.testing.assert_array_equal(other.net.params["conv"][0].data, solver.net.params["conv"][0].data)
 
 

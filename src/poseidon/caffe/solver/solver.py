@@ -87,8 +87,8 @@ class Solver:
         self._wanted = wanted
 
     def share_weights(self, net: Net) -> None:
-        """Use the parameter values of another net from now on."""
-        weights.share(self.net, net)
+        """Let another net use this solver's parameter values from now on."""
+        weights.share(net, self.net)
 
     def step(self, iterations: int) -> None:
         """Run ``iterations`` iterations, with their tests, displays and snapshots."""
