@@ -63,11 +63,6 @@ class Unit:
         rows, columns = self.parameters[0].shape
         return rows, columns
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether a linear unit carries a bias as well."""
-        return len(self.parameters) > 1
-
 
 @dataclass(frozen=True)
 class Load:

@@ -39,7 +39,7 @@ def test_rates_are_read(text: str, bits_per_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "10", "gbit", "fast", "-1gbit", "10gbyte", "10 g", "0gbit", "1.2.3gbit", "1e999bit"]
+    "text", ["", "10", "gbit", "fast", "-1gbit", "10gbyte", "10gb", "10 g", "0gbit", "1.2.3gbit", "1e999bit"]
 )
 def test_other_rates_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="rate") as caught:

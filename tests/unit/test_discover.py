@@ -36,7 +36,7 @@ def test_live_units_hold_the_models_own_tensors() -> None:
     unit = find_units(model)[1]
     assert unit.module is model.fc
     assert unit.weight is model.fc.weight
-    assert unit.bias is model.fc.bias
+    assert unit.parameters[1] is model.fc.bias
     assert unit.row_dtype is torch.float32
 
 
@@ -126,7 +126,7 @@ def test_frozen_parameters_are_left_out() -> None:
     assert sorted(units) == ["1", "2", "3"]
     assert units["1"].kind == "dense", "a bias alone has no factors"
     assert units["2"].kind == "linear"
-    assert not units["2"].has_bias
+    assert len(units["2"].parameters) == 1
 
 
 def test_ignored_parameters_are_left_out() -> None:

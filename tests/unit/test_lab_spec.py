@@ -20,7 +20,7 @@ def test_rates_are_read_in_bits(word, bits):
     assert spec.parse_rate(word) == bits
 
 
-@pytest.mark.parametrize("word", ["", "10", "gbit", "10gbps", "-1gbit", "10 furlongs", "1e3mbit", "nan"])
+@pytest.mark.parametrize("word", ["", "10", "gbit", "10gb", "-1gbit", "10 furlongs", "nan"])
 def test_other_rates_are_refused_with_an_example(word):
     with pytest.raises(ConfigError, match="10gbit"):
         spec.parse_rate(word)

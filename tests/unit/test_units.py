@@ -24,8 +24,6 @@ def test_a_scalar_is_one_value() -> None:
 def test_the_weight_comes_first_and_the_bias_second() -> None:
     weight, bias = ParameterSpec("fc.weight", (10, 784), 4), ParameterSpec("fc.bias", (10,), 4)
     assert Unit("fc", "linear", (weight, bias)).matrix == (10, 784)
-    assert Unit("fc", "linear", (weight, bias)).has_bias
-    assert not Unit("fc", "linear", (weight,)).has_bias
 
 
 def test_units_are_compared_by_what_they_say() -> None:

@@ -49,11 +49,6 @@ class Bucket:
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all gradients of the bucket."""
-        return sum(p.numel() * p.element_size() for p in self.parameters)
-
     def pack(self) -> Tensor:
         """Return all gradients as one flat tensor; a missing gradient counts as zero."""
         lone = self._lone_gradient()

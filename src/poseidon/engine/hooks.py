@@ -258,7 +258,7 @@ class _FactorLinearFunction(torch.autograd.Function):
         unit: LiveUnit,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.front_end, ctx.unit, ctx.has_bias = front_end, unit, bias is not None
+        ctx.front_end, ctx.unit = front_end, unit
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poseidon.errors import ConfigError
+from poseidon.planning import cluster
 
 MAX_MACHINES = 250
 MAX_RATE_BITS = 34_000_000_000  # the kernel's tbf takes bytes per second in 32 bits
 MIN_RATE_BITS = 64_000
 UNSHAPED = 0
 
-_RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%]+)", re.IGNORECASE)
 
@@ -144,10 +144,7 @@ def parse_rate(word: str) -> int:
     """Return bits per second for ``10gbit``, ``200mbit``, ``64kbit``; 0 for ``none``."""
     if word.strip().lower() == "none":
         return UNSHAPED
-    match = _NUMBER_WITH_UNIT.fullmatch(word.strip())
-    if match is None or match[2].lower() not in _RATE_UNITS:
-        raise ConfigError(f"rate {word!r} is not understood; write it as 10gbit, 200mbit, 64kbit, or none")
-    return round(float(match[1]) * _RATE_UNITS[match[2].lower()])
+    return round(cluster.parse_rate(word))
 
 
 def spread_rates(words: str, machines: int) -> tuple[int, ...]:
@@ -164,9 +161,9 @@ def format_rate(rate_bits: int) -> str:
     """Return a rate the way users write it."""
     if rate_bits == UNSHAPED:
         return "none"
-    for unit in ("gbit", "mbit"):
-        if rate_bits >= _RATE_UNITS[unit]:
-            return f"{rate_bits / _RATE_UNITS[unit]:g}{unit}"
+    for unit, bits in (("gbit", 10**9), ("mbit", 10**6)):
+        if rate_bits >= bits:
+            return f"{rate_bits / bits:g}{unit}"
     return f"{rate_bits / 1e3:g}kbit"
 
 

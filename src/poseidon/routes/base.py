@@ -62,11 +62,6 @@ class LiveUnit:
         """Type in which rows of factors travel."""
         return self.factor_dtype or self.weight.dtype
 
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """The bias of a linear unit, if it has one."""
-        return self.parameters[1] if len(self.parameters) > 1 else None
-
 
 class Exchange(ABC):
     """Something under way between the workers.
