@@ -6,6 +6,9 @@
     ├── ConfigError        an argument, option, file or environment variable is wrong
     ├── UnsupportedError   the request is understood but cannot be done exactly
     ├── MismatchError      workers disagree about the model, the plan or the replicas
+    ├── ServerError        a parameter server was asked for what it does not hold, or told it twice
+    ├── WireError          a message cannot be sent, or a peer cannot be reached
+    │   └── FrameError     bytes that came in are no message of ours
     └── WorkerLostError    a worker died, hung or went away while others waited for it
 
 The text of an error says who (rank, layer, peer), what, the value seen, the value expected and what to try.
@@ -28,6 +31,22 @@ class UnsupportedError(PoseidonError, RuntimeError):
 
 class MismatchError(PoseidonError, RuntimeError):
     """Workers disagree where they must agree: model, shapes, plan, or replica contents."""
+
+
+class ServerError(PoseidonError, RuntimeError):
+    """A parameter server was asked for what it does not hold, or told something twice or out of turn."""
+
+
+class WireError(PoseidonError, RuntimeError):
+    """A message cannot be sent, or a peer cannot be reached."""
+
+
+class FrameError(WireError):
+    """Bytes that came in are no message of ours; ``reason`` is the short name under which they are counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class WorkerLostError(PoseidonError, RuntimeError):

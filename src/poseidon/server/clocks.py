@@ -1,0 +1,131 @@
+"""How far workers may drift apart: one clock per worker, and a bound. Pure.
+
+A worker's clock is the number of steps it has finished. At clock ``c`` it may read only once every other worker has
+finished at least ``c - staleness`` steps: what it reads then holds all updates of those steps, and it is never more
+than ``staleness`` clocks ahead of the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from poseidon.errors import ConfigError, ServerError, unknown_name
+
+KINDS = ("bsp", "ssp", "asp")
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """What a read may miss: nothing (``bsp``), the last ``staleness`` clocks (``ssp``), or anything (``asp``)."""
+
+    kind: str = "bsp"
+    staleness: int = 0
+    """Clocks a worker may be ahead of the slowest; used by ``ssp`` only."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown_name("consistency", self.kind, KINDS)
+        if self.staleness < 0:
+            raise ConfigError(f"staleness is {self.staleness}; it counts clocks, so it cannot be negative")
+        if self.kind != "ssp" and self.staleness:
+            raise ConfigError(
+                f"staleness is {self.staleness} with consistency {self.kind!r}, which has no bound to choose; "
+                "use consistency='ssp'"
+            )
+
+    @property
+    def bound(self) -> int | None:
+        """Clocks a worker may be ahead; None where there is no bound."""
+        return {"bsp": 0, "ssp": self.staleness, "asp": None}[self.kind]
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the others go on without a worker that died."""
+        return self.kind != "bsp"
+
+
+class Clocks:
+    """The clocks of all workers, as one place knows them. Not thread-safe: the caller holds a lock."""
+
+    def __init__(self, workers: Iterable[int], bound: int | None) -> None:
+        self._clocks = dict.fromkeys(workers, 0)
+        self._gone: set[int] = set()
+        self.bound = bound
+        self.losses: dict[int, int] = {}
+        """Worker to its last clock, for those that died."""
+        if not self._clocks:
+            raise ConfigError("clocks need at least one worker")
+        if bound is not None and bound < 0:
+            raise ConfigError(f"the bound is {bound} clocks; it cannot be negative")
+
+    @property
+    def present(self) -> list[int]:
+        """Workers that have neither left nor died."""
+        return [worker for worker in self._clocks if worker not in self._gone]
+
+    @property
+    def slowest(self) -> int:
+        """The smallest clock among the workers present; the largest of all once none is."""
+        clocks = [self._clocks[worker] for worker in self.present]
+        return min(clocks) if clocks else max(self._clocks.values())
+
+    def clock_of(self, worker: int) -> int:
+        """Return how many steps ``worker`` has finished."""
+        self._check_known(worker)
+        return self._clocks[worker]
+
+    def tick(self, worker: int) -> bool:
+        """Note that ``worker`` finished a step; return whether the slowest clock advanced with it."""
+        return self.advance(worker, self.clock_of(worker) + 1)
+
+    def advance(self, worker: int, clock: int) -> bool:
+        """Like :meth:`tick`, for a worker that says which clock it reached; a gap or repetition is refused."""
+        self._check_present(worker)
+        if clock != self._clocks[worker] + 1:
+            raise ServerError(
+                f"worker {worker} reports clock {clock} after clock {self._clocks[worker]}; "
+                f"expected {self._clocks[worker] + 1}: a message was lost or sent twice"
+            )
+        before = self.slowest
+        self._clocks[worker] = clock
+        return self.slowest > before
+
+    def may_read(self, worker: int, clock: int | None = None) -> bool:
+        """Return whether ``worker`` may read at ``clock`` (its own one unless given)."""
+        at = self.clock_of(worker) if clock is None else clock
+        return self.bound is None or self.slowest >= at - self.bound
+
+    def awaited_by(self, clock: int) -> list[int]:
+        """Return the workers that a read at ``clock`` waits for."""
+        if self.bound is None:
+            return []
+        return [worker for worker in self.present if self._clocks[worker] < clock - self.bound]
+
+    def leave(self, worker: int) -> bool:
+        """Note that ``worker`` is done and holds nobody up; return whether the slowest clock advanced."""
+        self._check_known(worker)
+        before = self.slowest
+        self._gone.add(worker)
+        return self.slowest > before
+
+    def lose(self, worker: int) -> bool:
+        """Note that ``worker`` died: recorded in :attr:`losses`, and it holds nobody up any more.
+
+        Returns whether the slowest clock advanced. A worker already gone is not lost again.
+        """
+        self._check_known(worker)
+        if worker in self._gone:
+            return False
+        self.losses[worker] = self._clocks[worker]
+        return self.leave(worker)
+
+    def _check_known(self, worker: int) -> None:
+        if worker not in self._clocks:
+            raise ServerError(f"worker {worker} is unknown; the clocks are of workers {list(self._clocks)}")
+
+    def _check_present(self, worker: int) -> None:
+        self._check_known(worker)
+        if worker in self._gone:
+            how = "was given up as dead" if worker in self.losses else "left"
+            raise ServerError(f"worker {worker} {how} at clock {self._clocks[worker]} and cannot go on")
