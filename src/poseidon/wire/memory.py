@@ -1,0 +1,125 @@
+"""The wire's twin for tests: no sockets, no threads, messages move when the test says so and in the order it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from poseidon.errors import WireError
+from poseidon.wire.message import Buffer, Header, check_payload, pack, unpack
+from poseidon.wire.transport import Transport
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message under way."""
+
+    peer: int
+    header: Header
+    payload: memoryview
+    priority: int
+    number: int
+    """Position in the order of all sends of the network."""
+    on_sent: Callable[[], None] | None = field(default=None, compare=False)
+
+
+Scheduler = Callable[[Sequence[Parcel]], int]
+"""Chooses which of the parcels under way (never none) arrives next, by its index."""
+
+
+def first_urgent(parcels: Sequence[Parcel]) -> int:
+    """Choose the lowest priority value, and of equal ones the one sent first."""
+    return min(range(len(parcels)), key=lambda index: (parcels[index].priority, parcels[index].number))
+
+
+class MemoryNetwork:
+    """The parcels under way between the transports of one test."""
+
+    def __init__(self, scheduler: Scheduler = first_urgent) -> None:
+        self.transports: list[MemoryTransport] = []
+        self.parcels: list[Parcel] = []
+        self._scheduler = scheduler
+        self._numbers = count()
+
+    def put(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+    ) -> None:
+        """Take a message on its way."""
+        self.parcels.append(Parcel(peer, header, payload, priority, next(self._numbers), on_sent))
+
+    def step(self) -> bool:
+        """Let one parcel arrive; False when none is under way."""
+        if not self.parcels:
+            return False
+        parcel = self.parcels.pop(self._scheduler(self.parcels))
+        # Read only now, as a socket would: a payload that changed before on_sent arrives changed.
+        payload = bytes(parcel.payload)
+        if parcel.on_sent is not None:
+            parcel.on_sent()
+        self.transports[parcel.peer].arrive(pack(parcel.header), payload)
+        return True
+
+    def pump(self, limit: int | None = None) -> int:
+        """Let parcels arrive until none is left, or ``limit`` have; return how many did."""
+        arrived = 0
+        while (limit is None or arrived < limit) and self.step():
+            arrived += 1
+        return arrived
+
+
+class MemoryTransport(Transport):
+    """One rank of a ``MemoryNetwork``; made by ``make_memory_network``."""
+
+    def __init__(self, rank: int, size: int, network: MemoryNetwork) -> None:
+        super().__init__(rank, size)
+        self.network = network
+        self._closed = False
+
+    def send(
+        self,
+        peer: int,
+        header: Header,
+        payload: Buffer | None = None,
+        *,
+        priority: int = 0,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Put the message under way; it arrives when the network is pumped."""
+        view = self._payload_view(peer, header, payload)
+        if self._closed:
+            raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport is closed")
+        self.stats.count_sent(view.nbytes)
+        self.network.put(peer, header, view, priority, on_sent)
+
+    def arrive(self, head: bytes, payload: bytes) -> None:
+        """Hand an arriving message to its handler, unless this rank is closed or lost."""
+        if self._closed:
+            return
+        header = unpack(head, len(payload))
+        check_payload(header, payload)
+        if header.kind not in self._handlers:
+            raise WireError(f"rank {self.rank} got {header} but nothing listens to {header.kind.name}")
+        self.stats.count_received(len(payload))
+        self._handlers[header.kind](header, memoryview(payload))
+
+    def close(self) -> None:
+        """Receive nothing from now on; what was sent still arrives when pumped."""
+        self._closed = True
+
+    def die(self, why: str = "killed by the test") -> None:
+        """Go away without a goodbye: messages under way from and to this rank vanish, the others are told."""
+        self._closed = True
+        parcels = self.network.parcels
+        parcels[:] = [parcel for parcel in parcels if self.rank not in (parcel.peer, parcel.header.sender)]
+        for transport in self.network.transports:
+            if not transport._closed:
+                for handler in transport._lost_handlers:
+                    handler(self.rank, why)
+
+
+def make_memory_network(size: int, scheduler: Scheduler | None = None) -> list[MemoryTransport]:
+    """Return connected transports for ranks 0..size-1; ``transports[0].network.pump()`` moves their messages."""
+    network = MemoryNetwork(scheduler or first_urgent)
+    network.transports = [MemoryTransport(rank, size, network) for rank in range(size)]
+    return network.transports
