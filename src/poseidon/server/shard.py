@@ -69,6 +69,16 @@ class Shard:
                 return self._finish(finished, total.format)
         return None
 
+    def add_bytes(self, unit: int, chunk: int, clock: int, rank: int, payload: memoryview) -> Array | None:
+        """Like :meth:`add`, for values as they came from the wire; they are read where they lie."""
+        stored = self._find(unit, chunk, rank).format.stored
+        if payload.nbytes % stored.itemsize:
+            raise ServerError(
+                f"rank {rank} sent {payload.nbytes} bytes for chunk {chunk} of unit {unit}, "
+                f"which is no whole number of {stored} values"
+            )
+        return self.add(unit, chunk, clock, rank, np.frombuffer(payload, stored))
+
     def release(self, result: Array) -> None:
         """Give back a finished sum that nobody reads any more; its memory serves a later one. Optional."""
         with self._lock:
@@ -84,9 +94,7 @@ class Shard:
             }
 
     def _accept(self, unit: int, chunk: int, clock: int, rank: int, values: Array) -> _Sum:
-        total = self._sums.get((unit, chunk))
-        if total is None:
-            raise ServerError(f"rank {rank} sent chunk {chunk} of unit {unit}, which this shard does not own")
+        total = self._find(unit, chunk, rank)
         if rank not in self.workers:
             raise ServerError(f"rank {rank} sent {total}, but the workers are {list(self.workers)}")
         if values.shape != (total.chunk.length,) or values.dtype != total.format.stored:
@@ -98,6 +106,12 @@ class Shard:
         if rank in total.waiting or rank in self.workers[: total.added]:
             raise ServerError(f"rank {rank} sent {total} of clock {clock} twice")
         total.waiting[rank] = values
+        return total
+
+    def _find(self, unit: int, chunk: int, rank: int) -> _Sum:
+        total = self._sums.get((unit, chunk))
+        if total is None:
+            raise ServerError(f"rank {rank} sent chunk {chunk} of unit {unit}, which this shard does not own")
         return total
 
     def _add_up(self, total: _Sum, ready: list[Array]) -> None:
