@@ -1,0 +1,33 @@
+"""Which gradients share one collective. Pure: the engine packs by it, and the simulator predicts by it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+SMALLEST_BUCKET_BYTES = 2**20
+"""Below this, a collective costs latency rather than bandwidth."""
+
+
+def assign_buckets(sizes: Sequence[tuple[Hashable, int]], limit_bytes: int) -> list[list[int]]:
+    """Put items, given as (kind, bytes) in the order they become ready, into buckets of one kind each.
+
+    A bucket is closed once it holds its limit, so it may exceed it by its last item. The first limit is small, so
+    that the wire has something to do early in backward. The later ones shrink to half of what is still to come:
+    nothing hides the exchange of the last bucket, so it must not have gathered a long tail of layers. Buckets come
+    in the order in which their last items are ready. Pure.
+    """
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    closed: list[list[int]] = []
+    to_come = sum(size for _, size in sizes)
+    for index, (kind, size) in enumerate(sizes):
+        members, total = open_buckets.pop(kind, ([], 0))
+        members.append(index)
+        total += size
+        to_come -= size
+        wanted = max(min(limit_bytes, to_come // 2), SMALLEST_BUCKET_BYTES) if closed else SMALLEST_BUCKET_BYTES
+        if total >= min(wanted, limit_bytes):
+            closed.append(members)
+        else:
+            open_buckets[kind] = (members, total)
+    closed.extend(members for members, _ in open_buckets.values())
+    return sorted(closed, key=lambda members: members[-1])
