@@ -1,0 +1,39 @@
+"""A limit on bytes per second, as a bucket that refills at the permitted rate. Pure: the caller brings the time."""
+
+from __future__ import annotations
+
+from poseidon.errors import ConfigError
+
+FRAMING = 1514 / 1448
+"""Bytes an Ethernet link carries for each byte handed to TCP, with full segments of the usual 1500-byte MTU."""
+
+
+class TokenBucket:
+    """Permission to send, earned at ``rate_mbit`` and saved up for at most ``burst_s``.
+
+    A message leaves as soon as anything is saved up and is charged in full, so the bucket goes into debt for a large
+    one and the average holds whatever the sizes. What the link adds (packet headers) is charged too: the cap is kept
+    at the interface, not just above TCP.
+    """
+
+    def __init__(self, rate_mbit: float, now_s: float, burst_s: float = 0.005) -> None:
+        if not rate_mbit > 0:
+            raise ConfigError(f"a bandwidth cap of {rate_mbit:g} Mbit/s lets nothing through; give a positive one")
+        self._rate = rate_mbit * 1e6 / 8
+        self._most = self._rate * burst_s
+        self._saved = self._most
+        self._when_s = now_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Return how long from now the next message must wait; 0 when it may leave."""
+        self._refill(now_s)
+        return 0.0 if self._saved > 0 else max(-self._saved / self._rate, 1e-6)
+
+    def charge(self, size_bytes: int, now_s: float) -> None:
+        """Take note that a message of ``size_bytes`` leaves."""
+        self._refill(now_s)
+        self._saved -= size_bytes * FRAMING
+
+    def _refill(self, now_s: float) -> None:
+        self._saved = min(self._most, self._saved + (now_s - self._when_s) * self._rate)
+        self._when_s = now_s

@@ -1,0 +1,97 @@
+"""How a transport behaves: checked when made, readable from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from poseidon.errors import ConfigError
+
+PREFIX = "POSEIDON_WIRE_"
+
+
+@dataclass(frozen=True)
+class WireSettings:
+    """How one rank's transport uses the network."""
+
+    ip: str = ""
+    """The one address to listen on; empty: that of ``interface``."""
+    interface: str = ""
+    """The interface whose address to listen on; empty, without ``ip``: this machine only (127.0.0.1)."""
+    streams_per_peer: int = 1
+    """Connections to each peer; more where one does not fill the link."""
+    io_threads: int = 2
+    """Threads that move bytes between memory and the kernel."""
+    receive_threads: int = 1
+    """Threads that run handlers; a peer's messages all come on one of them unless it has several streams."""
+    in_flight_bytes: int = 1
+    """A connection is given its next message when it is busy with fewer bytes than this. 1: one message at a time,
+    with the kernel's buffer to bridge the gap between two."""
+    send_buffer_bytes: int = 128 << 10
+    """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
+    receive_queue: int = 8
+    """Messages each connection may hold that no handler has seen; then its sender must wait."""
+    max_message_bytes: int = 64 << 20
+    """Larger payloads are neither sent nor received."""
+    cap_mbit: float = 0.0
+    """The most this rank sends, in Mbit/s at the interface; 0: no limit."""
+    encrypt: bool = False
+    """Encrypt and authenticate all traffic (CURVE)."""
+    payload_checksum: bool = False
+    """Send the CRC-32 of every payload along; the receiver checks it."""
+    connect_timeout_s: float = 30.0
+    """How long ``connect`` waits for the other ranks."""
+    lost_after_s: float = 30.0
+    """A peer whose machine does not answer for so long is lost."""
+    close_timeout_s: float = 10.0
+    """How long ``close`` tries to send what is queued."""
+    keep_memory_bytes: int = 256 << 20
+    """Memory the process keeps for coming messages instead of returning it to the system each time."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("streams_per_peer", 1),
+            ("io_threads", 1),
+            ("receive_threads", 1),
+            ("in_flight_bytes", 1),
+            ("send_buffer_bytes", 4096),
+            ("receive_queue", 1),
+            ("max_message_bytes", 1024),
+            ("cap_mbit", 0),
+            ("connect_timeout_s", 0),
+            ("lost_after_s", 1),
+            ("close_timeout_s", 0),
+            ("keep_memory_bytes", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"wire setting {name} is {getattr(self, name)}; it must be at least {least}")
+        if self.ip in ("0.0.0.0", "*", "::"):
+            raise ConfigError(f"wire setting ip is {self.ip!r}, every interface; name the one address to listen on")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ, **defaults: Any) -> WireSettings:
+        """Return the settings with what ``POSEIDON_WIRE_*`` says (``POSEIDON_WIRE_CAP_MBIT=200``) over ``defaults``."""
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        values = dict(defaults)
+        for variable, text in environment.items():
+            if variable.startswith(PREFIX):
+                name = variable[len(PREFIX) :].lower()
+                if name not in kinds:
+                    known = ", ".join(PREFIX + known.upper() for known in kinds)
+                    raise ConfigError(f"environment variable {variable} is no wire setting; known: {known}")
+                values[name] = _read(variable, text, kinds[name])
+        return cls(**values)
+
+
+def _read(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        answers = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in answers:
+            raise ConfigError(f"{variable} is {text!r}; write 1 or 0")
+        return answers[text.lower()]
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{variable} is {text!r}; a number is expected") from None

@@ -1,0 +1,296 @@
+"""The wire between machines: ZeroMQ connections from every rank to every rank.
+
+Each rank listens on one address with a PULL socket per receive thread, and has PUSH sockets to all ranks, itself
+included. A connection is let in only if it proves a rank with the job's secret. Payloads are handed to ZeroMQ where
+they lie and arrive in memory that handlers may keep.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import zmq
+from zmq.utils import z85
+
+from poseidon.errors import FrameError, WireError
+from poseidon.wire.address import Address, listening_ip
+from poseidon.wire.allocation import keep_memory
+from poseidon.wire.guard import Guard
+from poseidon.wire.message import CHECKED, SIZE, Buffer, Header, Kind, check_payload, pack, unpack
+from poseidon.wire.outbox import Outgoing
+from poseidon.wire.secret import JobSecret
+from poseidon.wire.sending import Pacer, Sender
+from poseidon.wire.settings import WireSettings
+from poseidon.wire.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+_LAST = 1 << 62
+"""Priority of a goodbye: behind everything."""
+GOODBYE_S = 2.0
+"""How long a goodbye may take to leave."""
+
+
+class ZeroMQTransport(Transport):
+    """One rank's connections. It listens from construction on (``address``), and sends once ``connect`` returned."""
+
+    def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
+        super().__init__(rank, size)
+        self._settings = settings or WireSettings()
+        self._secret = JobSecret(secret)
+        self._nonce = secrets.token_hex(8)
+        self._departed: set[int] = set()
+        self._news = threading.Condition()
+        self._open: dict[int, int] = dict.fromkeys(range(size), 0)
+        self._rejected: dict[int, str] = {}
+        self._is_connected = False
+        self._is_closed = False
+        if self._settings.keep_memory_bytes:
+            keep_memory(self._settings.keep_memory_bytes)
+        self.listen(Kind.BYE, self._hear_goodbye)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self._settings.io_threads)
+        self._listeners = [self._make_listener() for _ in range(self._settings.receive_threads)]
+        self._outlets = [
+            [self._make_outlet() for _ in range(self._settings.streams_per_peer)] for _ in range(self.size)
+        ]
+        self._pacer = Pacer(self._settings.cap_mbit) if self._settings.cap_mbit else None
+        self._senders = [
+            Sender(outlets, self._settings.in_flight_bytes, self._pacer, self._notify) for outlets in self._outlets
+        ]
+        peers = {outlet: peer for peer, outlets in enumerate(self._outlets) for outlet in outlets}
+        self._guard = Guard(self._context, self._make_check(), self._listeners, peers, self)
+        self.address = str(self._bind())
+        self._threads = [
+            threading.Thread(target=self._receive, args=(listener,), name=f"poseidon-wire-{number}", daemon=True)
+            for number, listener in enumerate(self._listeners)
+        ]
+        for thread in self._threads:
+            thread.start()
+        if self._pacer is not None:
+            self._pacer.start(self._senders)
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+        if len(addresses) != self.size:
+            raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
+        for peer, text in enumerate(addresses):
+            address = Address.parse(text)
+            for stream, outlet in enumerate(self._outlets[peer]):
+                self._identify(outlet, peer, address.nonce)
+                outlet.connect(address.endpoint(self.rank, stream))
+        with self._news:
+            self._news.wait_for(lambda: self._rejected or not self._unreached(), self._settings.connect_timeout_s)
+            if self._rejected:
+                peer, why = next(iter(self._rejected.items()))
+                raise WireError(
+                    f"rank {peer} at {addresses[peer]} turned rank {self.rank} away: {why}; give all workers the same"
+                )
+            if unreached := self._unreached():
+                raise WireError(
+                    f"rank {self.rank} reached no connection to ranks {unreached} within "
+                    f"{self._settings.connect_timeout_s:g} s (rank {unreached[0]} is at {addresses[unreached[0]]}); "
+                    "check that their machines are up and that no firewall is between"
+                )
+        self._is_connected = True
+
+    def send(
+        self,
+        peer: int,
+        header: Header,
+        payload: Buffer | None = None,
+        *,
+        priority: int = 0,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a message and return at once; see ``Transport.send``."""
+        view = self._payload_view(peer, header, payload)
+        if view.nbytes > self._settings.max_message_bytes:
+            raise WireError(
+                f"{header.kind.name} payload has {view.nbytes} bytes; the wire's limit is "
+                f"{self._settings.max_message_bytes} (setting max_message_bytes): send it in pieces"
+            )
+        if self._is_closed or not self._is_connected:
+            state = "is closed" if self._is_closed else "is not connected yet"
+            raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
+        if self._settings.payload_checksum and view.nbytes:
+            header = replace(header, flags=header.flags | CHECKED, checksum=zlib.crc32(view))
+        self.stats.count_sent(view.nbytes)
+        self._senders[peer].send(Outgoing(pack(header), view, priority, on_sent))
+
+    def close(self) -> None:
+        """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline = time.monotonic() + self._settings.close_timeout_s
+        if self._is_connected:
+            goodbye = pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0))
+            for sender in self._senders:
+                sender.send(Outgoing(goodbye, memoryview(b""), _LAST))
+            with self._news:
+                self._news.wait_for(self._is_flushed, max(0.0, deadline - time.monotonic()))
+        if self._pacer is not None:
+            self._pacer.close()
+        for peer, sender in enumerate(self._senders):
+            # Large payloads have left; what may be on its way still is small, and nobody hears it who has gone.
+            listens = self._is_connected and peer not in self._departed
+            sender.close(min(GOODBYE_S, max(0.0, deadline - time.monotonic())) if listens else 0.0)
+        # Wakes the threads, which close their own sockets, and returns when all are closed and flushed.
+        self._context.term()
+        for thread in self._threads:
+            thread.join()
+        self._guard.join()
+
+    # What the guard reports, on its thread.
+
+    def connected(self, peer: int) -> None:
+        """Count an open connection to ``peer``."""
+        with self._news:
+            self._open[peer] += 1
+            self._news.notify_all()
+
+    def rejected(self, peer: int, why: str) -> None:
+        """Remember that ``peer`` turned this rank away."""
+        with self._news:
+            self._rejected[peer] = why
+            self._news.notify_all()
+
+    def disconnected(self, peer: int) -> None:
+        """Tell who wants to know that ``peer`` is gone, unless it said goodbye or this rank is going itself."""
+        if peer in self._departed or self._is_closed or not self._is_connected:
+            return
+        self._departed.add(peer)
+        for handler in self._lost_handlers:
+            handler(peer, f"its connection to rank {self.rank} ended")
+
+    def refused(self, reason: str, message: str) -> None:
+        """Count what was turned away, and say so the first time."""
+        if self.stats.count_refused(reason):
+            _log.warning("rank %d refused: %s (counted from now on, not shown again)", self.rank, message)
+
+    # Sockets.
+
+    def _make_listener(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PULL)
+        socket.rcvhwm = self._settings.receive_queue
+        socket.maxmsgsize = self._settings.max_message_bytes
+        socket.handshake_ivl = 10_000
+        socket.zap_domain = b"poseidon"
+        if self._settings.encrypt:
+            socket.curve_publickey, socket.curve_secretkey = self._secret.keys("listener", self._nonce, self.rank)
+            socket.curve_server = True
+        else:
+            socket.plain_server = True
+        return socket
+
+    def _make_outlet(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        # Limits are the outbox's; a second one here would make a sender wait.
+        socket.sndhwm = 0
+        socket.sndbuf = self._settings.send_buffer_bytes
+        socket.tcp_maxrt = int(self._settings.lost_after_s * 1000)
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, int(self._settings.lost_after_s / 4))
+        socket.tcp_keepalive_cnt = 3
+        socket.reconnect_ivl_max = 5_000
+        return socket
+
+    def _bind(self) -> Address:
+        ip = listening_ip(self._settings)
+        try:
+            ports = tuple(listener.bind_to_random_port(f"tcp://{ip}") for listener in self._listeners)
+        except zmq.ZMQError as error:
+            raise WireError(f"rank {self.rank} cannot listen on {ip}: {error}; is it this machine's address?") from None
+        return Address(ip, ports, self._nonce)
+
+    def _identify(self, outlet: zmq.Socket[bytes], peer: int, nonce: str) -> None:
+        """Give a socket what proves this rank to ``peer``."""
+        if self._settings.encrypt:
+            outlet.curve_publickey, outlet.curve_secretkey = self._secret.keys("sender", "", self.rank)
+            outlet.curve_serverkey = self._secret.keys("listener", nonce, peer)[0]
+        else:
+            outlet.plain_username = str(self.rank).encode()
+            outlet.plain_password = self._secret.word(nonce, self.rank, peer).encode()
+
+    def _make_check(self) -> Callable[[str, Sequence[bytes]], int | None]:
+        """Return what tells the rank that credentials prove."""
+        if self._settings.encrypt:
+            keys = {z85.decode(self._secret.keys("sender", "", rank)[0]): rank for rank in range(self.size)}
+            return lambda mechanism, credentials: keys.get(credentials[0]) if mechanism == "CURVE" else None
+        words = {
+            str(rank).encode(): self._secret.word(self._nonce, rank, self.rank).encode() for rank in range(self.size)
+        }
+
+        def check(mechanism: str, credentials: Sequence[bytes]) -> int | None:
+            if mechanism != "PLAIN" or len(credentials) != 2 or credentials[0] not in words:
+                return None
+            return int(credentials[0]) if hmac.compare_digest(words[credentials[0]], credentials[1]) else None
+
+        return check
+
+    # Waiting.
+
+    def _unreached(self) -> list[int]:
+        return [peer for peer, count in self._open.items() if count < self._settings.streams_per_peer]
+
+    def _is_flushed(self) -> bool:
+        return all(sender.is_idle or peer in self._departed for peer, sender in enumerate(self._senders))
+
+    def _notify(self) -> None:
+        if self._is_closed:
+            with self._news:
+                self._news.notify_all()
+
+    # Receiving.
+
+    def _receive(self, listener: zmq.Socket[bytes]) -> None:
+        """Hand over what comes in on one socket until the context ends."""
+        nothing = zmq.Frame(b"")
+        try:
+            while True:
+                head = listener.recv(copy=False)
+                payload = listener.recv(copy=False) if head.more else nothing
+                try:
+                    self._accept(head, payload)
+                except FrameError as error:
+                    self.refused(error.reason, str(error))
+                    _skip_rest(listener, payload)
+        except zmq.ContextTerminated:
+            listener.close(linger=0)
+
+    def _accept(self, head: zmq.Frame, payload: zmq.Frame) -> None:
+        """Check one message and give it to its handler."""
+        if payload.more:
+            raise FrameError("parts", "a message of more than two parts came in")
+        if len(head) != SIZE:
+            raise FrameError("header size", f"a header of {len(head)} bytes came in; headers have {SIZE}")
+        view = payload.buffer
+        header = unpack(head.bytes, view.nbytes)
+        if head.get("User-Id") != str(header.sender):
+            raise FrameError("sender", f"rank {head.get('User-Id')} sent a message in the name of {header.sender}")
+        check_payload(header, view)
+        handler = self._handlers.get(header.kind)
+        if handler is None:
+            raise FrameError("unheard", f"rank {header.sender} sent {header.kind.name}, to which nothing listens here")
+        self.stats.count_received(view.nbytes)
+        try:
+            handler(header, view)
+        except Exception:
+            self.stats.count_refused("handler")
+            _log.exception("rank %d could not handle %s", self.rank, header)
+
+    def _hear_goodbye(self, header: Header, _payload: memoryview) -> None:
+        self._departed.add(header.sender)
+        self._notify()
+
+
+def _skip_rest(listener: zmq.Socket[bytes], part: zmq.Frame) -> None:
+    while part.more:
+        part = listener.recv(copy=False)
