@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedDataParallel", "Plan", "init", "plan"]
+__all__ = ["DistributedDataParallel", "Plan", "distribute", "init", "plan"]
 
 _HOME = {
     "DistributedDataParallel": "poseidon.api",
     "Plan": "poseidon.planning.planner",
+    "distribute": "poseidon.distributing",
     "init": "poseidon.api",
     "plan": "poseidon.api",
 }
 
 if TYPE_CHECKING:
     from poseidon.api import DistributedDataParallel, init, plan
+    from poseidon.distributing import distribute
     from poseidon.planning.planner import Plan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +249,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             gather_factors=self._gather_factors,
             routes=self._routes,
         )
-        self._engine = assemble_engine(units, team, self.device, options, self._cluster)
-        self._front_end = AutogradFrontEnd(self._engine)
+        self._engine = assemble_engine(units, team, self.device, self._adapted(options), self._cluster)
+        self._front_end = self._make_front_end(self._engine)
         # Threads and hooks must not outlive the wrapper, however it goes away.
         self._release = weakref.finalize(self, _release, self._front_end)
         self._release.atexit = False
+
+    def _adapted(self, options: Options) -> Options:
+        return options
+
+    def _make_front_end(self, engine: Engine) -> AutogradFrontEnd:
+        return AutogradFrontEnd(engine)
 
     @torch.compiler.disable
     def _before_forward(
@@ -295,14 +301,18 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def sync_buffers(self, source: int) -> None:
         """Copy ``source``'s buffers to everybody, as torch's class does before each forward. Collective."""
+        for complete in self._start_sync(source):
+            complete()
+
+    def _start_sync(self, source: int) -> list[Callable[[], None]]:
+        """Begin :meth:`sync_buffers`; call the results to complete it."""
         if self._team is None or not self.forward_sync_buffers:
-            return
+            return []
         named = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
         if [id(buffer) for _, buffer in named] != self._mirrored:  # a buffer was replaced by assignment
             self._mirrored = [id(buffer) for _, buffer in named]
             self._mirrors = mirrors_of([buffer for _, buffer in named])
-        for mirror in self._mirrors:
-            mirror.copy_from(self._team, source, "the buffers")
+        return [mirror.start_copy(self._team, source, "the buffers") for mirror in self._mirrors]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
@@ -323,7 +333,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 def _release(front_end: AutogradFrontEnd) -> None:
     front_end.close()
-    front_end.engine.close()
+    front_end.turns.close()
 
 
 _TORCH_ONLY = {

@@ -8,7 +8,7 @@ from torch import nn
 import poseidon
 from poseidon import errors
 
-NAMES = ["DistributedDataParallel", "Plan", "init", "plan"]
+NAMES = ["DistributedDataParallel", "Plan", "distribute", "init", "plan"]
 
 
 def test_the_public_names_are_these() -> None:
@@ -61,6 +61,9 @@ TREE = {
     errors.ConfigError: ValueError,
     errors.UnsupportedError: RuntimeError,
     errors.MismatchError: RuntimeError,
+    errors.ServerError: RuntimeError,
+    errors.WireError: RuntimeError,
+    errors.FrameError: RuntimeError,
     errors.WorkerLostError: RuntimeError,
 }
 

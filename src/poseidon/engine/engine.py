@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from poseidon.engine.scheduler import Gather, Routes, Schedule, Scheduler
+from poseidon.engine.scheduler import Flight, Gather, Routes, Schedule, Scheduler
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, make_plan
@@ -45,6 +45,8 @@ class Options:
     """Factors travel by a collective (True) or by direct messages (False); None: by a collective where NCCL is."""
     routes: Mapping[str, str] | None = None
     """Routes that the user insists on, by unit name or pattern."""
+    defers: bool = False
+    """Gradients may land after the end of backward, each when it is needed (``update.py``)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,16 @@ class RollCall:
 
     def _says(self) -> str:
         return "had gradients from no_sync()" if self.is_dense else "had none from no_sync()"
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A closed backward, whose gradients may still be under way."""
+
+    flights: Sequence[Flight]
+    calls: Sequence[RollCall]
+    must_land: bool
+    """Landing something here needs all workers at once, so all must let everything land now, in this order."""
 
 
 class Engine:
@@ -106,9 +118,12 @@ class Engine:
         """How often each parameter's gradient was added to in this backward."""
         self._expected: dict[nn.Parameter, int] | None = None
         """With a static graph: the same for the first backward, once it is over."""
-        self._is_used: dict[nn.Parameter, bool] = {}
+        self.is_used: dict[nn.Parameter, bool] = {}
+        """Whether any worker used a parameter in the last settled step; not in it: yes."""
         self._lock = threading.RLock()
         self._current: Schedule | None = None
+        self._is_landing = False
+        """Closed, but not all means are in ``.grad``; stays so if an error breaks it off."""
 
     # What a front end calls.
 
@@ -142,7 +157,7 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Say, before a forward, whether the backward to come exchanges gradients, and the size of its batch."""
-        if self._current is not None:
+        if self._current is not None or (self._is_landing and not self.options.defers):
             raise UnsupportedError(
                 f"rank {self.team.rank}: backward {self.step} was broken off by an error, so the replicas may differ; "
                 "start again from a checkpoint"
@@ -194,21 +209,47 @@ class Engine:
 
     def end_backward(self) -> None:
         """Complete the exchange: afterwards every ``.grad`` is the mean over all workers."""
+        forgotten = self.close_backward()
+        landing = self.settle()
+        for flight in landing.flights:
+            flight.land(self.is_used)
+        self._rescale(landing.calls)
+        self._is_landing = False
+        self.check_forgotten(forgotten)
+
+    def close_backward(self) -> list[nn.Parameter]:
+        """Send off what has not left yet; return the parameters that no gradient came for.
+
+        The exchange goes on in the background; :meth:`settle` must be called before the next backward begins.
+        """
         assert self._current is not None
         self.team.watch.note(self.step, "at the end of backward")
         forgotten = [parameter for parameter in self._waiting if not self._additions[parameter]]
         # In the order in which gradients came, where a static graph is still being learnt.
         for parameter in [*(p for p in self._additions if p in self._waiting), *forgotten]:
             self._settle(parameter)
+        self._scheduler.close(self.options.defers)
+        self._current = None
+        self._is_landing = True
+        self._has_local_gradients = False
+        return forgotten
+
+    def settle(self) -> Landing:
+        """Learn what the others said about the closed backward, plan if that is due; return what is under way.
+
+        The means are in ``.grad`` once each flight has landed.
+        """
         calls = self._finish_roll_call()
-        self._scheduler.finish(self._is_used)
-        self._rescale(calls)
+        must_land = self._scheduler.hear_flags()
+        flights = self._scheduler.flights()
         if not any(call.is_joined for call in calls):
             self._plan_if_due(calls)
-        self._current = None
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
-        self._has_local_gradients = False
+        return Landing(flights, calls, must_land)
+
+    def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
+        """Raise if a closed backward brought nothing for some parameters that should have had a gradient."""
         if forgotten and not (self.is_joined or self.options.static_graph):
             raise self._forgotten_error(forgotten)
 
@@ -270,9 +311,9 @@ class Engine:
             used = self.team.gather_ints([int(count > 0) for count in self._expected.values()])
         if used[0]:
             anybody = [any(column) for column in zip(*used, strict=True)]
-            self._is_used = dict(zip(self._unit_of, anybody, strict=True))
+            self.is_used = dict(zip(self._unit_of, anybody, strict=True))
         for unit in self.units:
-            unit.is_used = any(self._is_used.get(parameter, True) for parameter in unit.parameters)
+            unit.is_used = any(self.is_used.get(parameter, True) for parameter in unit.parameters)
         return calls
 
     def _rescale(self, calls: Sequence[RollCall]) -> None:

@@ -9,8 +9,8 @@ gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from poseidon.engine.engine import Engine
+from poseidon.engine.pending import land
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Load
@@ -33,11 +34,25 @@ def _find(module: nn.Module) -> tuple[AutogradFrontEnd, LiveUnit] | None:
     return None if front_end is None else (front_end, front_end.engine.units[index])
 
 
+class Turns(Protocol):
+    """Who is told that a backward begins and ends: the engine itself, or somebody in between."""
+
+    def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> object:
+        """Start an exchange unless one is under way; ``unused`` will get no gradient."""
+
+    def end_backward(self) -> None:
+        """Nothing more will come in this backward."""
+
+    def close(self) -> None:
+        """End the exchange for good."""
+
+
 class AutogradFrontEnd:
     """Connects the autograd graph of one model to one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, turns: Turns | None = None) -> None:
         self.engine = engine
+        self.turns: Turns = turns or engine
         self._nodes: dict[nn.Parameter, Node] = {}
         self._handles: list[RemovableHandle] = []
         self._unused: set[nn.Parameter] = set()
@@ -62,7 +77,7 @@ class AutogradFrontEnd:
 
     def begin(self) -> None:
         """Start the exchange of this backward unless it has started, and see to its end."""
-        self.engine.begin_backward(self._unused)
+        self.turns.begin_backward(self._unused)
         self._queue_end()
 
     @property
@@ -86,7 +101,7 @@ class AutogradFrontEnd:
         self._is_end_queued = False
         if not self.engine.in_backward:
             return
-        self.engine.end_backward()
+        self.turns.end_backward()
         if self.engine.plan is not self._followed:
             self._follow_plan()
 
@@ -236,6 +251,8 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
 def _factor_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
 ) -> Tensor:
+    # The function below would save the weight before it is touched, and so before a deferred update changes it.
+    land(weight, bias)
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         # As autocast does for F.linear; done here so that the factors travel in the short type too.

@@ -21,7 +21,7 @@ from poseidon.routes.factors import FactorsRoute
 from poseidon.routes.gather import GatherExchange, GatherRoute
 from poseidon.routes.pairs import Pairs
 from poseidon.routes.rows import RowsRoute
-from poseidon.team.team import Team
+from poseidon.team.team import PendingGather, Team
 
 
 class Routes:
@@ -83,6 +83,23 @@ class Schedule:
                 self.collective_of[parameter] = number
 
 
+@dataclass(eq=False)
+class Flight:
+    """Gradients under way together: what left, and where it goes when it lands."""
+
+    parameters: Sequence[nn.Parameter]
+    exchange: Exchange
+    bucket: Bucket | None = None
+    flags: int = 0
+    """Whatever is out of the ordinary about this worker's part; landing may then need all workers at once."""
+
+    def land(self, is_used: Mapping[nn.Parameter, bool]) -> None:
+        """Wait for the means and leave them in ``.grad``."""
+        self.exchange.finish()
+        if self.bucket is not None:
+            self.bucket.unpack([is_used.get(p, True) for p in self.parameters])
+
+
 class Scheduler:
     """Runs one backward of a :class:`Schedule`: counts what is ready and starts what can start.
 
@@ -95,53 +112,66 @@ class Scheduler:
         self._step = step
         self._missing = Counter(schedule.collective_of.values())
         self._next = 0
-        self._messages: dict[int, Exchange] = {}
-        self._collectives: list[Exchange] = []
+        self._messages: dict[int, Flight] = {}
+        self._collectives: list[Flight] = []
+        self._closing: PendingGather | None = None
 
     def ready(self, unit: LiveUnit) -> None:
         """Take note that every gradient of the unit is final, and start whatever that completes."""
-        route = self._schedule.route_of[unit.index]
         if unit.parameters[0] in self._schedule.collective_of:
             for parameter in unit.parameters:
                 self._missing[self._schedule.collective_of[parameter]] -= 1
             self._start_collectives()
-        elif route == "factors":
-            self._messages[unit.index] = self._routes.factors.start(unit, self._step)
-        else:
-            self._messages[unit.index] = self._routes.rows.start(unit, self._step)
+            return
+        is_factors = self._schedule.route_of[unit.index] == "factors"
+        route = self._routes.factors if is_factors else self._routes.rows
+        flags = int(unit.has_dense)
+        self._messages[unit.index] = Flight(unit.parameters, route.start(unit, self._step), flags=flags)
 
-    def finish(self, is_used: Mapping[nn.Parameter, bool]) -> None:
-        """Wait for everything under way and leave the means in ``.grad``."""
+    def close(self, compares_flags: bool) -> None:
+        """Nothing more will leave in this backward. With ``compares_flags`` the workers tell each other their flags."""
         assert self._next == len(self._schedule.collectives), "a unit was never reported ready"
-        self._compare_flags()
-        # Messages first: most left early, and what they bring is worked on while the last bucket travels. By number and
-        # not as they left, because a part that came another way makes finishing one collective.
-        for _, exchange in sorted(self._messages.items()):
-            exchange.finish()
-        for item, exchange in zip(self._schedule.collectives, self._collectives, strict=True):
-            exchange.finish()
-            if isinstance(item, Bucket):
-                item.unpack([is_used.get(p, True) for p in item.parameters])
+        flags = [flight.flags for flight in self._flagged()]
+        if flags and (compares_flags or self._gathers()):
+            # On the host, which is far ahead of the device here.
+            self._closing = self._routes.team.start_gather(flags)
+
+    def hear_flags(self) -> bool:
+        """Learn what all workers said when they closed; true if anything was out of the ordinary."""
+        if self._closing is None:
+            return False
+        by_flight = list(zip(*self._closing("the end of backward"), strict=True))
+        for flight, flags in zip(self._flagged(), by_flight, strict=True):
+            if isinstance(flight.exchange, GatherExchange):
+                flight.exchange.heed(flags)
+        return any(any(flags) for flags in by_flight)
+
+    def flights(self) -> list[Flight]:
+        """Return everything under way, in an order in which all workers may let it land.
+
+        Messages first: most left early, and what they bring is worked on while the last bucket travels. By number and
+        not as they left, because a part that came another way makes landing one collective.
+        """
+        return [flight for _, flight in sorted(self._messages.items())] + self._collectives
 
     def _start_collectives(self) -> None:
         items = self._schedule.collectives
         while self._next < len(items) and self._missing[self._next] == 0:
-            item = items[self._next]
-            if isinstance(item, Bucket):
-                self._collectives.append(self._routes.allreduce.start(item.pack(), item.name))
-            else:
-                assert self._routes.gather is not None
-                exchange = self._routes.gather.start(item.unit, self._step, item.capacity, item.value_bytes)
-                self._collectives.append(exchange)
+            self._collectives.append(self._start(items[self._next]))
             self._next += 1
 
-    def _compare_flags(self) -> None:
-        """Tell each gather what the workers said about it: on the host, which is far ahead of the device here."""
-        gathers = [exchange for exchange in self._collectives if isinstance(exchange, GatherExchange)]
-        if gathers:
-            rows = self._routes.team.gather_ints([int(gather.flags) for gather in gathers], "the end of backward")
-            for gather, flags in zip(gathers, zip(*rows, strict=True), strict=True):
-                gather.heed(flags)
+    def _start(self, item: Bucket | Gather) -> Flight:
+        if isinstance(item, Bucket):
+            return Flight(item.parameters, self._routes.allreduce.start(item.pack(), item.name), item)
+        assert self._routes.gather is not None
+        exchange = self._routes.gather.start(item.unit, self._step, item.capacity, item.value_bytes)
+        return Flight(item.unit.parameters, exchange, flags=int(exchange.flags))
+
+    def _gathers(self) -> list[Flight]:
+        return [flight for flight in self._collectives if isinstance(flight.exchange, GatherExchange)]
+
+    def _flagged(self) -> list[Flight]:
+        return [flight for _, flight in sorted(self._messages.items())] + self._gathers()
 
 
 def _bucket_name(units: Sequence[str]) -> str:

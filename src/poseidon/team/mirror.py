@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,20 @@ class Mirror:
 
     def copy_from(self, team: Team, source: int, what: str) -> None:
         """Make the tensors equal to ``source``'s. Collective."""
+        self.start_copy(team, source, what)()
+
+    def start_copy(self, team: Team, source: int, what: str) -> Callable[[], None]:
+        """Begin to make the tensors equal to what ``source``'s are now; call the result to complete it. Collective."""
         if team.rank == source:
             self._copy(is_packing=True)
         work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
-        team.wait_for(work, self._message, what, source)
-        if team.rank != source:
-            self._copy(is_packing=False)
+
+        def complete() -> None:
+            team.wait_for(work, self._message, what, source)
+            if team.rank != source:
+                self._copy(is_packing=False)
+
+        return complete
 
     @torch.no_grad()
     def _copy(self, is_packing: bool) -> None:
