@@ -1,0 +1,159 @@
+"""Which worker failed first, in words. Pure.
+
+When one worker dies, the others fail too: their connections break. What they then say is a symptom. The cause is the
+first death that is none; where there are only symptoms, the worker that they accuse.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from poseidon.team.watch import EXIT_STATUS as BLAMES_ANOTHER
+
+HUNG_STATUS = 124
+"""Of a job that was ended because it stood still; what ``timeout`` uses."""
+
+
+class Kind(Enum):
+    """How a worker was lost."""
+
+    EXIT = "exit"
+    HANG = "hang"
+    MACHINE = "machine"
+
+
+@dataclass(frozen=True)
+class Death:
+    """One worker, or with it its whole machine, that the job lost."""
+
+    rank: int
+    host: str
+    kind: Kind
+    status: int = 0
+    """Exit status, negative for a signal."""
+    tail: tuple[str, ...] = ()
+    """The last lines it wrote to stderr, or to stdout if there were none."""
+    note: str = ""
+
+    @property
+    def is_symptom(self) -> bool:
+        """Whether the worker only says that another one was lost."""
+        if self.kind is not Kind.EXIT or self.status < 0:
+            return False
+        return self.status == BLAMES_ANOTHER or _SYMPTOMS.search("\n".join(self.tail[-20:])) is not None
+
+    @property
+    def exit_status(self) -> int:
+        """The job's status if this is its cause, as a shell would report the worker's."""
+        if self.kind is Kind.HANG:
+            return HUNG_STATUS
+        if self.kind is Kind.MACHINE:
+            return BLAMES_ANOTHER
+        return 128 - self.status if self.status < 0 else self.status
+
+    @property
+    def how(self) -> str:
+        """How it was lost, in words."""
+        if self.kind is Kind.MACHINE:
+            return f"its machine was lost: {self.note}"
+        if self.kind is Kind.HANG:
+            return f"it hangs: {self.note}"
+        return describe_status(self.status)
+
+
+_SYMPTOMS = re.compile(
+    r"WorkerLostError"
+    r"|Connection closed by peer|Connection reset by peer|Broken pipe|Connection was likely closed"
+    r"|ncclRemoteError|remote process exited or there was a network error|ncclSystemError"
+    r"|DistNetworkError|DistStoreError|failed to recv, got 0 bytes"
+)
+_ACCUSED = re.compile(r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z ]+)")
+
+
+def describe_status(status: int) -> str:
+    """Return in words how a process ended."""
+    if status >= 0:
+        return f"it ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (if nobody did this by hand, the machine ran out of memory: see `dmesg`)" if status == -9 else ""
+    return f"it was killed by {name}{hint}"
+
+
+def first_cause(deaths: Sequence[Death]) -> Death | None:
+    """Return the first death, in order of arrival, that is no symptom of another; else the first."""
+    causes = [death for death in deaths if not death.is_symptom]
+    return next(iter(causes or deaths), None)
+
+
+def accused(deaths: Sequence[Death]) -> tuple[int, str] | None:
+    """Return whom the workers that gave up accuse most, and of what, where they say so."""
+    votes: dict[int, list[str]] = {}
+    for death in deaths:
+        for rank, what in _ACCUSED.findall("\n".join(death.tail)):
+            votes.setdefault(int(rank), []).append(what)
+    if not votes:
+        return None
+    rank = max(votes, key=lambda rank: len(votes[rank]))
+    return rank, votes[rank][0]
+
+
+def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Sequence[int]) -> Death | None:
+    """Return the cause of a job's end; ``running`` maps ranks still alive to their hosts.
+
+    With symptoms only, the worker they accuse is named if it still runs (it hangs), or one that left early.
+    """
+    cause = first_cause(deaths)
+    if cause is None or not cause.is_symptom:
+        return cause
+    found = accused(deaths)
+    if found is not None and found[0] in running:
+        rank, what = found
+        return Death(rank, running[rank], Kind.HANG, note=f"the others waited for it in vain and say: it {what}")
+    if finished:
+        early = ", ".join(map(str, finished))
+        return Death(
+            cause.rank, cause.host, cause.kind, cause.status, cause.tail,
+            note=f"worker {early} had already ended with status 0: did it do fewer steps than the others?",
+        )  # fmt: skip
+    return cause
+
+
+def last_traceback(lines: Sequence[str], limit: int = 40) -> list[str]:
+    """Return the last traceback in these lines (or what Python shows when it is aborted), else the last few lines."""
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if line.startswith(("Traceback (most recent call last)", "Fatal Python error", "  File"))
+        and _begins(lines, number)
+    ]
+    if starts:
+        found = list(lines[starts[-1] :])
+        return found if len(found) <= limit else [*found[: limit // 2], "    ...", *found[-limit // 2 :]]
+    return list(lines[-5:])
+
+
+def _begins(lines: Sequence[str], number: int) -> bool:
+    # A syntax error has no traceback: it begins with the place in the file.
+    if not lines[number].startswith("  File"):
+        return True
+    above = lines[number - 1] if number else ""
+    return not above.startswith(("  ", "Traceback", "Fatal", "Current thread", "Thread"))
+
+
+def explain(cause: Death, others: Mapping[int, str]) -> str:
+    """Return the report of a failed job: the cause, its last words, where each other worker stood."""
+    lines = [f"worker {cause.rank} on {cause.host} failed first: {cause.how}"]
+    if cause.note and cause.kind is Kind.EXIT:
+        lines.append(f"  {cause.note}")
+    if cause.tail:
+        lines += ["  its last words:", *(f"    {line}" for line in last_traceback(cause.tail))]
+    if others:
+        lines += ["  the others:", *(f"    worker {rank} {where}" for rank, where in sorted(others.items()))]
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""How far each worker is: told by the engine, or found in what a worker prints. Pure."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from poseidon.team.watch import PHASES
+
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
+_STEP = re.compile(r"\b(?:step|iter|iteration|batch)\b\s*[:=#]?\s*(\d+)", re.IGNORECASE)
+_LOSS = re.compile(rf"\b(?:train[_ ]?)?loss\b\s*[:=]?\s*{_NUMBER}", re.IGNORECASE)
+_RATE = re.compile(r"([\d,]+\.?\d*)\s*(?:samples|images|examples|imgs?|it)\s*/\s*s(?:ec)?\b", re.IGNORECASE)
+
+
+@dataclass
+class Standing:
+    """What is known of one worker."""
+
+    step: int | None = None
+    doing: str = ""
+    loss: float | None = None
+    samples_per_s: float | None = None
+    last_line: str = ""
+    changed_at: float = 0.0
+    """When it last did anything that could be seen from outside."""
+
+    def read_line(self, line: str, now: float) -> None:
+        """Learn from a line that the worker printed."""
+        self.changed_at = now
+        if not line.strip():
+            return
+        self.last_line = line.strip()
+        if (found := _STEP.search(line)) and not self.doing:
+            self.step = int(found[1])
+        if found := _LOSS.search(line):
+            self.loss = float(found[1])
+        if found := _RATE.search(line):
+            self.samples_per_s = float(found[1].replace(",", ""))
+
+    def read_report(self, facts: Mapping[str, Any], now: float) -> None:
+        """Learn from what the engine or the script told; being told the same again is no progress."""
+        before = (self.step, self.doing, self.loss)
+        self.step = int(facts.get("step", self.step or 0))
+        self.doing = str(facts.get("doing", self.doing))
+        self.loss = facts.get("loss", self.loss)
+        self.samples_per_s = facts.get("samples_per_s", self.samples_per_s)
+        if (self.step, self.doing, self.loss) != before:
+            self.changed_at = now
+
+    @property
+    def rank_of_progress(self) -> tuple[int, int]:
+        """Sorts workers from the one furthest behind to the one furthest ahead."""
+        phase = PHASES.index(self.doing) if self.doing in PHASES else -1
+        return (-1 if self.step is None else self.step), phase
+
+    def describe(self, now: float) -> str:
+        """Where the worker stands, in words."""
+        parts = []
+        if self.step is not None:
+            parts.append(f"at step {self.step}" + (f", {self.doing}" if self.doing else ""))
+        elif not self.last_line:
+            parts.append("had not said anything yet")
+        if self.last_line:
+            text = self.last_line if len(self.last_line) <= 60 else self.last_line[:57] + "..."
+            parts.append(f"last line: {text!r}")
+        quiet_s = now - self.changed_at
+        if quiet_s > 5:
+            parts.append(f"quiet for {quiet_s:.0f} s")
+        return "; ".join(parts)
+
+
+class Slowest:
+    """Who is behind most often of late."""
+
+    def __init__(self, window: int = 30) -> None:
+        self._seen: collections.deque[int] = collections.deque(maxlen=window)
+
+    def look(self, standings: Sequence[Standing]) -> int | None:
+        """Note who is behind now; return the worker that was so in more than half of the last looks."""
+        ranks = [standing.rank_of_progress for standing in standings]
+        if len(ranks) > 1 and min(ranks) != max(ranks):
+            self._seen.extend(rank for rank, at in enumerate(ranks) if at == min(ranks))
+        if len(self._seen) < 3:
+            return None
+        rank, times = collections.Counter(self._seen).most_common(1)[0]
+        return rank if times * 2 > len(self._seen) else None
+
+
+def status_line(standings: Sequence[Standing], ended: int, elapsed_s: float, slowest: int | None, width: int) -> str:
+    """Return the one live line: time, workers, step, speed, loss, who holds the others up."""
+    parts = [f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}", f"{len(standings) - ended}/{len(standings)} workers"]
+    steps = [standing.step for standing in standings if standing.step is not None]
+    if steps:
+        parts.append(f"step {max(steps)}")
+    rates = [standing.samples_per_s for standing in standings if standing.samples_per_s is not None]
+    if rates:
+        parts.append(f"{sum(rates):,.0f} samples/s")
+    loss = next((standing.loss for standing in standings if standing.loss is not None), None)
+    if loss is not None:
+        parts.append(f"loss {loss:.4g}")
+    if slowest is not None:
+        parts.append(f"slowest: worker {slowest}")
+    return " | ".join(parts)[: max(0, width - 1)]
+
+
+def furthest_behind(standings: Sequence[Standing], candidates: Sequence[int]) -> int:
+    """Return which of the candidates is behind the others; with equal progress, the one quiet for longest."""
+    return min(candidates, key=lambda rank: (*standings[rank].rank_of_progress, standings[rank].changed_at))

@@ -1,0 +1,39 @@
+"""The script of a job, looked at before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import tokenize
+import warnings
+from pathlib import Path
+
+from poseidon.errors import ConfigError
+
+
+def check_script(path: Path) -> None:
+    """Raise :class:`ConfigError` for a script that is not there or that Python cannot read."""
+    if not path.is_file():
+        hint = "a directory; use -m for a package" if path.is_dir() else "no such file"
+        raise ConfigError(f"there is no script {path} ({hint})")
+    try:
+        with tokenize.open(path) as stream:
+            source = stream.read()
+        with warnings.catch_warnings():
+            # The script's own warnings are shown when it runs.
+            warnings.simplefilter("ignore")
+            compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg}" + (f": {line}" if line else "")) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the script {path} cannot be read: {error}") from None
+
+
+def check_module(name: str, directory: Path) -> None:
+    """Raise :class:`ConfigError` for a module whose first part is nowhere to be found; nothing is imported."""
+    top = name.partition(".")[0]
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"-m {name!r} is not the name of a module")
+    is_here = any((directory / place).exists() for place in (top, f"{top}.py"))
+    if not is_here and importlib.util.find_spec(top) is None:
+        raise ConfigError(f"there is no module {top!r}, neither installed nor in {directory}")

@@ -1,0 +1,252 @@
+"""``poseidon run``: start a script as one job on this machine, or on many over ssh, and follow it to its end.
+
+Started by torchrun, Slurm, Kubernetes or Ray, it joins their job instead. The work is done in
+:mod:`poseidon.launch.job`; here the command line becomes settings, and a failed job is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from poseidon.errors import ConfigError
+from poseidon.launch import ssh
+from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
+from poseidon.launch.job.launcher import JobSettings, Launcher
+from poseidon.launch.job.output import Output
+from poseidon.launch.job.places import place_workers
+from poseidon.launch.job.script import check_module, check_script
+from poseidon.launch.join import Joined, find_starter, joined_environment
+from poseidon.launch.run_settings import PREFIX, SETTINGS, Chosen, resolve, show
+
+_AUTO_OPTIONS = ("scale_lr", "batch", "eval")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "poseidon run [options] script.py [arguments] | [options] -m module [arguments]"
+    where = parser.add_argument_group("where (default: this machine, one worker per GPU, or one)")
+    where.add_argument("--nproc", type=int, metavar="N", help="workers on this machine")
+    where.add_argument("--hosts", metavar="A,B:2", help="machines, with the number of workers of each after a colon")
+    where.add_argument("--hostfile", metavar="F", help="file of `host slots=n` or `id ip port` lines, JSON or TOML")
+    where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
+    how = parser.add_argument_group(f"how (each may also come from the cluster file, or from {PREFIX}NAME)")
+    for setting in SETTINGS:
+        option = f"--{setting.name.replace('_', '-')}"
+        how.add_argument(option, dest=setting.name, type=setting.kind, default=None, help=setting.help)
+    how.add_argument("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all workers; repeatable")
+    how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
+    what = parser.add_argument_group("what")
+    what.add_argument("--auto", action="store_true", help="distribute a script that was written for one device")
+    what.add_argument("--scale-lr", action="store_true", help="with --auto: multiply learning rates by the workers")
+    what.add_argument(
+        "--batch", choices=("per-worker", "total"), help="with --auto: what the script's batch size means"
+    )
+    what.add_argument("--eval", choices=("full", "first", "shard"), help="with --auto: who evaluates")
+    what.add_argument("--as-caffe", action="store_true", help="run a pycaffe script as it is")
+    what.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module instead")
+    what.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job; the status is that of the worker that failed first."""
+    program = read_program(args)
+    joined = find_starter(os.environ)
+    if joined is not None:
+        return _join(joined, program, args)
+    cluster = _read_cluster(args)
+    chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
+    settings = make_settings(args, program, cluster, chosen)
+    return _run_job(settings, chosen, args, program)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker runs."""
+
+    argv: tuple[str, ...]
+    script: str | None
+    name: str
+
+    def check(self, directory: Path) -> None:
+        """See that it can run at all, before anything starts."""
+        if self.script is not None:
+            check_script(directory / self.script)
+        else:
+            check_module(self.name, directory)
+
+
+def read_program(args: argparse.Namespace) -> Program:
+    """Return what to run. Pure."""
+    if args.module is not None and (not args.module or args.command):
+        raise ConfigError("-m needs a module's name, and no script before it")
+    words = list(args.module or args.command)
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise ConfigError("what shall run? Write: poseidon run [options] script.py arguments")
+    if words[0].startswith("-"):
+        raise ConfigError(f"option {words[0]!r} is not known; `poseidon run --help` lists them")
+    if args.auto and args.as_caffe:
+        raise ConfigError("--auto is for PyTorch scripts and --as-caffe for pycaffe's; use one of them")
+    given = [f"--{name.replace('_', '-')}" for name in _AUTO_OPTIONS if getattr(args, name)]
+    if given and not args.auto:
+        raise ConfigError(f"{', '.join(given)} needs --auto")
+    if args.as_caffe and args.module is not None:
+        raise ConfigError("--as-caffe runs scripts, not modules")
+    script = None if args.module is not None else words[0]
+    target = words if script is not None else ["-m", *words]
+    if args.as_caffe:
+        target = ["-m", "poseidon.caffe.as_caffe", *target]
+    elif args.auto:
+        target = ["-m", "poseidon.launch.auto", *auto_options(args), *target]
+    return Program(tuple(target), script, words[0])
+
+
+def auto_options(args: argparse.Namespace) -> list[str]:
+    """Return the options that ``--auto`` passes on. Pure."""
+    options = ["--scale-lr"] if args.scale_lr else []
+    for name in ("batch", "eval"):
+        if getattr(args, name):
+            options += [f"--{name}", getattr(args, name)]
+    return options
+
+
+def make_settings(
+    args: argparse.Namespace, program: Program, cluster: ClusterFile, chosen: Mapping[str, Chosen]
+) -> JobSettings:
+    """Return the job's settings, checked as far as this machine can."""
+    directory = str(Path.cwd())
+    values = {name: one.value for name, one in chosen.items()}
+    if not values["directory"] or values["directory"] == directory:
+        is_elsewhere = not any(map(ssh.is_here, cluster.hosts))
+        if not (is_elsewhere and program.script and not Path(program.script).exists()):
+            program.check(Path(directory))
+    return JobSettings(
+        hosts=tuple(complete_host(host, values) for host in cluster.hosts),
+        argv=program.argv,
+        script=program.script,
+        directory=directory,
+        environ=dict(os.environ),
+        env=parse_variables(args.env or (), os.environ),
+        ssh=ssh.SshSettings.from_environment(),
+        port=values["master_port"],
+        hang_timeout_s=values["hang_timeout"],
+        grace_s=values["grace"],
+    )
+
+
+def complete_host(host: Host, values: Mapping[str, object]) -> Host:
+    """Return the host with the settings for all hosts where it says nothing itself. Pure."""
+    names = {"user": "user", "port": "ssh_port", "identity": "identity", "python": "python"}
+    names |= {"directory": "directory", "interface": "interface"}
+    if host.name == "localhost":  # no login, so no key and no user
+        names = {"python": "python", "directory": "directory", "interface": "interface"}
+    changes = {field: values[name] for field, name in names.items() if not getattr(host, field) and values[name]}
+    return replace(host, **changes)  # type: ignore[arg-type]
+
+
+def parse_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``--env NAME=VALUE`` and ``--env NAME``, which passes this process's on. Pure."""
+    variables = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or (not equals and name not in environ):
+            raise ConfigError(f"--env {word!r}: write NAME=VALUE, or the NAME of a variable that is set here")
+        variables[name] = value if equals else environ[name]
+    return variables
+
+
+def _read_cluster(args: argparse.Namespace) -> ClusterFile:
+    given = [f"--{name}" for name in ("nproc", "hosts", "hostfile", "cluster") if getattr(args, name) is not None]
+    if len(given) > 1:
+        hint = "; write --hosts name:2 for two workers there" if "--nproc" in given else ""
+        raise ConfigError(f"{' and '.join(given)} say the same thing in different ways; use one of them{hint}")
+    if args.cluster is not None:
+        return read_cluster_file(args.cluster)
+    if args.hosts is not None:
+        return ClusterFile(parse_hosts(args.hosts))
+    if args.hostfile is not None:
+        return ClusterFile(read_hostfile(args.hostfile))
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc is {args.nproc}; a job needs at least 1 worker")
+    return ClusterFile((Host("localhost", slots=args.nproc or max(1, count_gpus(os.environ))),))
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many NVIDIA GPUs this process may use, without loading PyTorch."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([word for word in chosen.split(",") if word.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+
+
+def _run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, program: Program) -> int:
+    log_dir = _log_dir(str(chosen["log_dir"].value), program.name)
+    output = Output(place_workers(settings.hosts), log_dir)
+    try:
+        if not args.quiet:
+            output.say(_introduce(settings, chosen, args, log_dir))
+        restarts = int(chosen["restarts"].value)
+        for restart in range(restarts + 1):
+            ending = Launcher(settings, output, restart).run()
+            if ending.status == 0 or ending.is_interrupted or restart == restarts:
+                break
+            output.say(f"starting again ({restart + 1} of {restarts})")
+        if ending.status and log_dir is not None:
+            output.say(f"the logs are in {log_dir}")
+        return ending.status
+    finally:
+        output.close()
+
+
+def _log_dir(text: str, name: str) -> Path | None:
+    if text == "none":
+        return None
+    if text:
+        return Path(text)
+    base = Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(
+        path for path in (base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))) if not path.exists()
+    )
+
+
+def _introduce(
+    settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, log_dir: Path | None
+) -> str:
+    source = next(
+        (f"argument --{name}" for name in ("hosts", "hostfile", "cluster", "nproc") if getattr(args, name)), "default"
+    )
+    hosts = ", ".join(f"{host.name}:{host.slots}" for host in settings.hosts)
+    rows = {"hosts": Chosen(hosts, source), **chosen}
+    rows["log_dir"] = Chosen(log_dir or "none", chosen["log_dir"].origin)
+    rows |= {"env": Chosen(",".join(settings.env), "argument --env")} if settings.env else {}
+    count = sum(host.slots for host in settings.hosts)
+    command = " ".join(settings.argv)
+    return f"{count} worker{'s' * (count > 1)}: {command}\n{show(rows)}"
+
+
+def _join(joined: Joined, program: Program, args: argparse.Namespace) -> int:
+    """Be the worker, or run this machine's share of workers, that whoever started this process wants."""
+    given = [f"--{name}" for name in ("nproc", "hosts", "hostfile", "cluster") if getattr(args, name) is not None]
+    if given:
+        world = joined.world
+        raise ConfigError(
+            f"this process is already worker {world.rank} of {world.size}, started by {joined.starter}; "
+            f"leave {' and '.join(given)} out, and it joins that job"
+        )
+    program.check(Path.cwd())
+    if joined.share is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        argv = [sys.executable, *program.argv]
+        os.execve(sys.executable, argv, joined_environment(joined, os.environ))
+    chosen = resolve(vars(args), {}, "", os.environ)
+    cluster = ClusterFile((Host("localhost", slots=joined.share.workers),))
+    settings = replace(make_settings(args, program, cluster, chosen), share=joined.share)
+    return _run_job(settings, chosen, args, program)

@@ -1,0 +1,63 @@
+"""The hook for a clean stop: after Ctrl-C (or SIGTERM) a training loop may save its state before it ends.
+
+::
+
+    from poseidon.launch.stopping import Stopping
+
+    with Stopping() as stop:
+        for step, batch in enumerate(loader):
+            train(batch)
+            if stop.agreed():      # all workers get the same answer at the same step
+                save_checkpoint(step)
+                break
+
+Without the hook workers get a KeyboardInterrupt wherever they are, as a script that runs alone does.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopping:
+    """Notes requests to stop instead of being interrupted by them; use on the main thread, as a context manager.
+
+    ``every`` is how often :meth:`agreed` really asks the other workers, which costs a small collective operation.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.is_requested = False
+        """Whether this worker has been asked to stop; others may not have been yet."""
+        self._every = max(1, every)
+        self._calls = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Stopping:
+        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Return whether any worker has been asked to stop. Collective: all must call it at the same step."""
+        self._calls += 1
+        if self._calls % self._every:
+            return False
+        import torch
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.is_requested
+        is_nccl = dist.get_backend() == "nccl"
+        asked = torch.tensor([float(self.is_requested)], device="cuda" if is_nccl else "cpu")
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked.item() > 0)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_requested = True
