@@ -1,0 +1,194 @@
+"""How long each unit of a model computes, on one worker with one batch: what plans and simulations rest on.
+
+A profile is measured on a real device or estimated from operation counts (``profiling.py``) and saved as a small JSON
+file that can be passed around. Pure: no tensors here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from poseidon.errors import ConfigError
+from poseidon.units import Load, ParameterSpec, Unit
+
+FORMAT = "poseidon-profile-1"
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """One unit: what it exchanges and how long it computes."""
+
+    unit: Unit
+    load: Load | None
+    """None for dense units, and where no forward reached the unit."""
+    forward_s: float
+    """From the unit's first use in forward to the next unit's; what follows a unit without parameters is its own."""
+    backward_s: float
+    """From the previous unit's gradients to this one's."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All units of a model, and when they are needed and ready."""
+
+    model: str
+    device: str
+    batch: int
+    units: tuple[UnitProfile, ...]
+    """In the model's order, which is the engine's."""
+    forward_order: tuple[int, ...]
+    """Numbers of units as forward first needs them."""
+    ready_order: tuple[int, ...]
+    """Numbers of units as their gradients become final in backward."""
+    update_s: float
+    """The optimizer's step."""
+    memory_bytes: int = 0
+    """Peak use on the device; 0 where it was not measured."""
+    source: str = "measured"
+    """Where the times come from: measured, estimated, scaled; shown with predictions."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ConfigError(f"profile of {self.model}: batch is {self.batch}; it must be at least 1")
+        if not self.units:
+            raise ConfigError(f"profile of {self.model}: there are no units, so there is nothing to exchange")
+        everybody = list(range(len(self.units)))
+        for name in ("forward_order", "ready_order"):
+            if sorted(getattr(self, name)) != everybody:
+                raise ConfigError(f"profile of {self.model}: {name} must name each of {len(everybody)} units once")
+        for one in self.units:
+            for name in ("forward_s", "backward_s"):
+                _check_time(f"profile of {self.model}: {name} of {one.unit.name}", getattr(one, name))
+        _check_time(f"profile of {self.model}: update_s", self.update_s)
+
+    @property
+    def forward_s(self) -> float:
+        """The whole forward."""
+        return sum(one.forward_s for one in self.units)
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward."""
+        return sum(one.backward_s for one in self.units)
+
+    @property
+    def step_s(self) -> float:
+        """A step of one worker alone."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    @property
+    def specs(self) -> list[Unit]:
+        """The units as the planner takes them."""
+        return [one.unit for one in self.units]
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        """The loads as the planner takes them."""
+        return {one.unit.name: one.load for one in self.units if one.load is not None}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(one.unit.size_bytes for one in self.units)
+
+    def scaled_to(self, step_s: float) -> Profile:
+        """Return the same proportions with a step that takes ``step_s``: another device, or one that is shared."""
+        if not 0 < step_s < math.inf:
+            raise ConfigError(f"a step takes a positive time, not {step_s} s")
+        factor = step_s / self.step_s
+        return replace(self, units=self._stretched(factor), update_s=self.update_s * factor)
+
+    def with_batch(self, batch: int) -> Profile:
+        """Return what another batch would take: passes and loads grow with it, the update does not."""
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; it must be at least 1")
+        if batch == self.batch:
+            return self
+        factor = batch / self.batch
+        units = tuple(replace(one, load=_grown(one, factor)) for one in self._stretched(factor))
+        return replace(self, batch=batch, units=units, source=f"{self.source}, scaled from batch {self.batch}")
+
+    def check_model(self, units: Sequence[Unit]) -> None:
+        """Raise :class:`ConfigError` unless the profile is of a model with exactly these units."""
+        mine = {one.unit.name: one.unit for one in self.units}
+        theirs = {unit.name: unit for unit in units}
+        for name in mine:
+            if name not in theirs:
+                known = ", ".join(list(theirs)[:6])
+                raise ConfigError(
+                    f"the profile of {self.model} has a unit {name!r} that the model lacks; the model's are {known}, "
+                    "...; measure a profile of this model"
+                )
+        for name, unit in theirs.items():
+            if name not in mine:
+                raise ConfigError(f"the profile of {self.model} lacks the model's unit {name!r}; measure a new one")
+            if [p.shape for p in unit.parameters] != [p.shape for p in mine[name].parameters]:
+                seen, expected = ([p.shape for p in each.parameters] for each in (mine[name], unit))
+                raise ConfigError(f"unit {name!r} has shapes {seen} in the profile of {self.model}, not {expected}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a JSON file that :meth:`load_file` reads."""
+        try:
+            Path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write profile {path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that :meth:`from_dict` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def load_file(cls, path: str | Path) -> Profile:
+        """Read a profile from a JSON file."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read profile {path}: {error}") from error
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ConfigError(f'{path} is no profile: it lacks "format": "{FORMAT}"')
+        return cls.from_dict(data, origin=f"profile {path}")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], origin: str = "profile") -> Profile:
+        """Build a profile from plain data."""
+        try:
+            units = tuple(_unit_from_dict(one) for one in data["units"])
+            orders = {name: tuple(data[name]) for name in ("forward_order", "ready_order")}
+            return cls(**{**data, "units": units, **orders})
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{origin} does not have the expected form ({type(error).__name__}: {error})") from error
+
+    def _stretched(self, factor: float) -> tuple[UnitProfile, ...]:
+        return tuple(
+            replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor) for one in self.units
+        )
+
+
+def _grown(one: UnitProfile, factor: float) -> Load | None:
+    if one.load is None:
+        return None
+    rows = one.load.rows * factor
+    if one.unit.kind == "embedding":
+        rows = min(rows, one.unit.matrix[0])
+    return replace(one.load, rows=rows)
+
+
+def _check_time(what: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise ConfigError(f"{what} is {value!r}; a time must be a number of seconds, 0 or more")
+
+
+def _unit_from_dict(data: dict[str, Any]) -> UnitProfile:
+    unit = data["unit"]
+    parameters = tuple(ParameterSpec(p["name"], tuple(p["shape"]), p["itemsize"]) for p in unit["parameters"])
+    load = None if data["load"] is None else Load(**data["load"])
+    return UnitProfile(
+        Unit(unit["name"], unit["kind"], parameters, unit["is_sparse"]), load, data["forward_s"], data["backward_s"]
+    )

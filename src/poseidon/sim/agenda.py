@@ -1,0 +1,26 @@
+"""Simulated time: what happens next, in one order whenever it is run."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Agenda:
+    """A queue of calls in the future; calls due at the same moment run in the order they were added."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._entries: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run ``call`` when ``seconds`` of simulated time have passed."""
+        heapq.heappush(self._entries, (self.now + seconds, self._count, call))
+        self._count += 1
+
+    def run(self) -> None:
+        """Run until nothing is left to happen."""
+        while self._entries:
+            self.now, _, call = heapq.heappop(self._entries)
+            call()

@@ -1,0 +1,233 @@
+"""A plan as things to move: which units wait for each other, and how many bytes leave each machine when they go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poseidon.planning.packing import assign_buckets
+from poseidon.planning.planner import Plan, PlanEntry, make_plan
+from poseidon.server.chunks import Chunk, cut
+from poseidon.sim.setting import Setting
+
+MOST_ROUNDS = 400
+"""A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
+finer ones change the answer by less than they cost."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of an exchange that must be over everywhere before the next begins."""
+
+    out_bytes: float
+    """Leaves every machine, and as much arrives."""
+    owner_bytes: tuple[float, float] | None = None
+    """What leaves and what reaches the one machine that holds the unit, where it is not as the others."""
+    others_in_bytes: float | None = None
+    """What reaches each of the others then."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Units that travel together."""
+
+    name: str
+    units: tuple[int, ...]
+    """All must be ready."""
+    route: str
+    legs: tuple[Leg, ...]
+    is_collective: bool
+    """Goes in one order on all machines, one after the other."""
+    owner: int = 0
+    staged_bytes: float = 0.0
+    """What crosses between device and host in each leg."""
+    hops: int = 1
+    """Messages that follow each other in each leg, every one with the link's latency."""
+    inside_s: float = 0.0
+    """On the link inside each machine, once before and once after."""
+
+    @property
+    def out_bytes(self) -> float:
+        """What a machine (the owner, where there is one) sends in all."""
+        return sum(leg.out_bytes if leg.owner_bytes is None else leg.owner_bytes[0] for leg in self.legs)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All exchanges of a step, in the order in which they become ready, and what they ask of the device."""
+
+    plan: Plan
+    exchanges: tuple[Exchange, ...]
+    rebuild_s: tuple[float, ...]
+    """By unit: on the device once its exchange is over."""
+    saved_s: tuple[float, ...]
+    """By unit: what its backward is shorter by than the profile says."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a machine sends per step."""
+        return sum(exchange.out_bytes for exchange in self.exchanges)
+
+
+def make_schedule(setting: Setting) -> Schedule:
+    """Plan with the real planner and turn the plan into exchanges."""
+    profile, cluster, system = setting.profile, setting.cluster, setting.system
+    is_planned = system.special == "planned"
+    overrides = setting.overrides if is_planned else {}
+    plan = make_plan(profile.specs, profile.loads, cluster, overrides)
+    entries = plan.entries
+    count = len(entries)
+    if system.dense == "none" or cluster.workers == 1:
+        return Schedule(plan, (), (0.0,) * count, (0.0,) * count)
+    special = [i for i in profile.ready_order if is_planned and entries[i].route in ("factors", "rows")]
+    pushed = [i for i in profile.ready_order if system.special == "factor-push" and _pays_pushed(entries[i], setting)]
+    dense = [i for i in profile.ready_order if i not in special and i not in pushed]
+    exchanges = [_broadcast(setting, i, entries[i]) for i in special]
+    exchanges += [_factor_push(setting, i, entries[i], place) for place, i in enumerate(pushed)]
+    exchanges += _sharded(setting, dense) if system.dense == "sharded" else _collectives(setting, dense)
+    place = {unit: at for at, unit in enumerate(profile.ready_order)}
+    exchanges.sort(key=lambda exchange: max(place[unit] for unit in exchange.units))
+    rebuild, saved = zip(*(_device_s(entries[i], i in special) for i in range(count)), strict=True)
+    return Schedule(plan, tuple(exchanges), rebuild, saved)
+
+
+def _device_s(entry: PlanEntry, is_special: bool) -> tuple[float, float]:
+    """Return what rebuilding a gradient from everybody's factors takes, and what not making one's own saves."""
+    if not is_special or entry.route != "factors":
+        return 0.0, 0.0
+    return entry.costs["factors"].compute_s, entry.costs["allreduce"].compute_s if "allreduce" in entry.costs else 0.0
+
+
+def _inside_s(setting: Setting, size_bytes: float) -> float:
+    """Return the time for the workers of one machine to combine, or to share what came."""
+    members, link = setting.cluster.workers_per_machine, setting.cluster.inside
+    return (members - 1) / members * size_bytes / link.bytes_per_s + (members - 1) * link.latency_s
+
+
+def _collectives(setting: Setting, units: Sequence[int]) -> list[Exchange]:
+    profile, machines = setting.profile, setting.cluster.machines
+    members = [(i, parameter) for i in units for parameter in profile.units[i].unit.parameters]
+    sizes = [(parameter.itemsize, parameter.size_bytes) for _, parameter in members]
+    exchanges = []
+    for chosen in _pack(setting, sizes):
+        size = sum(sizes[i][1] for i in chosen) * setting.wire_share
+        names = [profile.units[members[i][0]].unit.name for i in chosen]
+        exchanges.append(
+            Exchange(
+                name=names[0] if names[0] == names[-1] else f"{names[0]} ... {names[-1]}",
+                units=tuple(dict.fromkeys(members[i][0] for i in chosen)),
+                route="allreduce",
+                legs=(Leg(2 * size * (machines - 1) / machines),),
+                is_collective=True,
+                hops=setting.collectives.hops(machines),
+                inside_s=_inside_s(setting, size),
+            )
+        )
+    return exchanges
+
+
+def _pack(setting: Setting, sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    if setting.system.packing == "engine":
+        return assign_buckets(sizes, setting.bucket_bytes)
+    if setting.system.packing == "whole":
+        return [list(range(len(sizes)))] if sizes else []
+    return ddp_buckets([size for _, size in sizes], setting.bucket_bytes)
+
+
+def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20) -> list[list[int]]:
+    """Return how torch's DistributedDataParallel packs: a small first bucket, then full ones."""
+    buckets: list[list[int]] = [[]]
+    total = 0
+    for index, size in enumerate(sizes):
+        buckets[-1].append(index)
+        total += size
+        if total >= (first_bytes if len(buckets) == 1 else limit_bytes):
+            buckets.append([])
+            total = 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def _broadcast(setting: Setting, unit: int, entry: PlanEntry) -> Exchange:
+    """Return everybody's factors or rows to everybody, as the planner counts them."""
+    cost = entry.cost
+    machines = setting.cluster.machines
+    own = cost.wire_bytes / max(machines - 1, 1)
+    return Exchange(
+        name=entry.unit,
+        units=(unit,),
+        route=entry.route,
+        legs=(Leg(cost.wire_bytes if machines > 1 else 0.0),),
+        is_collective=setting.gathers_factors,
+        staged_bytes=0.0 if setting.gathers_factors else own * machines,
+        hops=machines - 1 if setting.gathers_factors else 2,
+        inside_s=_inside_s(setting, own),
+    )
+
+
+def _sharded(setting: Setting, units: Sequence[int]) -> list[Exchange]:
+    """Cut units with the real chunking; chunks that keep all owners busy at once make one exchange."""
+    profile, machines = setting.profile, setting.cluster.machines
+    sizes = [one.unit.numel if i in set(units) else 0 for i, one in enumerate(profile.units)]
+    itemsize = {i: profile.units[i].unit.parameters[0].itemsize for i in units}
+    total = sum(sizes[i] * itemsize[i] for i in units)
+    rounds = MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8
+    chunk_bytes = max(setting.chunk_bytes, total // (rounds * machines))
+    cuts = cut(sizes, range(machines), max(1, chunk_bytes // 4))
+    return [
+        _round(setting, i, chunks, itemsize[i])
+        for i in units
+        for chunks in (cuts[i][at : at + machines] for at in range(0, len(cuts[i]), machines))
+    ]
+
+
+def _round(setting: Setting, unit: int, chunks: Sequence[Chunk], itemsize: int) -> Exchange:
+    machines = setting.cluster.machines
+    size = sum(chunk.length for chunk in chunks) * itemsize * setting.wire_share
+    share = Leg(size * (machines - 1) / machines)
+    return Exchange(
+        name=f"{setting.profile.units[unit].unit.name} [{chunks[0].index}]",
+        units=(unit,),
+        route="sharded",
+        legs=(share, share),
+        is_collective=False,
+        staged_bytes=size,
+        inside_s=_inside_s(setting, size),
+    )
+
+
+def _pays_pushed(entry: PlanEntry, setting: Setting) -> bool:
+    """Project Adam pushes factors wherever they are smaller than the matrix."""
+    if entry.kind != "linear" or not entry.rows:
+        return False
+    return entry.costs["factors"].wire_bytes / max(setting.cluster.machines - 1, 1) < _matrix_bytes(entry)
+
+
+def _matrix_bytes(entry: PlanEntry) -> float:
+    rows, columns = entry.shape[0]
+    return 4.0 * rows * columns
+
+
+def _factor_push(setting: Setting, unit: int, entry: PlanEntry, place: int) -> Exchange:
+    """Return factors to the machine that holds the unit, and the whole matrix back from it to everybody."""
+    machines = setting.cluster.machines
+    factors = entry.costs["factors"].wire_bytes / max(machines - 1, 1)
+    matrix = _matrix_bytes(entry)
+    return Exchange(
+        name=entry.unit,
+        units=(unit,),
+        route="factor-push",
+        legs=(
+            Leg(factors, owner_bytes=(0.0, (machines - 1) * factors), others_in_bytes=0.0),
+            Leg(0.0, owner_bytes=((machines - 1) * matrix, 0.0), others_in_bytes=matrix),
+        ),
+        is_collective=False,
+        owner=place % machines,
+        staged_bytes=matrix,
+    )
+
+
+def count_exchanges(exchanges: Sequence[Exchange], units: int) -> list[int]:
+    """Return for every unit in how many exchanges it takes part."""
+    counts = Counter(unit for exchange in exchanges for unit in exchange.units)
+    return [counts[unit] for unit in range(units)]

@@ -1,0 +1,143 @@
+"""Steps without lockstep: bounded staleness and none, with the parameter server's own clocks.
+
+A worker sends the updates of a step as they come in backward; the step counts (its clock ticks) once the servers have
+them all. It may begin the next one when the clocks say so. The servers send fresh values in the background, so a
+worker that is allowed to go on need not wait for them; in lockstep (bound 0) it has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from poseidon.errors import ConfigError
+from poseidon.server.clocks import Clocks
+from poseidon.sim.agenda import Agenda
+from poseidon.sim.exchanges import make_schedule
+from poseidon.sim.lanes import Lane, Parcel
+from poseidon.sim.outcome import Outcome
+from poseidon.sim.setting import Setting
+
+GROUPS = 6
+"""Into so many pushes a backward is divided: enough for overlap, few enough for many machines and steps."""
+
+
+def simulate_relaxed(setting: Setting, bound: int | None) -> Outcome:
+    """Return what a step takes on average when workers may be ``bound`` clocks apart; None: no bound at all."""
+    if setting.system.dense != "sharded":
+        raise ConfigError(f"{setting.system.name} works in lockstep; staleness needs a system with a parameter server")
+    return _Relaxed(setting, bound).outcome()
+
+
+class _Relaxed:
+    def __init__(self, setting: Setting, bound: int | None) -> None:
+        self.setting, self.bound = setting, bound
+        self.agenda = Agenda()
+        self.clocks = Clocks(range(setting.cluster.machines), bound)
+        self.schedule = make_schedule(setting)
+        self.share_bytes = sum(exchange.legs[0].out_bytes for exchange in self.schedule.exchanges)
+        """What one worker's updates weigh on the wire, and the values that come back."""
+        self.workers = [_Worker(self, rank) for rank in range(setting.cluster.machines)]
+
+    def outcome(self) -> Outcome:
+        for worker in self.workers:
+            worker.try_begin()
+        self.agenda.run()
+        setting, workers = self.setting, self.workers
+        # Workers may differ in speed, so what counts is the sum of their rates.
+        rate = sum(setting.steps / worker.end_s for worker in workers)
+        return Outcome(
+            step_s=len(workers) / rate,
+            compute_s=setting.profile.step_s,
+            busy_s=max(worker.out.busy_s for worker in workers) / setting.steps,
+            sent_bytes=max(worker.out.sent_bytes for worker in workers) / setting.steps,
+            machines=setting.cluster.machines,
+            workers=setting.cluster.workers,
+            batch=setting.profile.batch,
+            plan=self.schedule.plan,
+            waits=tuple(worker.waited_s / worker.end_s for worker in workers),
+        )
+
+    def delivered(self, rank: int) -> None:
+        """Take note that a worker's updates of a step have reached the servers; send values when that frees some."""
+        if self.clocks.tick(rank):
+            for worker in self.workers:
+                worker.refresh()
+        for worker in self.workers:
+            worker.try_begin()
+
+
+class _Worker:
+    """A device, and a card whose sending direction carries updates up and values down.
+
+    Every card serves its shard to all workers, so what leaves it weighs what reaches it.
+    """
+
+    def __init__(self, run: _Relaxed, rank: int) -> None:
+        self._run, self._rank = run, rank
+        self._factors = run.setting.factors_of(rank)
+        self.out = Lane(run.agenda, run.setting.in_flight_bytes)
+        self.end_s = 0.0
+        self.waited_s = 0.0
+        self._idle_since = 0.0
+        self._is_idle = True
+        self._begun = 0
+        """Steps begun so far."""
+        self._fresh = 0
+        """Clocks of the slowest worker whose values have come."""
+        self._pending: dict[int, int] = {}
+        """By step: pushes still on their way."""
+
+    def try_begin(self) -> None:
+        """Begin the next step if the clocks allow it, and in lockstep the fresh values are here."""
+        run = self._run
+        if not self._is_idle or self._begun == run.setting.steps:
+            return
+        is_stale = run.bound == 0 and self._fresh < self._begun
+        # Without a bound, memory still is one: a step's updates leave before those of the next but one come.
+        is_behind = run.bound is None and len(self._pending) > 1
+        if is_stale or is_behind or not run.clocks.may_read(self._rank, self._begun):
+            return
+        self._is_idle = False
+        self.waited_s += run.agenda.now - self._idle_since
+        self._compute()
+
+    def refresh(self) -> None:
+        """Let the servers' fresh values come."""
+        self._submit(self._run.share_bytes, self._refreshed, "values")
+
+    def _refreshed(self) -> None:
+        self._fresh += 1
+        self.try_begin()
+
+    def _compute(self) -> None:
+        step, profile = self._begun, self._run.setting.profile
+        self._begun += 1
+        self._pending[step] = GROUPS
+        factor = self._factors[step]
+        for group in range(GROUPS):
+            at = profile.forward_s + profile.backward_s * (group + 1) / GROUPS
+            self._run.agenda.after(at * factor, lambda: self._push(step))
+        self._run.agenda.after(profile.step_s * factor, self._computed)
+
+    def _computed(self) -> None:
+        self._is_idle = True
+        self._idle_since = self.end_s = self._run.agenda.now
+        self.try_begin()
+
+    def _push(self, step: int) -> None:
+        self._submit(self._run.share_bytes / GROUPS, lambda: self._pushed(step), "updates")
+
+    def _pushed(self, step: int) -> None:
+        self._pending[step] -= 1
+        if self._pending[step] == 0:
+            del self._pending[step]
+            self.end_s = max(self.end_s, self._run.agenda.now)
+            self._run.delivered(self._rank)
+
+    def _submit(self, size_bytes: float, done: Callable[[], None], stream: str) -> None:
+        run, setting = self._run, self._run.setting
+        if size_bytes <= 0:
+            run.agenda.after(0.0, done)
+            return
+        per_byte = setting.messages.seconds_per_byte(setting.wire_bytes_per_s(self._rank))
+        self.out.submit(Parcel(stream, size_bytes, per_byte, lambda: run.agenda.after(setting.latency_s, done)))

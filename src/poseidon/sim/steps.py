@@ -1,0 +1,300 @@
+"""Steps in lockstep: machines compute, exchange what is ready, and wait for what they need.
+
+Where all machines do the same at the same time one is simulated and stands for all: every leg of an exchange then ends
+everywhere at once. Otherwise each has its own device and card, and a leg ends when the last machine is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from poseidon.sim.agenda import Agenda
+from poseidon.sim.exchanges import Exchange, Leg, Schedule, count_exchanges, make_schedule
+from poseidon.sim.lanes import Lane, Parcel
+from poseidon.sim.outcome import Outcome, Span
+from poseidon.sim.setting import Setting
+
+
+def simulate(setting: Setting, keep_spans: bool = False) -> Outcome:
+    """Return what a step takes in the long run; ``keep_spans`` adds the first machine's timeline."""
+    return _Run(setting, keep_spans).outcome()
+
+
+class _Run:
+    """One simulation: machines, the exchanges under way, and the agenda that drives them."""
+
+    def __init__(self, setting: Setting, keep_spans: bool) -> None:
+        self.setting = setting
+        self.agenda = Agenda()
+        self.schedule: Schedule = make_schedule(setting)
+        self.spans: list[Span] | None = [] if keep_spans else None
+        self.machines = [_Machine(self, index) for index in range(setting.simulated_machines)]
+        self._travelling: dict[tuple[int, int], _Journey] = {}
+        self._queue: list[_Journey] = []
+        """Collectives that somebody is ready for, in order; the first may be under way."""
+        self._users: dict[int, list[int]] = {}
+        for number, exchange in enumerate(self.schedule.exchanges):
+            for unit in exchange.units:
+                self._users.setdefault(unit, []).append(number)
+
+    def outcome(self) -> Outcome:
+        setting = self.setting
+        for machine in self.machines:
+            machine.begin_step()
+        self.agenda.run()
+        ends = [max(machine.ends[step] for machine in self.machines) for step in range(setting.steps)]
+        # With random delays the mean is what counts; otherwise the last step, when the first one's idle wire is over.
+        is_random = setting.straggle > 0
+        step_s = (ends[-1] - ends[0]) / (len(ends) - 1) if is_random else ends[-1] - ends[-2]
+        return Outcome(
+            step_s=step_s,
+            compute_s=setting.profile.step_s,
+            busy_s=max(max(m.out.busy_s, m.into.busy_s) for m in self.machines) / setting.steps,
+            sent_bytes=max(machine.out.sent_bytes for machine in self.machines) / setting.steps,
+            machines=setting.cluster.machines,
+            workers=setting.cluster.workers,
+            batch=setting.profile.batch,
+            plan=self.schedule.plan,
+            spans=tuple(self.spans or ()),
+        )
+
+    def ready(self, machine: _Machine, step: int, unit: int) -> None:
+        """Take note that a machine has a unit's gradient of a step."""
+        for number in self._users.get(unit, ()):
+            journey = self._travelling.get((step, number))
+            if journey is None:
+                journey = _Journey(self, number, step)
+                self._travelling[step, number] = journey
+                if journey.exchange.is_collective:
+                    self._queue.append(journey)
+                    self._queue.sort(key=lambda each: (each.step, each.number))
+            journey.unit_ready(machine)
+
+    def try_collectives(self) -> None:
+        """Start the first collective if all machines are ready for it."""
+        if self._queue and self._queue[0].is_complete and not self._queue[0].has_begun:
+            self._queue[0].begin()
+
+    def collective_over(self, journey: _Journey) -> None:
+        """Let the next one go."""
+        assert self._queue[0] is journey, "collectives end in their order"
+        self._queue.pop(0)
+        self.try_collectives()
+
+
+class _Machine:
+    """A device that computes unit after unit, and a card with two directions."""
+
+    def __init__(self, run: _Run, index: int) -> None:
+        setting, profile = run.setting, run.setting.profile
+        self._run, self.index = run, index
+        self.factors = setting.factors_of(index)
+        self.ends: list[float] = []
+        record = run.spans is not None and index == 0
+        self._record = record
+        piece = setting.in_flight_bytes
+        self.out = Lane(run.agenda, piece, self._recorder("out") if record else None)
+        self.into = Lane(run.agenda, piece)
+        self.inside = Lane(run.agenda, float("inf"))
+        self._step = -1
+        self._missing = count_exchanges(run.schedule.exchanges, len(profile.units))
+        self._absent: dict[int, list[int]] = {}
+        """By step: how many exchanges each unit still waits for."""
+        self._rebuilds: list[int] = []
+        self._blocked: Callable[[], None] | None = None
+
+    # Forward.
+
+    def begin_step(self) -> None:
+        self._step += 1
+        if self._step == self._run.setting.steps:
+            return
+        self._absent[self._step] = list(self._missing)
+        self._forward(0)
+
+    def _forward(self, place: int) -> None:
+        run, profile = self._run, self._run.setting.profile
+        if place == len(profile.units):
+            self._backward(0)
+            return
+        unit = profile.forward_order[place]
+        seconds = profile.units[unit].forward_s * self.factors[self._step]
+        if run.setting.system.overlaps_forward and self._step > 0:
+            if self._absent[self._step - 1][unit]:
+                self._blocked = lambda: self._forward(place)
+                return
+            seconds += self._update_s(unit) + run.schedule.rebuild_s[unit]
+        self._compute(profile.units[unit].unit.name, seconds, lambda: self._forward(place + 1), "forward")
+
+    def _update_s(self, unit: int) -> float:
+        profile = self._run.setting.profile
+        return profile.update_s * profile.units[unit].unit.size_bytes / profile.size_bytes
+
+    # Backward.
+
+    def _backward(self, place: int) -> None:
+        run, profile = self._run, self._run.setting.profile
+        order = profile.ready_order
+        if place > 0 and run.setting.system.is_wait_free:
+            run.ready(self, self._step, order[place - 1])
+        if place == len(order):
+            self._after_backward()
+            return
+        one = profile.units[order[place]]
+        # Half of a linear layer's backward at most makes its weight's gradient.
+        seconds = max(one.backward_s - run.schedule.saved_s[order[place]], one.backward_s / 2)
+        seconds *= self.factors[self._step]
+        self._compute(one.unit.name, seconds, lambda: self._backward(place + 1), "backward")
+
+    def _after_backward(self) -> None:
+        run = self._run
+        if not run.setting.system.is_wait_free:
+            for unit in run.setting.profile.ready_order:
+                run.ready(self, self._step, unit)
+        if run.setting.system.overlaps_forward:
+            self.ends.append(run.agenda.now)
+            self.begin_step()
+            return
+        self._rebuilds = [unit for unit, seconds in enumerate(run.schedule.rebuild_s) if seconds > 0]
+        self._finish()
+
+    def _finish(self) -> None:
+        """Rebuild what has arrived, wait for the rest, then update."""
+        run, absent = self._run, self._absent[self._step]
+        for unit in self._rebuilds:
+            if not absent[unit]:
+                self._rebuilds.remove(unit)
+                name = run.setting.profile.units[unit].unit.name
+                self._compute(name, run.schedule.rebuild_s[unit], self._finish, "rebuild")
+                return
+        if any(absent):
+            self._blocked = self._finish
+            return
+        self._compute("update", run.setting.profile.update_s * self.factors[self._step], self._end_step, "update")
+
+    def _end_step(self) -> None:
+        self.ends.append(self._run.agenda.now)
+        self._absent.pop(self._step)
+        self.begin_step()
+
+    # Both.
+
+    def arrived(self, step: int, exchange: Exchange) -> None:
+        """Take note that an exchange is over."""
+        if step in self._absent:
+            for unit in exchange.units:
+                self._absent[step][unit] -= 1
+        if self._blocked is not None:
+            go_on, self._blocked = self._blocked, None
+            go_on()
+
+    def _compute(self, name: str, seconds: float, then: Callable[[], None], phase: str) -> None:
+        if self._record and self._run.spans is not None and seconds > 0:
+            now = self._run.agenda.now
+            self._run.spans.append(Span("device", f"{phase} {name}", now, now + seconds, self._step, phase))
+        self._run.agenda.after(seconds, then)
+
+    def _recorder(self, place: str) -> Callable[[Parcel, float], None]:
+        spans = self._run.spans
+        assert spans is not None
+
+        def record(parcel: Parcel, end_s: float) -> None:
+            spans.append(Span(place, parcel.name, parcel.began_s, end_s, -1, parcel.stream))
+
+        return record
+
+
+class _Journey:
+    """One exchange of one step, on its way on all machines."""
+
+    def __init__(self, run: _Run, number: int, step: int) -> None:
+        self._run, self.number, self.step = run, number, step
+        self.exchange = exchange = run.schedule.exchanges[number]
+        machines = len(run.machines)
+        self._units_missing = [len(exchange.units)] * machines
+        self._entered = 0
+        self._leg = -1
+        self._open = 0
+        """Directions still busy with the present leg, over all machines."""
+        self.has_begun = False
+        self._priority = 0
+        if run.setting.system.overlaps_forward:
+            order = run.setting.profile.forward_order
+            self._priority = min(order.index(unit) for unit in exchange.units)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._entered == len(self._run.machines)
+
+    def unit_ready(self, machine: _Machine) -> None:
+        self._units_missing[machine.index] -= 1
+        if self._units_missing[machine.index] == 0:
+            self._inside(machine, lambda: self._enter(machine))
+
+    def _inside(self, machine: _Machine, then: Callable[[], None]) -> None:
+        if self.exchange.inside_s <= 0:
+            then()
+            return
+        machine.inside.submit(Parcel("inside", 1.0, self.exchange.inside_s, then))
+
+    def _enter(self, machine: _Machine) -> None:
+        self._entered += 1
+        if self.exchange.is_collective:
+            self._run.try_collectives()
+            return
+        if not self.has_begun:
+            self.has_begun = True
+            self._leg = 0
+            self._open = 2 * len(self._run.machines)
+        # A machine's own part leaves at once; only the leg's end waits for all.
+        self._send(machine, self.exchange.legs[0])
+
+    def begin(self) -> None:
+        """Start a collective everywhere."""
+        self.has_begun = True
+        self._next_leg()
+
+    def _next_leg(self) -> None:
+        self._leg += 1
+        if self._leg == len(self.exchange.legs):
+            self._arrive()
+            return
+        self._open = 2 * len(self._run.machines)
+        for machine in self._run.machines:
+            self._send(machine, self.exchange.legs[self._leg])
+
+    def _send(self, machine: _Machine, leg: Leg) -> None:
+        out, into = leg.out_bytes, leg.out_bytes
+        if leg.owner_bytes is not None:
+            is_owner = machine.index == self.exchange.owner
+            out, into = leg.owner_bytes if is_owner else (leg.out_bytes, leg.others_in_bytes or 0.0)
+        self._submit(machine, machine.out, out)
+        self._submit(machine, machine.into, into)
+
+    def _submit(self, machine: _Machine, lane: Lane, size_bytes: float) -> None:
+        if size_bytes <= 0:
+            self._run.agenda.after(0.0, self._part_done)
+            return
+        setting = self._run.setting
+        transport = setting.collectives if self.exchange.is_collective else setting.messages
+        per_byte = transport.seconds_per_byte(setting.wire_bytes_per_s(machine.index))
+        if not setting.system.is_wait_free:
+            per_byte *= setting.cluster.machines**setting.incast_exponent
+        if not self.exchange.is_collective:
+            per_byte += self.exchange.staged_bytes / setting.staging_bytes_per_s / size_bytes
+        stream = "collective" if self.exchange.is_collective else "message"
+        name = f"{self.exchange.route} {self.exchange.name}"
+        lane.submit(Parcel(stream, size_bytes, per_byte, self._part_done, self._priority, name))
+
+    def _part_done(self) -> None:
+        self._open -= 1
+        if self._open:
+            return
+        self._run.agenda.after(self.exchange.hops * self._run.setting.latency_s, self._next_leg)
+
+    def _arrive(self) -> None:
+        if self.exchange.is_collective:
+            self._run.collective_over(self)
+        for machine in self._run.machines:
+            self._inside(machine, partial(machine.arrived, self.step, self.exchange))

@@ -1,0 +1,55 @@
+"""The systems that can be simulated: what each sends, by which way, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from poseidon.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system exchanges gradients."""
+
+    name: str
+    summary: str
+    dense: Literal["none", "allreduce", "sharded"] = "allreduce"
+    """How whole gradients travel."""
+    special: Literal["none", "planned", "factor-push"] = "none"
+    """Linear and embedding units: as whole gradients, as the planner says, or factors up and the matrix down."""
+    is_wait_free: bool = True
+    """Exchanges start during backward, as each gradient is ready (DWBP)."""
+    overlaps_forward: bool = False
+    """The next forward waits unit by unit, and what it needs first goes first."""
+    packing: Literal["engine", "ddp", "whole"] = "engine"
+    """Which gradients share a collective: as Poseidon's engine packs, as torch's DDP does, or all in one."""
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("linear", "no exchange: the bound of perfect scaling", dense="none"),
+        System("ring", "one allreduce after backward", is_wait_free=False, packing="whole"),
+        System("ddp", "allreduce during backward, as torch's DistributedDataParallel", packing="ddp"),
+        System("ps", "parameter server after backward", dense="sharded", is_wait_free=False),
+        System("dwbp-ps", "parameter server during backward", dense="sharded"),
+        System("poseidon-2017", "parameter server and factors, during backward", dense="sharded", special="planned"),
+        System("adam", "parameter server; factors up, matrices down", dense="sharded", special="factor-push"),
+        System("poseidon", "poseidon.DistributedDataParallel", special="planned"),
+        System(
+            "distribute",
+            "poseidon.distribute: into the next forward, most urgent first",
+            dense="sharded",
+            special="planned",
+            overlaps_forward=True,
+        ),
+    )
+}
+
+
+def find_system(name: str) -> System:
+    """Return a system by name."""
+    if name not in SYSTEMS:
+        raise unknown_name("system", name, list(SYSTEMS))
+    return SYSTEMS[name]

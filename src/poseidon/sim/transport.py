@@ -1,0 +1,81 @@
+"""What real transports make of a wire: named constants, each with where it comes from.
+
+A byte costs its time on the wire and some work on the host. Where the two overlap (pipelined), the slower one rules,
+with a rounded corner between: ``(wire^3 + host^3)^(1/3)``. Where they alternate, they add up.
+
+The host's part was measured once, by summing 241 MB over 8 emulated machines (422 MB leave each) on 16 cores, two for
+each worker, at two link speeds (``docs/simulate.md``):
+
+=================  =========  =========  ===================================
+ms                 10 Gbit/s  25 Gbit/s  model
+=================  =========  =========  ===================================
+the wire alone     338        135
+NCCL over TCP      374        233        pipelined, 0.52 ns/byte: 367, 236
+gloo               439        232        added, 0.22 ns/byte: 432, 229
+ZeroMQ, sharded    403        308        pipelined, 0.71 ns/byte: 403, 309
+=================  =========  =========  ===================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from poseidon.errors import unknown_name
+
+ETHERNET_PAYLOAD = 1448 / 1538
+"""Share of an Ethernet link left for data: TCP with timestamps at MTU 1500, preamble and gap counted."""
+LAB_PAYLOAD = 0.997
+"""The same in an emulated cluster, whose shaping counts packets before they are cut to the MTU; as counted there."""
+CORES_MEASURED = 2.0
+"""Cores for each worker where the host's part was measured."""
+
+_CORNER = 3.0
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How one way of moving bytes uses the wire and the host."""
+
+    name: str
+    host_s_per_byte: float
+    """Host work for each byte a machine sends (and receives)."""
+    is_pipelined: bool
+    """Host work overlaps with the wire; otherwise they add up."""
+    has_trees: bool = False
+    """Collectives may go along trees, whose depth grows with the logarithm of the machines."""
+
+    def seconds_per_byte(self, wire_bytes_per_s: float) -> float:
+        """Return the time of one byte on a link of this rate."""
+        wire, host = 1 / wire_bytes_per_s, self.host_s_per_byte
+        if not self.is_pipelined:
+            return wire + host
+        return float((wire**_CORNER + host**_CORNER) ** (1 / _CORNER))
+
+    def hops(self, members: int) -> int:
+        """Return how many messages follow each other in an allreduce."""
+        ring = 2 * (members - 1)
+        return min(ring, 2 * math.ceil(math.log2(members)) + 2) if self.has_trees and members > 1 else ring
+
+    def on_cores(self, cores_per_worker: float) -> Transport:
+        """Return the transport where workers have fewer cores than where it was measured."""
+        factor = max(1.0, CORES_MEASURED / cores_per_worker)
+        return replace(self, host_s_per_byte=self.host_s_per_byte * factor)
+
+
+TRANSPORTS = {
+    transport.name: transport
+    for transport in (
+        Transport("ideal", 0.0, is_pipelined=True, has_trees=True),
+        Transport("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
+        Transport("gloo", 0.22e-9, is_pipelined=False),
+        Transport("messages", 0.71e-9, is_pipelined=True),
+    )
+}
+
+
+def find_transport(name: str) -> Transport:
+    """Return a transport by name."""
+    if name not in TRANSPORTS:
+        raise unknown_name("transport", name, list(TRANSPORTS))
+    return TRANSPORTS[name]
