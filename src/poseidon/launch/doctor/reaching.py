@@ -93,7 +93,7 @@ def _try_port(target: Target, port: int) -> str:
             is_ours = receive_exactly(link, len(target.token)) == target.token
     except TimeoutError:
         return TIMED_OUT
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         return "closed by whoever answers there"
     except OSError as error:
         return (error.strerror or str(error)).lower()

@@ -1,0 +1,76 @@
+"""The two ends of a link, joined by loopback inside one process."""
+
+import socket
+import threading
+
+import pytest
+
+from poseidon.launch.doctor import reaching
+from poseidon.launch.doctor.facts import BUSY, OPEN
+from poseidon.launch.doctor.listening import Listener
+from poseidon.launch.doctor.reaching import Target
+
+TOKEN = bytes(range(16))
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def listener():
+    one = Listener(HERE, [], TOKEN)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def target(listener):
+    return Target(HERE, TOKEN, listener.listening.bulk_port)
+
+
+def free_port():
+    with socket.create_server((HERE, 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_ports_are_open_refused_or_answered_by_others(target):
+    with socket.create_server((HERE, 0)) as other:
+        answering = threading.Thread(target=lambda: other.accept()[0].close())
+        answering.start()
+        port, closed = other.getsockname()[1], free_port()
+        outcomes = reaching.try_ports(target, [target.bulk_port, port, closed])
+        answering.join()
+    assert outcomes[target.bulk_port] == OPEN
+    assert outcomes[closed] == "connection refused"
+    assert outcomes[port] == "closed by whoever answers there"
+
+
+def test_a_port_in_use_is_told_and_the_others_are_listened_on():
+    with socket.create_server((HERE, 0)) as other:
+        taken, free = other.getsockname()[1], free_port()
+        listener = Listener(HERE, [taken, free], TOKEN)
+        listener.close()
+    assert listener.listening.failed == {taken: BUSY}
+    assert set(listener.listening.ports) == {listener.listening.bulk_port, free}
+
+
+def test_a_closed_listener_is_gone(listener, target):
+    listener.close()
+    assert reaching.try_ports(target, [target.bulk_port]) == {target.bulk_port: "connection refused"}
+
+
+def test_nobody_without_the_token_is_answered(target):
+    stranger = Target(HERE, b"x" * 16, target.bulk_port)
+    assert reaching.try_ports(stranger, [target.bulk_port])[target.bulk_port] != OPEN
+    assert reaching.try_packets(stranger, [1000]) == {1000: False}
+    with pytest.raises(OSError):  # noqa: PT011 the system decides which of several
+        reaching.measure_rate(stranger, 1, 0.05)
+
+
+def test_packets_up_to_the_interface_s_size_arrive(target):
+    assert reaching.try_packets(target, [576, 1500, 9000]) == {576: True, 1500: True, 9000: True}
+    assert reaching.try_packets(target, [65600]) == {65600: False}
+
+
+def test_latency_and_rates_are_measured(target):
+    assert 0 < reaching.measure_latency(target) < 1
+    assert reaching.measure_rate(target, 1, 0.05) > 1e6
+    assert reaching.measure_rate(target, 3, 0.05) > 1e6
