@@ -1,0 +1,64 @@
+"""Plain means over all workers, for what does not pass through an engine."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from poseidon.team.team import Team
+
+
+def average_gradients(team: Team, parameters: Sequence[Tensor]) -> None:
+    """Replace ``.grad`` of each parameter that has one on any worker by the mean. Collective."""
+    if not parameters:
+        return
+    has_gradient = [int(parameter.grad is not None) for parameter in parameters]
+    rows = team.gather_ints(has_gradient, "the gradients at hand")
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter, flags in zip(parameters, zip(*rows, strict=True), strict=True):
+        if any(flags):
+            groups[parameter.dtype, parameter.device].append(parameter)
+    for members in groups.values():
+        _average(team, members)
+
+
+@torch.no_grad()
+def _average(team: Team, parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(team.size)
+    team.wait_for(dist.all_reduce(flat, group=team.group, async_op=True), flat, "the mean of gradients")
+    start = 0
+    for gradient in gradients:
+        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+        start += gradient.numel()
+
+
+def average_number(team: Team, value: float, weight: float) -> float:
+    """Return the weighted mean of everybody's number, the same bits everywhere. Collective."""
+    (word,) = struct.unpack("<q", struct.pack("<d", value * weight))
+    rows = team.gather_ints([word], "the mean of the losses")
+    return float(sum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows)) / team.size
+
+
+def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
+    """Tell of each tensor whether all workers hold the same. Collective; all give equally many."""
+    if not tensors:
+        return []
+    rows = team.gather_ints([_digest(tensor) for tensor in tensors], "the comparison of tensors")
+    return [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+
+
+def _digest(tensor: Tensor) -> int:
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(values.numpy().data, zlib.crc32(repr((tensor.shape, tensor.dtype)).encode()))

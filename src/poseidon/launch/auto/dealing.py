@@ -1,0 +1,97 @@
+"""Which samples of a batch are whose: pure functions that every worker computes alike.
+
+Nobody ever gets fewer batches than the others. Where the end of an epoch does not suffice for everybody, it is split as
+evenly as possible, a worker that would go without gets a sample again, and each part carries a *weight*: its loss
+counts for as many samples as it really adds, so that the mean over workers is the mean over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part(Generic[T]):
+    """One worker's part of what all workers train on in one step."""
+
+    items: list[T]
+    weight: float
+    """Factor of this worker's gradient in the mean over workers: 1 if all parts are equally large."""
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals batches, or single items, to ``size`` workers; this one is ``rank``."""
+
+    rank: int
+    size: int
+    divides: bool
+    """Split each batch between the workers instead of giving each a batch of its own."""
+    drop_last: bool = False
+    """Leave out what does not suffice for a full batch for every worker."""
+
+    def batches(self, batches: Iterable[list[T]]) -> Iterator[Part[T]]:
+        """Yield this worker's parts of the script's batches."""
+        return self._divided(batches) if self.divides else self._grouped(batches)
+
+    def stream(self, items: Iterable[T], batch: int) -> Iterator[Part[T]]:
+        """Yield this worker's parts of a stream that the script cuts into batches of ``batch``."""
+        block = batch if self.divides else batch * self.size
+        source = iter(items)
+        while pool := list(islice(source, block)):
+            if len(pool) < block and self.drop_last:
+                return
+            yield self._part(pool, batch // self.size if self.divides else batch)
+
+    def items(self, items: Iterable[T]) -> Iterator[Part[T]]:
+        """Yield this worker's share of items that are whole batches, or that the script does not batch."""
+        source = iter(items)
+        while group := list(islice(source, self.size)):
+            if len(group) < self.size and self.drop_last:
+                return
+            is_mine = self.rank < len(group)
+            yield Part([group[self.rank if is_mine else 0]], self.size / len(group) if is_mine else 0.0)
+
+    def count_batches(self, batches: int) -> int:
+        """Return how many parts each worker gets of so many batches of the script."""
+        if self.divides:
+            return batches
+        return batches // self.size if self.drop_last else -(-batches // self.size)
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """Return where this worker's even share of ``count`` things begins and ends."""
+        return self.rank * count // self.size, (self.rank + 1) * count // self.size
+
+    def _divided(self, batches: Iterable[list[T]]) -> Iterator[Part[T]]:
+        usual = 0
+        for batch in batches:
+            usual = usual or len(batch)
+            yield self._part(list(batch), usual // self.size)
+
+    def _grouped(self, batches: Iterable[list[T]]) -> Iterator[Part[T]]:
+        source = iter(batches)
+        usual = 0
+        while group := [list(batch) for batch in islice(source, self.size)]:
+            usual = usual or len(group[0])
+            if len(group) == self.size:
+                mine = group[self.rank]
+                weight = len(mine) * self.size / sum(map(len, group))
+                yield Part(_at_least_two(mine, usual), weight)
+            elif not self.drop_last:
+                yield self._part([item for batch in group for item in batch], usual)
+
+    def _part(self, pool: list[T], usual: int) -> Part[T]:
+        start, stop = self.bounds(len(pool))
+        mine = pool[start:stop]
+        weight = len(mine) * self.size / len(pool)
+        return Part(_at_least_two(mine or pool[:1], usual), weight)
+
+
+def _at_least_two(items: list[T], usual: int) -> list[T]:
+    """Double a lone sample where batches are larger: the mean stays, and batch normalisation needs two."""
+    return items * 2 if len(items) == 1 and usual > 1 else items

@@ -1,0 +1,99 @@
+"""From the parameters that are trained to the modules that own them, and to units for the engine."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from poseidon.engine.discover import find_units, tensors_of
+from poseidon.routes.base import LiveUnit
+from poseidon.units import ParameterSpec, Unit
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Trained parameters and the outermost modules they lie in."""
+
+    roots: tuple[nn.Module, ...]
+    units: tuple[LiveUnit, ...]
+    loose: tuple[Tensor, ...]
+    """Parameters that no module owns."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return everything that replicas share: also frozen parameters and buffers of the modules."""
+        found = [tensor for root in self.roots for tensor in tensors_of(root)]
+        unique = {id(tensor): tensor for tensor in [*found, *(tensor.detach() for tensor in self.loose)]}
+        return list(unique.values())
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Return the trained parameters with names in which the workers agree."""
+        return [
+            (spec.name, parameter)
+            for unit in self.units
+            for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True)
+        ]
+
+    def describe(self) -> str:
+        """Name the modules and count the parameters."""
+        names = [type(root).__name__ for root in self.roots] + [f"{len(self.loose)} tensors"] * bool(self.loose)
+        count = sum(parameter.numel() for _, parameter in self.named())
+        return f"{', '.join(names)}, {count:,} parameters"
+
+
+def find_roots(parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the outermost living modules that own any of the parameters, in the order of the parameters."""
+    gc.collect()  # a module that only waits to be freed may be gone on one worker and not yet on another
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    owning: list[tuple[int, int, nn.Module]] = []
+    for module in modules:
+        places = [place[id(p)] for p in _parameters_of(module) if id(p) in place]
+        if places:
+            owning.append((min(places), -len(places), module))
+    inner = {id(child) for _, _, module in owning for child in module.modules() if child is not module}
+    roots = [entry for entry in owning if id(entry[2]) not in inner]
+    return [module for _, _, module in sorted(roots, key=lambda entry: entry[:2])]
+
+
+def _parameters_of(module: nn.Module) -> Iterable[Tensor]:
+    # A module whose __init__ has not run yet, or never will, has none of torch's own fields.
+    return module.parameters() if "_parameters" in module.__dict__ else ()
+
+
+def find_holding(parameters: Sequence[Tensor]) -> Holding:
+    """Cut parameters into units: what a layer owns travels together, by the routes that layer allows."""
+    wanted = {id(parameter) for parameter in parameters}
+    roots = find_roots(parameters)
+    units: list[LiveUnit] = []
+    kept: list[nn.Module] = []
+    labels = Counter(type(root).__name__ for root in roots)
+    seen: Counter[str] = Counter()
+    for root in roots:
+        ignored = [name for name, p in root.named_parameters(remove_duplicate=False) if id(p) not in wanted]
+        found = find_units(root, ignored)
+        if not found:
+            continue
+        kept.append(root)
+        label = type(root).__name__
+        seen[label] += 1
+        prefix = f"{label}{seen[label]}" if labels[label] > 1 else label
+        units += [_named(unit, prefix, len(units) + i) for i, unit in enumerate(found)]
+        wanted -= {id(p) for unit in found for p in unit.parameters}
+    loose = [parameter for parameter in parameters if id(parameter) in wanted]
+    units += [_loose_unit(tensor, i, len(units) + i) for i, tensor in enumerate(loose)]
+    return Holding(tuple(kept), tuple(units), tuple(loose))
+
+
+def _named(unit: LiveUnit, prefix: str, index: int) -> LiveUnit:
+    specs = tuple(replace(spec, name=f"{prefix}.{spec.name}") for spec in unit.spec.parameters)
+    return replace(unit, index=index, spec=replace(unit.spec, name=f"{prefix}.{unit.name}", parameters=specs))
+
+
+def _loose_unit(tensor: Tensor, number: int, index: int) -> LiveUnit:
+    name = f"tensor{number}"
+    spec = ParameterSpec(name, tuple(tensor.shape), tensor.element_size())
+    return LiveUnit(index, Unit(name, "dense", (spec,)), None, (tensor,))  # type: ignore[arg-type]
