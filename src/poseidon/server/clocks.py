@@ -81,7 +81,7 @@ class Clocks:
 
     def advance(self, worker: int, clock: int) -> bool:
         """Like :meth:`tick`, for a worker that says which clock it reached; a gap or repetition is refused."""
-        self._check_present(worker)
+        self.check_present(worker)
         if clock != self._clocks[worker] + 1:
             raise ServerError(
                 f"worker {worker} reports clock {clock} after clock {self._clocks[worker]}; "
@@ -120,12 +120,13 @@ class Clocks:
         self.losses[worker] = self._clocks[worker]
         return self.leave(worker)
 
-    def _check_known(self, worker: int) -> None:
-        if worker not in self._clocks:
-            raise ServerError(f"worker {worker} is unknown; the clocks are of workers {list(self._clocks)}")
-
-    def _check_present(self, worker: int) -> None:
+    def check_present(self, worker: int) -> None:
+        """Refuse a worker that is unknown, left or was given up."""
         self._check_known(worker)
         if worker in self._gone:
             how = "was given up as dead" if worker in self.losses else "left"
             raise ServerError(f"worker {worker} {how} at clock {self._clocks[worker]} and cannot go on")
+
+    def _check_known(self, worker: int) -> None:
+        if worker not in self._clocks:
+            raise ServerError(f"worker {worker} is unknown; the clocks are of workers {list(self._clocks)}")

@@ -45,10 +45,17 @@ class Shard:
         self._mean = mean
         self._lock = threading.Lock()
         self._spare: dict[tuple[int, str], list[Array]] = {}
-        self._sums = {}
+        self._sums: dict[tuple[int, int], _Sum] = {}
+        self.include(chunks, formats)
+
+    def include(self, chunks: Iterable[Chunk], formats: Mapping[int, str] | str) -> None:
+        """Take over more chunks; nobody may send their values before."""
+        found = {}
         for chunk in chunks:
             name = formats if isinstance(formats, str) else formats[chunk.unit]
-            self._sums[chunk.unit, chunk.index] = _Sum(chunk, find_format(name))
+            found[chunk.unit, chunk.index] = _Sum(chunk, find_format(name))
+        with self._lock:
+            self._sums = {**self._sums, **found}
 
     def add(self, unit: int, chunk: int, clock: int, rank: int, values: Array) -> Array | None:
         """Take the contribution of ``rank``; return the finished sum if this call finished it, else None.
