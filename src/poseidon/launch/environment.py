@@ -1,4 +1,7 @@
-"""Who am I in the job? Read from what torchrun, Slurm or Poseidon's own launcher left in the environment."""
+"""Who am I in the job? Read from what the launcher left in the environment.
+
+torchrun, ``poseidon run``, Kubernetes' PyTorchJob and Ray Train all speak torchrun's words; Slurm has its own.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class World:
             _number(env, "SLURM_PROCID"),
             _number(env, "SLURM_STEP_NUM_TASKS"),
             _number(env, "SLURM_LOCALID", 0),
-            None,
+            _tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(env, "SLURM_NODEID", 0)),
             env.get("MASTER_ADDR", first_host),
             _number(env, "MASTER_PORT", port),
         )
@@ -79,6 +82,14 @@ def _first_host(nodes: str) -> str:
     """Return the first host of a Slurm node list such as ``gpu[03-05,09],big1``."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     return nodes if match is None else match[1] + (match[2] or "")
+
+
+def _tasks_on_node(counts: str, node: int) -> int | None:
+    """Return how many tasks run on a node, from Slurm's ``2(x3),1``; None where it does not say."""
+    tasks: list[int] = []
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        tasks += [int(count)] * int(repeats or 1)
+    return tasks[node] if node < len(tasks) else None
 
 
 def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:

@@ -71,7 +71,8 @@ _SYMPTOMS = re.compile(
     r"|ncclRemoteError|remote process exited or there was a network error|ncclSystemError"
     r"|DistNetworkError|DistStoreError|failed to recv, got 0 bytes"
 )
-_ACCUSED = re.compile(r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z ]+)")
+_RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
+_ACCUSED = re.compile(r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*)")
 
 
 def describe_status(status: int) -> str:
@@ -127,6 +128,8 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
 
 def last_traceback(lines: Sequence[str], limit: int = 40) -> list[str]:
     """Return the last traceback in these lines (or what Python shows when it is aborted), else the last few lines."""
+    # torch marks the lines of an error with the worker's rank, which everybody knows by now.
+    lines = [_RANK_MARK.sub("", line) for line in lines]
     starts = [
         number
         for number, line in enumerate(lines)

@@ -140,7 +140,7 @@ class Launcher:
         """Return what each agent answered; raise one error that names every machine that did not."""
         waited = set(range(len(self._links)) if machines is None else machines)
         answers: dict[int, Message] = {}
-        failures: list[str] = []
+        failures: dict[str, list[str]] = {}
         deadline = time.monotonic() + limit_s
         while waited:
             if self._interrupts:
@@ -150,23 +150,21 @@ class Launcher:
             except queue.Empty:
                 if time.monotonic() < deadline:
                     continue
-                names = ", ".join(self._settings.hosts[number].name for number in sorted(waited))
-                failures.append(f"no answer from {names} within {limit_s:g} s")
+                failures[f"no answer within {limit_s:g} s"] = [self._settings.hosts[number].name for number in waited]
                 break
             if message["kind"] == kind:
                 answers[number] = message
             elif message["kind"] == protocol.REFUSED:
-                failures.append(f"{self._settings.hosts[number].name}: {message['reason']}")
+                failures.setdefault(str(message["reason"]), []).append(self._settings.hosts[number].name)
             elif message["kind"] == CLOSED and number in waited:
-                failures.append(self._links[number].why())
+                failures[self._links[number].why()] = []
             else:
                 self._take(number, message)
                 continue
             waited.discard(number)
         if failures:
-            raise ConfigError(
-                "\n  ".join(failures) if len(failures) == 1 else "\n  ".join(["cannot start:", *failures])
-            )
+            lines = [f"{', '.join(sorted(names))}: {why}" if names else why for why, names in failures.items()]
+            raise ConfigError(lines[0] if len(lines) == 1 else "\n  ".join(["cannot start:", *lines]))
         return answers
 
     def _agree_on_meeting(self) -> Meeting:
@@ -218,12 +216,16 @@ class Launcher:
             ]
             link.send(
                 protocol.START,
-                run=self._run,
+                run=self._mark(link.number),
                 directory=answer["directory"],
                 address=self._address(link.number),
                 workers=workers,
             )
         self._await(protocol.STARTED, PREPARE_S)
+
+    def _mark(self, machine: int) -> str:
+        # Machines may share their process table (containers, emulated ones): each sees to its own workers only.
+        return f"{self._run}.{machine}"
 
     def _in_whole_job(self, place: Place) -> Place:
         share = self._settings.share
@@ -279,7 +281,7 @@ class Launcher:
         elif kind == protocol.REFUSED:
             self._watching.machine_lost(number, str(message["reason"]), now)
         elif kind == CLOSED and number not in self._ended:
-            self._watching.machine_lost(number, self._links[number].why(), now)
+            self._watching.machine_lost(number, self._links[number].why_lost(), now)
 
     def _notice_silence(self) -> None:
         # Asked only when nothing is waiting to be read: a terminal that stood still must not look like lost machines.
@@ -342,7 +344,7 @@ class Launcher:
         events: Events = queue.Queue()
         link = Link(lost.number, lost.host, lost.is_local, lost.host.directory or self._settings.directory, settings)
         link.listen(events)
-        link.send(protocol.STOP, grace_s=0.0, run=self._run)
+        link.send(protocol.STOP, grace_s=0.0, run=self._mark(lost.number))
         deadline = time.monotonic() + 2 * SWEEP_CONNECT_S
         while time.monotonic() < deadline:
             try:

@@ -83,6 +83,18 @@ class Link:
             return f"the agent on {self.host.name} ended with status {status}: {stderr.strip() or 'no reason given'}"
         return ssh.explain(self.host, status, stderr)
 
+    def why_lost(self) -> str:
+        """Return why the line to an agent that was at work has ended, in one line."""
+        try:
+            status = self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            return "the connection to its agent broke"
+        last = next((line for line in reversed(self._stderr) if line.strip()), "")
+        said = f": {last.strip()}" if last else ""
+        if status < 0 or status == ssh.FAILED:
+            return f"its agent was killed or the connection broke{said}"
+        return f"its agent ended with status {status}{said}"
+
     def close(self) -> None:
         """Hang up; an agent that still runs ends its workers and itself."""
         with self._sending, contextlib.suppress(OSError):

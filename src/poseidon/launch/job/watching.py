@@ -11,8 +11,8 @@ from poseidon.launch.job.cause import Death, Kind
 from poseidon.launch.job.places import Place
 from poseidon.launch.job.progress import Slowest, Standing, furthest_behind, status_line
 
-SETTLE_S = 0.5
-"""After a first death, how long to wait for word of an earlier one on another machine."""
+SETTLE_S = 1.2
+"""After a first death, how long to wait for word of an earlier one elsewhere, and of where the others stand."""
 SYMPTOM_S = 11.0
 """The same where only symptoms are known: a machine that vanished is noticed by its silence only then."""
 STACKS_S = 2.0
