@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from poseidon.errors import WorkerLostError
+from poseidon.launch import report
 
 BEAT_S = 1.0
 """Seconds between two heartbeats; a worker silent for two and a half of them is taken for dead."""
@@ -153,6 +154,7 @@ class Watch:
     def _beat_until_closed(self) -> None:
         while True:
             beat = {"beat": self._beats, "step": self._step, "doing": self._doing}
+            report.tell(step=self._step, doing=self._doing)
             # The store goes away when the job ends, in no particular order with us: that is no error of this worker's.
             with contextlib.suppress(Exception):
                 self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
