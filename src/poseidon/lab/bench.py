@@ -26,6 +26,8 @@ from poseidon.lab.environment import Place
 from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
+from poseidon.planning.profile import Profile
+from poseidon.sim.cells import Bench, predict_ms
 
 KEPT_LINES = 30
 
@@ -157,6 +159,7 @@ class Listener:
         self._repetitions: dict[str, list[Repetition]] = {}
         self._failures: dict[str, str] = {}
         self._notes: dict[str, str] = {}
+        self._profile: tuple[Profile, float] | None = None
 
     def hear(self, place: Place, line: str) -> None:
         """Take in one line of a rank's output."""
@@ -176,6 +179,9 @@ class Listener:
             for system in order
             if system in self._repetitions or system in failures
         }
+        measured = {
+            system: replace(one, predicted_ms=self._predict(system, measured)) for system, one in measured.items()
+        }
         return Cell(
             model=self.worker.model,
             machines=self._spec.machines,
@@ -188,6 +194,26 @@ class Listener:
 
     def _on_model(self, parameters: int, parameter_bytes: int) -> None:
         self._sizes = (parameters, parameter_bytes)
+
+    def _on_profile(self, profile: dict[str, Any], flops: float) -> None:
+        self._profile = (Profile.from_dict(profile), flops)
+
+    def _predict(self, system: str, measured: dict[str, Measured]) -> float | None:
+        """Return what the simulator expects of a system, from the linear one's time and the units' shares of it."""
+        linear = measured.get(LINEAR)
+        if self._profile is None or linear is None or not linear.repetitions:
+            return None
+        profile, flops = self._profile
+        bench = Bench(
+            profile=profile,
+            linear_s=linear.step_ms / 1e3,
+            machines=self._spec.machines,
+            rate_bits=self._spec.rates_bits[0],
+            is_gpu=self.worker.device == "cuda",
+            cores=len(os.sched_getaffinity(0)),
+            flops=flops,
+        )
+        return predict_ms(bench, system)
 
     def _on_begin(self, system: str) -> None:
         self.current = system

@@ -1,8 +1,8 @@
 """What every rank of a benchmark runs: all systems in turn, several times over, in one process group.
 
 Started by :mod:`poseidon.lab.bench` inside a lab. Rank 0 says what happens in lines that begin with
-:data:`MARK`, as JSON: ``model`` once, ``begin`` before a system's repetition, ``repetition`` or ``failure``
-after it.
+:data:`MARK`, as JSON: ``model`` and ``profile`` once, ``begin`` before a system's repetition, ``repetition`` or
+``failure`` after it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ import poseidon
 from poseidon import zoo
 from poseidon.lab.pace import paced
 from poseidon.lab.results import Repetition
-from poseidon.lab.systems import Trainer, make_trainer
+from poseidon.lab.systems import LEARNING_RATE, MOMENTUM, Trainer, make_trainer
+from poseidon.planning.profile import Profile
+from poseidon.planning.profiling import profile_model
+from poseidon.team.calibrate import measure_flops
 
 MARK = "@bench "
+PROFILED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ def main(settings: WorkerSettings) -> None:
     original = build(settings)
     sizes = [(parameter.numel(), parameter.element_size()) for parameter in original.model.parameters()]
     tell("model", parameters=sum(n for n, _ in sizes), parameter_bytes=sum(n * size for n, size in sizes))
+    profile, flops = _profile(settings, original, device)
+    tell("profile", profile=profile.to_dict(), flops=flops)
     broken: set[str] = set()
     for _ in range(settings.repetitions):
         for system in settings.systems:
@@ -123,6 +129,27 @@ def _measure_together(
     return ([], failures[0]) if failures else (everyone, "")
 
 
+def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> tuple[Profile, float]:
+    """Time every unit while all ranks compute at once, and the device's matrix rate: what predictions rest on."""
+    network = _own_copy(settings, original, device)
+    inputs, targets = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
+    optimizer = torch.optim.SGD(network.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+    _settle(device)
+    profile = profile_model(
+        network.model,
+        inputs,
+        name=settings.model,
+        batch=settings.batch,
+        loss=lambda outputs: network.loss(outputs, targets),
+        update=optimizer.step,
+        repetitions=PROFILED_STEPS,
+    )
+    _settle(device)
+    flops = measure_flops(device)
+    _free(device)
+    return profile, flops
+
+
 def _combine(blocks: list[_Block]) -> Repetition:
     return Repetition(
         step_ms=max(block.step_ms for block in blocks),
@@ -133,16 +160,21 @@ def _combine(blocks: list[_Block]) -> Repetition:
 
 
 def _measure(settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device) -> _Block:
-    # The original stays on the CPU as it was: every system begins from the same weights, and from its own copy.
-    network = replace(original, model=copy.deepcopy(original.model).to(device))
-    if settings.paced_ms is not None:
-        paced(network.model, *settings.paced_ms)
+    network = _own_copy(settings, original, device)
     batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
     trainer = make_trainer(system, network, batch)
     try:
         return _time_steps(trainer, settings, device)
     finally:
         trainer.close()
+
+
+def _own_copy(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> zoo.Network:
+    """Return a copy to train: the original stays on the CPU as it was, so that all begin from the same weights."""
+    network = replace(original, model=copy.deepcopy(original.model).to(device))
+    if settings.paced_ms is not None:
+        paced(network.model, *settings.paced_ms)
+    return network
 
 
 def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device) -> _Block:

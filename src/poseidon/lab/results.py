@@ -38,6 +38,8 @@ class Measured:
     failure: str = ""
     note: str = ""
     """What the system says about itself, such as the routes it chose."""
+    predicted_ms: float | None = None
+    """What the simulator expected of it, knowing only the linear system's computation."""
 
     @property
     def step_ms(self) -> float:
@@ -143,7 +145,10 @@ def format_table(cell: Cell) -> str:
         f"{cell.model}: {cell.parameters / 1e6:.1f}M parameters, batch {cell.batch}, {cell.machines} machines at "
         f"{format_rate(cell.rate_bits)}; wire bound of an allreduce {cell.wire_bound_ms:.1f} ms"
     )
-    head = f"  {'system':<14}{'ms/step':>10}{'min .. max':>20}{'speedup':>9}{'sent MB/step':>14}{'loss':>12}  check"
+    head = (
+        f"  {'system':<14}{'ms/step':>10}{'min .. max':>20}{'speedup':>9}{'sent MB/step':>14}{'loss':>12}"
+        f"{'predicted':>11}  check"
+    )
     rows = [_format_row(cell, system, measured) for system, measured in cell.systems.items()]
     return "\n".join([title, head, *rows])
 
@@ -156,7 +161,9 @@ def _format_row(cell: Cell, system: str, measured: Measured) -> str:
     return (
         f"  {system:<14}{measured.step_ms:>10.1f}{f'{low:.1f} .. {high:.1f}':>20}"
         f"{'-' if speedup is None else f'{speedup:.2f}x':>9}{measured.sent_bytes / 1e6:>14.2f}"
-        f"{measured.last_loss:>12.5f}  {cell.verdict(system)}".rstrip()
+        f"{measured.last_loss:>12.5f}"
+        f"{'-' if measured.predicted_ms is None else f'{measured.predicted_ms:.1f}':>11}"
+        f"  {cell.verdict(system)}".rstrip()
     )
 
 
@@ -178,7 +185,12 @@ def _cell_to_json(cell: Cell) -> dict[str, Any]:
 
 def _cell_from_json(data: Mapping[str, Any]) -> Cell:
     systems = {
-        name: Measured(tuple(Repetition(**entry) for entry in system["repetitions"]), system["failure"], system["note"])
+        name: Measured(
+            tuple(Repetition(**entry) for entry in system["repetitions"]),
+            system["failure"],
+            system["note"],
+            system.get("predicted_ms"),
+        )
         for name, system in data["systems"].items()
     }
     plain = ("model", "machines", "rate_bits", "batch", "parameters", "parameter_bytes")

@@ -1,87 +1,154 @@
-"""``poseidon plan``: which route each layer of a model would take on a cluster, before anything is run on it."""
+"""``poseidon plan``: which route each layer of a model would take on a cluster, and what speed to expect there."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster, Link, parse_rate
+from poseidon.planning.planner import make_plan
+from poseidon.planning.profile import Profile
+from poseidon.planning.source import Source, device_flops, find_profile
+from poseidon.sim.advice import Explanation, explain, format_explanation
+from poseidon.sim.setting import Setting
+from poseidon.sim.systems import find_system
+from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS
+
+GPU_FLOPS = 1e12
+"""A device with a higher matrix rate is taken for a GPU, whose collectives NCCL carries."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
+    add_model_arguments(parser)
+    parser.add_argument("--batch", type=int, help="batch of each worker (default: the profile's, or 32)")
+    parser.add_argument("--machines", type=int, default=4, help="number of machines (default: 4)")
+    parser.add_argument("--rate", default="1gbit", help="link between machines, as in 10gbit (default: 1gbit)")
+    parser.add_argument("--cluster", type=Path, help="take machines, workers, links and device from this JSON file")
+    parser.add_argument("--system", default="poseidon", help="what is predicted (default: poseidon)")
+    parser.add_argument("--json", type=Path, help="also write the plan and the prediction to this file")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is trained, and on which machines."""
     parser.add_argument(
         "model",
-        help="a network of the zoo (vgg19, resnet152, ...) or module:callable; the callable takes the batch size and "
-        "returns the model and its inputs (a tensor, a tuple or a dict)",
+        help="a network of the zoo (vgg19, resnet152, ...), a .prototxt, a profile's .json, or module:callable; the "
+        "callable takes the batch size and returns the model and its inputs (a tensor, a tuple or a dict)",
     )
-    parser.add_argument("--batch", type=int, default=32, help="batch of each worker (default: 32)")
-    parser.add_argument("--machines", type=int, default=4, help="number of machines (default: 4)")
     parser.add_argument("--workers-per-machine", type=int, default=1, help="workers on each (default: 1)")
-    parser.add_argument("--rate", default="1gbit", help="link between machines, as in 10gbit (default: 1gbit)")
     parser.add_argument("--latency-us", type=float, default=200.0, help="latency between machines (default: 200)")
     parser.add_argument("--inside-rate", default="40gbit", help="link inside a machine (default: 40gbit)")
-    parser.add_argument("--device-gflops", type=float, help="matrix rate of a worker's device (default: measured here)")
-    parser.add_argument("--cluster", type=Path, help="take all of the above but the batch from this JSON file")
-    parser.add_argument("--json", type=Path, help="also write the plan to this file")
+    times = parser.add_argument_group("how long the model computes")
+    times.add_argument("--profile", type=Path, help="times of a profile that was measured before")
+    times.add_argument("--measure", action="store_true", help="measure a profile on this machine's device now")
+    times.add_argument(
+        "--device-gflops", "--device-rate", type=float, metavar="GFLOPS",
+        help="estimate from this matrix rate of a worker's device (default: this machine's, measured)",
+    )  # fmt: skip
+    times.add_argument("--save-profile", type=Path, help="write the profile to this file")
+    parser.add_argument("--transport", default="auto", help="nccl, gloo, or auto: by the device (default)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print."""
-    if args.batch < 1:
-        raise ConfigError(f"--batch is {args.batch}; it takes at least 1")
-    cluster = Cluster.load(args.cluster) if args.cluster else _cluster(args)
-    model, inputs = _load(args.model, args.batch)
-    from poseidon.planning.sampling import plan
-
-    result = plan(model, inputs, cluster)
-    print(result)
+    """Plan, predict and print."""
+    source = make_source(args, args.batch)
+    cluster = Cluster.load(args.cluster) if args.cluster else make_cluster(args, args.machines, parse_rate(args.rate))
+    profile = find_profile(source)
+    if args.cluster is None:
+        cluster = with_device(cluster, source, profile)
+    save_profile(args, profile)
+    plan = make_plan(profile.specs, profile.loads, cluster)
+    explanation = explain(make_setting(args, profile, cluster, args.system))
+    print(plan)
+    print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker")
+    print(format_explanation(explanation))
     if args.json:
-        try:
-            args.json.write_text(result.to_json() + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.json}: {error}") from error
+        write_json(args.json, {**plan.to_dict(), "prediction": _to_dict(explanation)})
     return 0
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    cluster = Cluster(
-        machines=args.machines,
+def make_source(args: argparse.Namespace, batch: int | None) -> Source:
+    """Return what the options say of the model."""
+    flops = None if args.device_gflops is None else args.device_gflops * 1e9
+    return Source(args.model, batch, args.profile, flops, args.measure)
+
+
+def make_cluster(args: argparse.Namespace, machines: int, rate_bits: float) -> Cluster:
+    """Return the cluster that the options describe, its device left open."""
+    return Cluster(
+        machines=machines,
         workers_per_machine=args.workers_per_machine,
-        between=Link(parse_rate(args.rate), args.latency_us * 1e-6),
+        between=Link(rate_bits, args.latency_us * 1e-6),
         inside=Link(parse_rate(args.inside_rate), 30e-6),
         source="given",
     )
-    if args.device_gflops is not None:
-        return replace(cluster, flops=args.device_gflops * 1e9)
-    import torch
-
-    from poseidon.team.calibrate import measure_flops
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return replace(cluster, flops=measure_flops(device), source=f"given; device measured on this machine's {device}")
 
 
-def _load(name: str, batch: int) -> tuple[Any, Any]:
-    from poseidon import zoo
+def with_device(cluster: Cluster, source: Source, profile: Profile) -> Cluster:
+    """Return the cluster with the device's matrix rate: as given, else measured here, else implied by the profile."""
+    if source.flops is not None:
+        return replace(cluster, flops=source.flops)
+    if source.profile is None and not source.model.endswith(".json"):
+        return replace(cluster, flops=device_flops(source), source="given; device measured on this machine")
+    return replace(cluster, flops=_implied_flops(profile), source="given; device as in the profile")
 
-    if name in zoo.names():
-        network = zoo.build(name)
-        return network.model, network.batch(batch)[0]
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        raise ConfigError(f"{name!r} is neither module:callable nor in the zoo; the zoo has {', '.join(zoo.names())}")
-    sys.path.insert(0, str(Path.cwd()))
+
+def _implied_flops(profile: Profile) -> float:
+    """Return the rate at which a profile's linear units were computed, or a rate typical of its device."""
+    work = sum(6 * load.rows * one.unit.matrix[0] * one.unit.matrix[1]
+               for one in profile.units if one.unit.kind == "linear" and (load := one.load) is not None)  # fmt: skip
+    spent = sum(one.forward_s + one.backward_s for one in profile.units if one.unit.kind == "linear")
+    if work > 0 and spent > 0:
+        return work / spent
+    return GPU_FLOPS * 20 if profile.device.startswith("cuda") else Cluster(1).flops
+
+
+def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, system: str) -> Setting:
+    """Return the simulation that the options describe."""
+    if args.transport not in ("auto", "nccl", "gloo"):
+        raise unknown_name("--transport", args.transport, ("auto", "nccl", "gloo"))
+    is_gpu = profile.device.startswith("cuda") or cluster.flops >= GPU_FLOPS
+    transport = args.transport if args.transport != "auto" else ("nccl" if is_gpu else "gloo")
+    return Setting(
+        profile,
+        cluster,
+        find_system(system),
+        collectives=TRANSPORTS[transport],
+        payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
+        gathers_factors=transport == "nccl" and find_system(system).dense != "sharded",
+    )
+
+
+def save_profile(args: argparse.Namespace, profile: Profile) -> None:
+    """Write the profile where it was asked for."""
+    if args.save_profile:
+        profile.save(args.save_profile)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write plain data to a file."""
     try:
-        make = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load {name}: {error}") from error
-    made = make(batch)
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ConfigError(f"{name}({batch}) returned {type(made).__name__}, expected (model, inputs)")
-    return made
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def _to_dict(explanation: Explanation) -> dict[str, Any]:
+    outcome = explanation.outcome
+    return {
+        "step_ms": outcome.step_s * 1e3,
+        "compute_ms": outcome.compute_s * 1e3,
+        "speedup": outcome.speedup,
+        "samples_per_s": outcome.samples_per_s,
+        "limit": explanation.limit,
+        "reason": explanation.reason,
+        "changes": [
+            {"what": change.what, "samples_per_s": change.samples_per_s, "gain": change.gain}
+            for change in explanation.changes
+        ],
+    }

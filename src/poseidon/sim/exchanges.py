@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 from poseidon.planning.packing import assign_buckets
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
-from poseidon.server.chunks import Chunk, cut
+from poseidon.server.chunks import Chunk
+from poseidon.server.slots import make_slots
 from poseidon.sim.setting import Setting
 
 MOST_ROUNDS = 400
 """A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
 finer ones change the answer by less than they cost."""
+
+SERVED_BYTES = 4 * 2**20
+"""The engine's limit for buckets that go through the parameter server; a test compares the two."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Exchange:
     owner: int = 0
     staged_bytes: float = 0.0
     """What crosses between device and host in each leg."""
+    priority: int = 0
+    """Lower is more urgent, where a system heeds it."""
     hops: int = 1
     """Messages that follow each other in each leg, every one with the link's latency."""
     inside_s: float = 0.0
@@ -75,17 +81,26 @@ def make_schedule(setting: Setting) -> Schedule:
     profile, cluster, system = setting.profile, setting.cluster, setting.system
     is_planned = system.special == "planned"
     overrides = setting.overrides if is_planned else {}
-    plan = make_plan(profile.specs, profile.loads, cluster, overrides)
+    offers_server = setting.offers_server and system.dense == "planned"
+    plan = make_plan(profile.specs, profile.loads, cluster, overrides, offers_server)
     entries = plan.entries
     count = len(entries)
     if system.dense == "none" or cluster.workers == 1:
         return Schedule(plan, (), (0.0,) * count, (0.0,) * count)
     special = [i for i in profile.ready_order if is_planned and entries[i].route in ("factors", "rows")]
     pushed = [i for i in profile.ready_order if system.special == "factor-push" and _pays_pushed(entries[i], setting)]
-    dense = [i for i in profile.ready_order if i not in special and i not in pushed]
+    served = [
+        i
+        for i in profile.ready_order
+        if i not in special
+        and i not in pushed
+        and (system.dense == "sharded" or (system.dense == "planned" and entries[i].route == "sharded"))
+    ]
+    dense = [i for i in profile.ready_order if i not in special and i not in pushed and i not in served]
     exchanges = [_broadcast(setting, i, entries[i]) for i in special]
     exchanges += [_factor_push(setting, i, entries[i], place) for place, i in enumerate(pushed)]
-    exchanges += _sharded(setting, dense) if system.dense == "sharded" else _collectives(setting, dense)
+    exchanges += _served(setting, served)
+    exchanges += _collectives(setting, dense)
     place = {unit: at for at, unit in enumerate(profile.ready_order)}
     exchanges.sort(key=lambda exchange: max(place[unit] for unit in exchange.units))
     rebuild, saved = zip(*(_device_s(entries[i], i in special) for i in range(count)), strict=True)
@@ -165,33 +180,44 @@ def _broadcast(setting: Setting, unit: int, entry: PlanEntry) -> Exchange:
     )
 
 
-def _sharded(setting: Setting, units: Sequence[int]) -> list[Exchange]:
-    """Cut units with the real chunking; chunks that keep all owners busy at once make one exchange."""
+def _served(setting: Setting, units: Sequence[int]) -> list[Exchange]:
+    """Return what goes through the parameter server, packed and cut as the engine does it.
+
+    Chunks that keep all owners busy at once make one exchange: they end at about the same time.
+    """
+    if not units:
+        return []
     profile, machines = setting.profile, setting.cluster.machines
-    sizes = [one.unit.numel if i in set(units) else 0 for i, one in enumerate(profile.units)]
-    itemsize = {i: profile.units[i].unit.parameters[0].itemsize for i in units}
-    total = sum(sizes[i] * itemsize[i] for i in units)
+    members = [(i, parameter) for i in units for parameter in profile.units[i].unit.parameters]
+    sizes = [(parameter.itemsize, parameter.size_bytes) for _, parameter in members]
+    if setting.system.packing == "units":
+        packed = [[at for at, (i, _) in enumerate(members) if i == unit] for unit in units]
+    else:
+        packed = assign_buckets(sizes, min(setting.bucket_bytes, SERVED_BYTES))
+    items = [sizes[bucket[0]][0] for bucket in packed]
+    elements = [sum(members[at][1].numel for at in bucket) for bucket in packed]
     rounds = MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8
-    chunk_bytes = max(setting.chunk_bytes, total // (rounds * machines))
-    cuts = cut(sizes, range(machines), max(1, chunk_bytes // 4))
+    chunk_bytes = max(setting.chunk_bytes, sum(size for _, size in sizes) // (rounds * machines))
+    slots = make_slots(0, elements, items, machines, chunk_bytes)
     return [
-        _round(setting, i, chunks, itemsize[i])
-        for i in units
-        for chunks in (cuts[i][at : at + machines] for at in range(0, len(cuts[i]), machines))
+        _round(setting, [members[at][0] for at in bucket], chunks, slot.priority, itemsize)
+        for bucket, slot, itemsize in zip(packed, slots, items, strict=True)
+        for chunks in (slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines))
     ]
 
 
-def _round(setting: Setting, unit: int, chunks: Sequence[Chunk], itemsize: int) -> Exchange:
+def _round(setting: Setting, units: Sequence[int], chunks: Sequence[Chunk], priority: int, itemsize: int) -> Exchange:
     machines = setting.cluster.machines
     size = sum(chunk.length for chunk in chunks) * itemsize * setting.wire_share
     share = Leg(size * (machines - 1) / machines)
     return Exchange(
-        name=f"{setting.profile.units[unit].unit.name} [{chunks[0].index}]",
-        units=(unit,),
+        name=f"{setting.profile.units[units[-1]].unit.name} [{chunks[0].index}]",
+        units=tuple(dict.fromkeys(units)),
         route="sharded",
         legs=(share, share),
         is_collective=False,
         staged_bytes=size,
+        priority=priority,
         inside_s=_inside_s(setting, size),
     )
 

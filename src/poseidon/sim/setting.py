@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.profile import Profile
+from poseidon.server.slots import CHUNK_BYTES
 from poseidon.sim.systems import System
 from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS, Transport
 
@@ -25,9 +26,11 @@ class Setting:
     messages: Transport = TRANSPORTS["messages"]
     payload: float = ETHERNET_PAYLOAD
     """Share of the cluster's link rate that is data; 1 where the rate was measured by programs."""
+    offers_server: bool = False
+    """The planner may choose the parameter server, as the engine lets it where NCCL is not."""
     gathers_factors: bool = True
     """Factors and rows go by collectives, as between GPUs, and not by direct messages."""
-    chunk_bytes: int = 256 * 1024
+    chunk_bytes: int = CHUNK_BYTES
     """Size of a chunk of the sharded route."""
     in_flight_bytes: int = 1024 * 1024
     """What a card has been given and cannot be overtaken any more."""

@@ -218,10 +218,7 @@ class _Journey:
         self._open = 0
         """Directions still busy with the present leg, over all machines."""
         self.has_begun = False
-        self._priority = 0
-        if run.setting.system.overlaps_forward:
-            order = run.setting.profile.forward_order
-            self._priority = min(order.index(unit) for unit in exchange.units)
+        self._priority = exchange.priority if run.setting.system.overlaps_forward else 0
 
     @property
     def is_complete(self) -> bool:
@@ -278,7 +275,8 @@ class _Journey:
             return
         setting = self._run.setting
         transport = setting.collectives if self.exchange.is_collective else setting.messages
-        per_byte = transport.seconds_per_byte(setting.wire_bytes_per_s(machine.index))
+        share = setting.wire_share if self.exchange.route in ("allreduce", "sharded") else 1.0
+        per_byte = transport.seconds_per_byte(setting.wire_bytes_per_s(machine.index), share)
         if not setting.system.is_wait_free:
             per_byte *= setting.cluster.machines**setting.incast_exponent
         if not self.exchange.is_collective:

@@ -14,16 +14,16 @@ class System:
 
     name: str
     summary: str
-    dense: Literal["none", "allreduce", "sharded"] = "allreduce"
-    """How whole gradients travel."""
+    dense: Literal["none", "allreduce", "sharded", "planned"] = "allreduce"
+    """How whole gradients travel: by collectives, through a parameter server, or either, as the planner says."""
     special: Literal["none", "planned", "factor-push"] = "none"
     """Linear and embedding units: as whole gradients, as the planner says, or factors up and the matrix down."""
     is_wait_free: bool = True
     """Exchanges start during backward, as each gradient is ready (DWBP)."""
     overlaps_forward: bool = False
     """The next forward waits unit by unit, and what it needs first goes first."""
-    packing: Literal["engine", "ddp", "whole"] = "engine"
-    """Which gradients share a collective: as Poseidon's engine packs, as torch's DDP does, or all in one."""
+    packing: Literal["engine", "ddp", "whole", "units"] = "engine"
+    """Which gradients travel together: as Poseidon's engine packs, as torch's DDP does, all in one, or none."""
 
 
 SYSTEMS = {
@@ -32,11 +32,23 @@ SYSTEMS = {
         System("linear", "no exchange: the bound of perfect scaling", dense="none"),
         System("ring", "one allreduce after backward", is_wait_free=False, packing="whole"),
         System("ddp", "allreduce during backward, as torch's DistributedDataParallel", packing="ddp"),
-        System("ps", "parameter server after backward", dense="sharded", is_wait_free=False),
-        System("dwbp-ps", "parameter server during backward", dense="sharded"),
-        System("poseidon-2017", "parameter server and factors, during backward", dense="sharded", special="planned"),
-        System("adam", "parameter server; factors up, matrices down", dense="sharded", special="factor-push"),
-        System("poseidon", "poseidon.DistributedDataParallel", special="planned"),
+        System("ps", "parameter server after backward", dense="sharded", is_wait_free=False, packing="units"),
+        System("dwbp-ps", "parameter server during backward", dense="sharded", packing="units"),
+        System(
+            "poseidon-2017",
+            "parameter server and factors, during backward",
+            dense="sharded",
+            special="planned",
+            packing="units",
+        ),
+        System(
+            "adam",
+            "parameter server; factors up, matrices down",
+            dense="sharded",
+            special="factor-push",
+            packing="units",
+        ),
+        System("poseidon", "poseidon.DistributedDataParallel", dense="planned", special="planned"),
         System(
             "distribute",
             "poseidon.distribute: into the next forward, most urgent first",

@@ -1,0 +1,64 @@
+"""Predictions for a benchmark's cells: the systems it measures, on the links it emulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.profile import Profile
+from poseidon.sim.setting import Setting
+from poseidon.sim.steps import simulate
+from poseidon.sim.systems import SYSTEMS
+from poseidon.sim.transport import LAB_PAYLOAD, TRANSPORTS
+
+LAB_LATENCY_S = 50e-6
+"""Between programs of two emulated machines on an idle host."""
+SIMULATED = {
+    "linear": "linear",
+    "ddp": "ddp",
+    "ddp-gloo": "ddp",
+    "poseidon": "poseidon",
+    "poseidon-distribute": "distribute",
+}
+"""Systems of the benchmark, and what simulates each."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a benchmark knows of a cell before any system but the linear one has run."""
+
+    profile: Profile
+    """Of one worker while all compute; it is scaled to the linear measurement."""
+    linear_s: float
+    """A step of the linear system, which is all computation."""
+    machines: int
+    rate_bits: float
+    is_gpu: bool
+    """Workers share a GPU, and NCCL carries their collectives."""
+    cores: int
+    """Of the host, shared by all machines."""
+    flops: float
+    """One worker's matrix rate while all compute."""
+
+
+def predict_ms(bench: Bench, system: str) -> float | None:
+    """Return the predicted step time; None for a system that is not simulated, and on links without a rate."""
+    if system not in SIMULATED or bench.rate_bits <= 0:
+        return None
+    return simulate(make_bench_setting(bench, system)).step_s * 1e3
+
+
+def make_bench_setting(bench: Bench, system: str) -> Setting:
+    """Return the simulation of one system in one cell."""
+    is_nccl = bench.is_gpu and system != "ddp-gloo"
+    cores = bench.cores / bench.machines
+    return Setting(
+        profile=bench.profile.scaled_to(bench.linear_s),
+        cluster=Cluster(bench.machines, between=Link(bench.rate_bits, LAB_LATENCY_S), flops=bench.flops),
+        system=SYSTEMS[SIMULATED[system]],
+        collectives=TRANSPORTS["nccl" if is_nccl else "gloo"].on_cores(cores),
+        messages=TRANSPORTS["messages"].on_cores(cores),
+        payload=LAB_PAYLOAD,
+        offers_server=not is_nccl,
+        gathers_factors=is_nccl and system != "poseidon-distribute",
+    )
