@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from poseidon.errors import ConfigError
 from poseidon.launch.doctor.blame import blame
 from poseidon.launch.doctor.facts import BUSY, OPEN, TIMED_OUT, HostFacts, HostReport, Interface, PairFacts
-from poseidon.launch.doctor.pair_checks import check_pairs, packet_sizes, suspects
+from poseidon.launch.doctor.pair_checks import broken_links, check_pairs, packet_sizes, sluggish_links
 from poseidon.launch.doctor.ports import MOST_PORTS, opening_command, parse_ports, ports_to_try, spread
 from poseidon.launch.doctor.rounds import pair_rounds
 
@@ -43,7 +43,7 @@ def found(hosts, pairs):
 def test_healthy_links_give_no_finding():
     hosts, pairs = cluster("abcd", speed_mbit=1000)
     assert found(hosts, pairs) == []
-    assert suspects(pairs) == set()
+    assert broken_links(pairs) == sluggish_links(pairs) == set()
 
 
 @pytest.mark.parametrize("outcome", [TIMED_OUT, "connection refused", "no route to host"])
@@ -55,7 +55,8 @@ def test_a_port_that_nobody_reaches_is_blamed_on_its_host(outcome):
     assert f"port 29500 ({outcome})" in finding.seen
     assert "10.0.0.1" in finding.fix
     assert "10.0.0.3" in finding.fix
-    assert suspects(pairs) == {("a", "b"), ("c", "b")}
+    assert broken_links(pairs) == {("a", "b"), ("c", "b")}
+    assert sluggish_links(pairs) == set()
 
 
 def test_a_host_that_reaches_nobody_is_blamed_itself():
@@ -84,12 +85,15 @@ def test_a_port_in_use_is_no_firewall():
     busy = {"ports": {29500: BUSY, 40000: OPEN}}
     hosts, pairs = cluster("abc", {("a", "b"): busy, ("c", "b"): busy})
     assert found(hosts, pairs) == [("warning", ("b",), "ports")]
-    assert suspects(pairs) == set()
+    assert broken_links(pairs) == set()
 
 
-def test_packets_that_vanish_for_their_size():
-    hosts, pairs = cluster("ab", {("a", "b"): {"packets": {1280: True, 1450: True, 1500: False}}})
+@pytest.mark.parametrize(("stream_error", "severity"), [("hardly anything arrived", "error"), ("", "warning")])
+def test_packets_that_vanish_for_their_size(stream_error, severity):
+    lossy = {"packets": {1280: True, 1450: True, 1500: False}, "stream_error": stream_error}
+    hosts, pairs = cluster("ab", {("a", "b"): lossy})
     (finding,) = check_pairs(hosts, pairs)
+    assert finding.severity.value == severity
     assert finding.check == "path-mtu"
     assert finding.hosts == ("a", "b")
     assert "above 1450 bytes" in finding.seen
@@ -151,7 +155,8 @@ def test_links_slower_than_their_cards():
 def test_a_link_that_one_stream_cannot_fill():
     hosts, pairs = cluster("ab", {("a", "b"): {"one_stream_bits_per_s": 2e8}})
     assert found(hosts, pairs) == [("warning", ("a", "b"), "one-stream")]
-    assert suspects(pairs) == {("a", "b")}
+    assert sluggish_links(pairs) == {("a", "b")}
+    assert broken_links(pairs) == set()
 
 
 def test_a_host_far_away():

@@ -65,8 +65,7 @@ class Conversation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):
-            _pipe(self._process.stdin).close()
+        self.hang_up()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -117,6 +116,11 @@ class Conversation:
             round_trip = time.perf_counter() - began
             tries.append(Clock(theirs - before - round_trip / 2, round_trip / 2))
         return min(tries, key=lambda one: one.uncertainty_s)
+
+    def hang_up(self) -> None:
+        """Ask nothing more, upon which the probe ends; does not wait for it."""
+        with contextlib.suppress(OSError):
+            _pipe(self._process.stdin).close()
 
     def _receive(self, deadline: float) -> dict[str, Any] | None:
         """Return the next message, None when the probe has ended or time is up."""

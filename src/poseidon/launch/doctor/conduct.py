@@ -21,7 +21,7 @@ from poseidon.launch.doctor.facts import HostReport, PairFacts, host_from_json
 from poseidon.launch.doctor.findings import Finding, error, in_order
 from poseidon.launch.doctor.host_checks import check_host
 from poseidon.launch.doctor.listening import TOKEN_BYTES
-from poseidon.launch.doctor.pair_checks import check_pairs, packet_sizes, suspects
+from poseidon.launch.doctor.pair_checks import broken_links, check_pairs, packet_sizes, sluggish_links
 from poseidon.launch.doctor.ports import ports_to_try
 from poseidon.launch.doctor.rounds import pair_rounds
 from poseidon.launch.doctor.ssh_checks import check_start
@@ -93,6 +93,8 @@ def examine(
         patients = [_with_address(one, patients, options.interface) for one in patients]
         if len(patients) > 1:
             pairs = _measure_pairs(patients, options, tell, lost)
+        for conversation in begun:
+            conversation.hang_up()
     reports = tuple(one.report for one in patients)
     is_alone = len(hosts) == 1
     found = [*lost.values(), *(finding for report in reports for finding in check_host(report, is_alone))]
@@ -153,7 +155,8 @@ def _measure_pairs(
             if pairs:
                 tell(f"measuring links: {'again, ' * bool(look)}round {number} of {len(rounds)}")
                 _each(pairs, measure, lost)
-        wanted = suspects(list(found.values()))
+        # Speed suffers longer from a busy moment than whether anything gets through at all.
+        wanted = sluggish_links(list(found.values())) | (set() if look else broken_links(list(found.values())))
     return list(found.values())
 
 

@@ -28,17 +28,21 @@ def check_pairs(hosts: Sequence[HostReport], pairs: Sequence[PairFacts]) -> list
     ]
 
 
-def suspects(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
-    """Return the links that look bad and deserve a second look before anybody is blamed."""
-    odd = {
+def broken_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
+    """Return the links over which something does not get through."""
+    return {
         (pair.source, pair.target)
         for pair in pairs
         if any(outcome not in (OPEN, BUSY) for outcome in pair.ports.values())
         or not all(pair.packets.values())
         or pair.stream_error
-        or needs_several_streams(pair)
     }
-    return odd | far_links(pairs) | set(slow_links(pairs))
+
+
+def sluggish_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
+    """Return the links that everything gets through, but not as fast as it should."""
+    narrow = {(pair.source, pair.target) for pair in pairs if needs_several_streams(pair)}
+    return (narrow | far_links(pairs) | set(slow_links(pairs))) - broken_links(pairs)
 
 
 def packet_sizes(first_mtu: int, second_mtu: int) -> tuple[int, ...]:
@@ -146,7 +150,9 @@ def _check_bulk(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> 
         card = hosts[pair.source].interface
         if lost and pair.path_mtu is not None:
             name = card.name if card is not None else "NAME"
-            yield error(
+            # Where streams flow all the same, something cut their packets to size and only datagrams suffer.
+            say = error if pair.stream_error else warning
+            yield say(
                 (pair.source, pair.target),
                 "path-mtu",
                 f"packets above {pair.path_mtu} bytes vanish {link} (tried {', '.join(map(str, sorted(lost)))})",
