@@ -95,8 +95,11 @@ def pack(header: Header) -> bytes:
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def unpack(data: bytes | memoryview, payload_length: int) -> Header:
-    """Return the header in ``data``, which came with ``payload_length`` bytes of payload, or raise ``FrameError``."""
+def unpack(data: bytes | memoryview, payload_length: int | None = None) -> Header:
+    """Return the header in ``data``, or raise ``FrameError``.
+
+    ``payload_length`` is what came with it; None where the payload is read after the header, as long as it says.
+    """
     if len(data) != SIZE:
         raise FrameError("header size", f"a header of {len(data)} bytes came in; headers have {SIZE}")
     fields = _LAYOUT.unpack_from(data)
@@ -113,7 +116,7 @@ def unpack(data: bytes | memoryview, payload_length: int) -> Header:
         raise FrameError("header checksum", f"a header's checksum is {seen:#x}, but its bytes give {expected:#x}")
     if kind not in _KINDS:
         raise FrameError("kind", f"rank {sender} sent a message of unknown kind {kind}")
-    if length != payload_length:
+    if payload_length is not None and length != payload_length:
         raise FrameError(
             "length",
             f"rank {sender} announced {length} bytes of {_KINDS[kind].name} payload, {payload_length} came",

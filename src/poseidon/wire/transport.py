@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -9,12 +10,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from poseidon.errors import WireError
+from poseidon.errors import FrameError, WireError
 from poseidon.wire.message import Buffer, Header, Kind
 
+_log = logging.getLogger(__name__)
+
 Handler = Callable[[Header, memoryview], None]
-"""Receives one message, on a receive thread of the wire. The view holds bytes and stays valid as long as it, or
-anything made from it (``numpy.frombuffer``), is referenced. A handler may send, and must not wait for messages."""
+"""Receives one message, on a receive thread of the wire; messages of different senders may come at the same time on
+different threads. The view holds bytes and stays valid as long as it, or anything made from it
+(``numpy.frombuffer``), is referenced. A handler may send, and must not wait for messages."""
+
+Placer = Callable[[Header], memoryview | None]
+"""Returns the memory in which the payload of a coming message shall lie, ``header.length`` writable bytes, or None for
+memory of its own. Called on the receive thread before the payload is read. It may raise ``FrameError`` to refuse the
+message."""
 
 LostHandler = Callable[[int, str], None]
 """Receives the rank of a peer whose connection ended before it said goodbye, and why; on a wire thread."""
@@ -28,10 +37,16 @@ class Transport(ABC):
         self.size = size
         self.stats = WireStats()
         self._handlers: dict[Kind, Handler] = {}
+        self._placers: dict[Kind, Placer] = {}
         self._lost_handlers: list[LostHandler] = []
 
-    def listen(self, kind: Kind, handler: Handler) -> None:
-        """Hand every message of ``kind`` to ``handler``; must be said before the first such message may arrive."""
+    def listen(self, kind: Kind, handler: Handler, placer: Placer | None = None) -> None:
+        """Hand every message of ``kind`` to ``handler``; must be said before the first such message may arrive.
+
+        With ``placer``, payloads are received where it says, and the handler's view is that memory.
+        """
+        if placer is not None:
+            self._placers[kind] = placer
         if kind in self._handlers:
             raise WireError(f"rank {self.rank} already listens to {kind.name}; one handler per kind")
         self._handlers[kind] = handler
@@ -72,6 +87,35 @@ class Transport(ABC):
         if header.length != view.nbytes:
             raise WireError(f"{header} announces {header.length} bytes, but its payload has {view.nbytes}")
         return view.cast("B") if view.nbytes else memoryview(b"")
+
+    def _place(self, header: Header) -> memoryview | None:
+        """Return where the payload shall lie, None for anywhere; check that somebody wants it."""
+        if header.kind not in self._handlers:
+            raise FrameError("unheard", f"rank {header.sender} sent {header.kind.name}, to which nothing listens here")
+        placer = self._placers.get(header.kind)
+        place = None if placer is None else placer(header)
+        if place is not None and place.nbytes != header.length:
+            raise FrameError("length", f"{header} came, but {place.nbytes} bytes were expected")
+        return place
+
+    def _deliver(self, header: Header, payload: memoryview) -> None:
+        """Give a message that was checked to its handler."""
+        self.stats.count_received(payload.nbytes)
+        try:
+            self._handlers[header.kind](header, payload)
+        except Exception:
+            # One bad message, or one bug behind a handler, must not end the thread that all others rely on.
+            self.stats.count_refused("handler")
+            _log.exception("rank %d could not handle %s", self.rank, header)
+
+    def _refuse(self, reason: str, message: str) -> None:
+        """Count what was turned away, and say so the first time."""
+        if self.stats.count_refused(reason):
+            _log.warning("rank %d refused: %s (counted from now on, not shown again)", self.rank, message)
+
+    def _tell_lost(self, peer: int, why: str) -> None:
+        for handler in self._lost_handlers:
+            handler(peer, why)
 
 
 class WireStats:

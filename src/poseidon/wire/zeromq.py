@@ -8,52 +8,35 @@ they lie and arrive in memory that handlers may keep.
 from __future__ import annotations
 
 import hmac
-import logging
-import secrets
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
+import numpy as np
 import zmq
 from zmq.utils import z85
 
 from poseidon.errors import FrameError, WireError
 from poseidon.wire.address import Address, listening_ip
-from poseidon.wire.allocation import keep_memory
 from poseidon.wire.guard import Guard
-from poseidon.wire.message import CHECKED, SIZE, Buffer, Header, Kind, check_payload, pack, unpack
+from poseidon.wire.message import SIZE, Buffer, Header, Kind, check_payload, pack, unpack
+from poseidon.wire.network import LAST, NetworkTransport
 from poseidon.wire.outbox import Outgoing
-from poseidon.wire.secret import JobSecret
 from poseidon.wire.sending import Pacer, Sender
 from poseidon.wire.settings import WireSettings
-from poseidon.wire.transport import Transport
 
-_log = logging.getLogger(__name__)
-
-_LAST = 1 << 62
-"""Priority of a goodbye: behind everything."""
 GOODBYE_S = 2.0
 """How long a goodbye may take to leave."""
 
 
-class ZeroMQTransport(Transport):
+class ZeroMQTransport(NetworkTransport):
     """One rank's connections. It listens from construction on (``address``), and sends once ``connect`` returned."""
 
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
-        super().__init__(rank, size)
-        self._settings = settings or WireSettings()
-        self._secret = JobSecret(secret)
-        self._nonce = secrets.token_hex(8)
-        self._departed: set[int] = set()
+        super().__init__(rank, size, secret, settings or WireSettings())
         self._news = threading.Condition()
         self._open: dict[int, int] = dict.fromkeys(range(size), 0)
         self._rejected: dict[int, str] = {}
-        self._is_connected = False
-        self._is_closed = False
-        if self._settings.keep_memory_bytes:
-            keep_memory(self._settings.keep_memory_bytes)
         self.listen(Kind.BYE, self._hear_goodbye)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self._settings.io_threads)
         self._listeners = [self._make_listener() for _ in range(self._settings.receive_threads)]
@@ -111,18 +94,9 @@ class ZeroMQTransport(Transport):
     ) -> None:
         """Queue a message and return at once; see ``Transport.send``."""
         view = self._payload_view(peer, header, payload)
-        if view.nbytes > self._settings.max_message_bytes:
-            raise WireError(
-                f"{header.kind.name} payload has {view.nbytes} bytes; the wire's limit is "
-                f"{self._settings.max_message_bytes} (setting max_message_bytes): send it in pieces"
-            )
-        if self._is_closed or not self._is_connected:
-            state = "is closed" if self._is_closed else "is not connected yet"
-            raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
-        if self._settings.payload_checksum and view.nbytes:
-            header = replace(header, flags=header.flags | CHECKED, checksum=zlib.crc32(view))
+        self._check_sendable(peer, header)
         self.stats.count_sent(view.nbytes)
-        self._senders[peer].send(Outgoing(pack(header), view, priority, on_sent))
+        self._senders[peer].send(Outgoing(self._head(header, view), view, priority, on_sent))
 
     def close(self) -> None:
         """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
@@ -133,7 +107,7 @@ class ZeroMQTransport(Transport):
         if self._is_connected:
             goodbye = pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0))
             for sender in self._senders:
-                sender.send(Outgoing(goodbye, memoryview(b""), _LAST))
+                sender.send(Outgoing(goodbye, memoryview(b""), LAST))
             with self._news:
                 self._news.wait_for(self._is_flushed, max(0.0, deadline - time.monotonic()))
         if self._pacer is not None:
@@ -167,13 +141,11 @@ class ZeroMQTransport(Transport):
         if peer in self._departed or self._is_closed or not self._is_connected:
             return
         self._departed.add(peer)
-        for handler in self._lost_handlers:
-            handler(peer, f"its connection to rank {self.rank} ended")
+        self._tell_lost(peer, f"its connection to rank {self.rank} ended")
 
     def refused(self, reason: str, message: str) -> None:
-        """Count what was turned away, and say so the first time."""
-        if self.stats.count_refused(reason):
-            _log.warning("rank %d refused: %s (counted from now on, not shown again)", self.rank, message)
+        """Count a connection that was turned away."""
+        self._refuse(reason, message)
 
     # Sockets.
 
@@ -260,7 +232,7 @@ class ZeroMQTransport(Transport):
                 try:
                     self._accept(head, payload)
                 except FrameError as error:
-                    self.refused(error.reason, str(error))
+                    self._refuse(error.reason, str(error))
                     _skip_rest(listener, payload)
         except zmq.ContextTerminated:
             listener.close(linger=0)
@@ -276,15 +248,11 @@ class ZeroMQTransport(Transport):
         if head.get("User-Id") != str(header.sender):
             raise FrameError("sender", f"rank {head.get('User-Id')} sent a message in the name of {header.sender}")
         check_payload(header, view)
-        handler = self._handlers.get(header.kind)
-        if handler is None:
-            raise FrameError("unheard", f"rank {header.sender} sent {header.kind.name}, to which nothing listens here")
-        self.stats.count_received(view.nbytes)
-        try:
-            handler(header, view)
-        except Exception:
-            self.stats.count_refused("handler")
-            _log.exception("rank %d could not handle %s", self.rank, header)
+        place = self._place(header)
+        if place is not None:
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(view, np.uint8))
+            view = place
+        self._deliver(header, view)
 
     def _hear_goodbye(self, header: Header, _payload: memoryview) -> None:
         self._departed.add(header.sender)

@@ -1,0 +1,57 @@
+"""What transports between processes have in common, whatever carries their bytes."""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+from poseidon.errors import WireError
+from poseidon.wire.allocation import keep_memory
+from poseidon.wire.message import CHECKED, Header, pack
+from poseidon.wire.secret import JobSecret
+from poseidon.wire.settings import WireSettings
+from poseidon.wire.transport import Transport
+
+LAST = 1 << 62
+"""Priority of a goodbye: behind everything."""
+
+
+class NetworkTransport(Transport):
+    """A transport that listens from construction on, at ``address``, and sends once ``connect`` returned."""
+
+    address: str
+
+    def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings) -> None:
+        super().__init__(rank, size)
+        self._settings = settings
+        self._secret = JobSecret(secret)
+        self._nonce = secrets.token_hex(8)
+        self._departed: set[int] = set()
+        """Ranks that said goodbye or were reported lost."""
+        self._is_connected = False
+        self._is_closed = False
+        if settings.keep_memory_bytes:
+            keep_memory(settings.keep_memory_bytes)
+
+    @abstractmethod
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+
+    def _check_sendable(self, peer: int, header: Header) -> None:
+        if header.length > self._settings.max_message_bytes:
+            raise WireError(
+                f"{header.kind.name} payload has {header.length} bytes; the wire's limit is "
+                f"{self._settings.max_message_bytes} (setting max_message_bytes): send it in pieces"
+            )
+        if self._is_closed or not self._is_connected:
+            state = "is closed" if self._is_closed else "is not connected yet"
+            raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
+
+    def _head(self, header: Header, payload: memoryview) -> bytes:
+        """Return the packed header, with the payload's checksum where the settings ask for it."""
+        if self._settings.payload_checksum and payload.nbytes:
+            header = replace(header, flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
+        return pack(header)
