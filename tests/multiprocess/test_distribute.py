@@ -191,13 +191,14 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def _compare_loop(name: str) -> None:
-    _compare(OPTIMIZERS["momentum"], LOOPS[name])
+def _compare_loop(name: str, routes: dict[str, str]) -> None:
+    _compare(OPTIMIZERS["momentum"], LOOPS[name], routes=routes)
 
 
+@pytest.mark.parametrize("routes", [{}, {"*": "sharded"}], ids=["planned", "sharded"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_same_bits_in_every_loop(name: str) -> None:
-    run_ranks(_compare_loop, 2, name)
+def test_same_bits_in_every_loop(name: str, routes: dict[str, str]) -> None:
+    run_ranks(_compare_loop, 2, name, routes)
 
 
 def _with_scheduler(is_early: bool) -> None:
@@ -320,8 +321,9 @@ def test_alone_it_is_the_plain_loop() -> None:
     assert torch.equal(model.weight, before - 0.1)
 
 
-def _compare_network(name: str) -> None:
+def _compare_network(name: str, routes: dict[str, str]) -> None:
     twins.quiet()
+    options: dict[str, Any] = {"cluster": twins.slow_cluster(), "routes": routes}
     results = []
     for kind in ("plain", "distribute"):
         torch.manual_seed(5)
@@ -329,19 +331,27 @@ def _compare_network(name: str) -> None:
         inputs, targets = network.batch(2, seed=dist.get_rank() + 1)
         optimizer = torch.optim.SGD(network.model.parameters(), lr=0.01, momentum=0.9)
         if kind == "distribute":
-            wrapped, optimizer = poseidon.distribute(network.model, optimizer, cluster=twins.slow_cluster())
+            wrapped, optimizer = poseidon.distribute(network.model, optimizer, **options)
         else:
-            wrapped = twins.wrap(network.model)
+            wrapped = twins.wrap(network.model, **options)
         for _ in range(5):
             optimizer.zero_grad()
             network.loss(wrapped(*inputs), targets).backward()
             optimizer.step()
         results.append([p.detach().clone() for p in network.model.parameters()])
         wrapped.verify_replicas()
+        assert wrapped.plan is not None
+        assert ("sharded" in wrapped.plan.routes.values()) == (dist.get_world_size() > 2)
         wrapped.close()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("name", zoo.names())
 def test_same_bits_for_every_network(name: str) -> None:
-    run_ranks(_compare_network, 2, name)
+    # Two workers on two machines take allreduce where nothing shorter exists, three the parameter server.
+    run_ranks(_compare_network, 2, name, {})
+
+
+@pytest.mark.parametrize("name", ["resnet50", "googlenet", "gpt2", "dlrm"])
+def test_same_bits_through_the_server(name: str) -> None:
+    run_ranks(_compare_network, 3, name, {})

@@ -91,6 +91,7 @@ ROUTES = [
     (_random_linears, "factors", {}),
     (_random_linears, "factors", {"gather_factors": True}),
     (_random_linears, "allreduce", {}),
+    (_random_linears, "sharded", {}),
     (_random_embeddings, "rows", {}),
     (_random_embeddings, "allreduce", {}),
 ]
@@ -99,7 +100,9 @@ LAYOUTS = ["a", "ab", "abc", "aabb", "abab", "aab", "aaabb"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("draws", "route", "options"), ROUTES, ids=["factors", "gather", "linear", "rows", "table"])
+@pytest.mark.parametrize(
+    ("draws", "route", "options"), ROUTES, ids=["factors", "gather", "linear", "sharded", "rows", "table"]
+)
 def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], layout: str) -> None:
     ranks = max(2, len(layout))
     machines = [{"POSEIDON_MACHINE": layout[rank % len(layout)]} for rank in range(ranks)]

@@ -143,7 +143,7 @@ def test_one_worker_exchanges_nothing_whatever_is_asked_for() -> None:
         ({"body.*": "allreduce"}, r"no unit matches 'body\.\*'; the model's units are conv, head\.fc"),
         ({"HEAD.fc": "factors"}, "no unit matches 'HEAD.fc'"),
         ({"conv": "factors"}, "'conv' cannot take 'factors': conv is dense; it can take allreduce"),
-        ({"head.fc": "rows"}, "head.fc is linear; it can take allreduce, factors"),
+        ({"head.fc": "rows"}, "head.fc is linear; it can take allreduce, sharded, factors"),
         ({"bag": "allreduce"}, "bag is embedding; it can take rows"),
     ],
 )

@@ -24,6 +24,7 @@ PARAMETERS = {
     "resnet152": 60_192_808,
     "gpt2": 124_439_808,
     "dlrm": 51_538_241,
+    "ladder": 15_000_000,
 }
 
 # Published multiply-adds per image, in 1e9. Unlike parameter counts they notice a wrong stride or padding.
@@ -43,6 +44,7 @@ OUTPUT_SHAPES = {
     "vgg19-22k": (2, 21841),
     "gpt2": (2, 1024, 50257),
     "dlrm": (2,),
+    "ladder": (2, 1500),
 }
 
 each_network = pytest.mark.parametrize("name", zoo.names())

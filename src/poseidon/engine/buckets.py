@@ -25,6 +25,15 @@ class Bucket:
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def wire_bytes(self, machines: int) -> float:
+        """Bytes one machine sends to average it."""
+        return 2 * self.size * self.parameters[0].element_size() * (machines - 1) / machines
+
     def pack(self) -> Tensor:
         """Return all gradients as one flat tensor; a missing gradient counts as zero."""
         lone = self._lone_gradient()
@@ -72,7 +81,7 @@ class Bucket:
 
     def _allocate(self) -> None:
         first = self.parameters[0]
-        self._flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self._flat = torch.empty(self.size, dtype=first.dtype, device=first.device)
         self._views = []
         start = 0
         for parameter in self.parameters:

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from poseidon.engine.scheduler import Flight, Gather, Routes, Schedule, Scheduler
+from poseidon.engine.schedule import Gather, Item, Schedule
+from poseidon.engine.scheduler import Flight, Routes, Scheduler
+from poseidon.engine.stopwatch import Stopwatch
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, make_plan
-from poseidon.routes.base import LiveUnit
+from poseidon.routes.base import LiveUnit, can_be_served
 from poseidon.team.team import PendingGather, Team
 from poseidon.units import Load
 
@@ -106,12 +109,15 @@ class Engine:
         self.plan: Plan | None = None
         is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
         self._routes = Routes(team, is_cuda, options.gather_factors)
+        # NCCL moves gradients from device to device; the server would carry them through host memory.
+        self._offers_server = not team.is_nccl and all(can_be_served(p) for unit in units for p in unit.parameters)
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
         self._has_local_gradients = False
         self._order = list(reversed(range(len(units))))
         self._loads: dict[str, Load] = {}
         self._dense = self._schedule({unit.index: "rows" if unit.spec.is_sparse else "allreduce" for unit in units})
         self._planned: Schedule | None = None
+        self._is_reordered = False
         self._planned_batch = 0.0
         self._odd_batches = 0
         self._additions: Counter[nn.Parameter] = Counter()
@@ -179,7 +185,7 @@ class Engine:
             self.team.watch.note(self.step, "in backward")
             self._my_call = RollCall(self.step, int(is_dense), self.batch, int(self.is_joined))
             self._roll_call = self._start_roll_call(unused)
-            self._scheduler = Scheduler(self._current, self._routes, self.step)
+            self._scheduler = Scheduler(self._current, self._routes, self.step, self._make_stopwatch())
             self._waiting = dict.fromkeys(self._unit_of)
             self._missing_of = {unit.index: len(unit.parameters) for unit in self.units}
             self._ready_order: list[int] = []
@@ -242,6 +248,7 @@ class Engine:
         calls = self._finish_roll_call()
         must_land = self._scheduler.hear_flags()
         flights = self._scheduler.flights()
+        self._reorder_if_timed()
         if not any(call.is_joined for call in calls):
             self._plan_if_due(calls)
         self.team.watch.note(self.step, "finished backward")
@@ -287,6 +294,25 @@ class Engine:
         if self._missing_of[unit.index] == 0:
             self._ready_order.append(unit.index)
             self._scheduler.ready(unit)
+
+    def _make_stopwatch(self) -> Stopwatch[Item] | None:
+        """In the first backward after a plan, take times: where landing is deferred the best order rests on them."""
+        if not self.options.defers or self._current is not self._planned or self._is_reordered:
+            return None
+        return Stopwatch(self.units[0].parameters[0].device)
+
+    def _reorder_if_timed(self) -> None:
+        """Let collectives leave in the order in which the next forward needs them, as far as they are ready."""
+        stopwatch, planned = self._scheduler.stopwatch, self._planned
+        if stopwatch is None or planned is None:
+            return
+        self._is_reordered = True
+        items = planned.collectives
+        mine = [round(stopwatch.read_s(item) * 1e6) for item in items]
+        ready_s = [value / 1e6 for value in self.team.gather_ints(mine, "the times of gradients")[0]]
+        rate = self.cluster.between.bytes_per_s
+        machines = self.cluster.machines
+        planned.reorder(order_by_need(ready_s, [item.wire_bytes(machines) / rate for item in items]))
 
     def _never_added(self) -> list[nn.Parameter]:
         return [parameter for parameter, count in (self._expected or {}).items() if count == 0]
@@ -353,9 +379,11 @@ class Engine:
         return loads
 
     def _adopt_plan(self, batch: float) -> None:
-        self.plan = make_plan([unit.spec for unit in self.units], self._loads, self.cluster, self.options.routes)
+        specs = [unit.spec for unit in self.units]
+        self.plan = make_plan(specs, self._loads, self.cluster, self.options.routes, self._offers_server)
         self._planned_batch = batch
         self._odd_batches = 0
+        self._is_reordered = False
         routes = self.plan.routes
         self._planned = self._schedule({unit.index: routes[unit.name] for unit in self.units})
         # The dense schedule's buffers are only needed again after no_sync; a fresh one allocates them then.
@@ -370,7 +398,8 @@ class Engine:
             if self._routes.gather is not None and route_of[unit.index] == "factors" and unit.name in self._loads
         ]
         options = self.options
-        return Schedule(self.units, route_of, self._order, options.bucket_bytes, options.keep_views, gathers)
+        book = self._routes.sharded.book if "sharded" in route_of.values() else None
+        return Schedule(self.units, route_of, self._order, options.bucket_bytes, options.keep_views, gathers, book)
 
     def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
         names = {

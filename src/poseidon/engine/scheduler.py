@@ -8,13 +8,15 @@ early waits for what comes before it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from poseidon.engine.buckets import Bucket, assign_buckets
+from poseidon.engine.buckets import Bucket
+from poseidon.engine.schedule import Box, Gather, Item, Schedule
+from poseidon.engine.stopwatch import Stopwatch
 from poseidon.routes.allreduce import AllreduceRoute
 from poseidon.routes.base import Exchange, LiveUnit
 from poseidon.routes.factors import FactorsRoute
@@ -22,6 +24,9 @@ from poseidon.routes.gather import GatherExchange, GatherRoute
 from poseidon.routes.pairs import Pairs
 from poseidon.routes.rows import RowsRoute
 from poseidon.team.team import PendingGather, Team
+
+if TYPE_CHECKING:
+    from poseidon.routes.sharded import ShardedRoute
 
 
 class Routes:
@@ -36,51 +41,25 @@ class Routes:
         self.rows = RowsRoute(team, pairs)
         use_gather = is_cuda and team.is_nccl if gather_factors is None else gather_factors
         self.gather = GatherRoute(team, self.factors) if use_gather else None
+        self._is_cuda = is_cuda
+        self._sharded: ShardedRoute | None = None
+
+    @property
+    def sharded(self) -> ShardedRoute:
+        """The parameter server. Its connections are made when it is first asked for, which is collective."""
+        if self._sharded is None:
+            # Imported here: it needs ZeroMQ, which plans without a server can do without.
+            from poseidon.routes.sharded import ShardedRoute
+
+            self._sharded = ShardedRoute(self.team, self._is_cuda)
+        return self._sharded
 
     def close(self) -> None:
         """End the background threads."""
         self._pairs.close()
         self.allreduce.close()
-
-
-@dataclass(frozen=True)
-class Gather:
-    """A unit whose factors travel by a collective, and the size that was planned for them."""
-
-    unit: LiveUnit
-    capacity: int
-    value_bytes: int
-
-
-class Schedule:
-    """A fixed assignment of units to routes and collectives; used for many steps.
-
-    ``order`` holds unit numbers as they are expected to become ready. Everything here must be the same on all workers.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[LiveUnit],
-        route_of: Mapping[int, str],
-        order: Sequence[int],
-        bucket_bytes: int,
-        keep_views: bool,
-        gathers: Sequence[Gather] = (),
-    ) -> None:
-        self.route_of = dict(route_of)
-        place = {unit: i for i, unit in enumerate(order)}
-        members = [(i, p) for i in order if route_of[i] == "allreduce" for p in units[i].parameters]
-        sizes = [((str(p.dtype), str(p.device)), p.numel() * p.element_size()) for _, p in members]
-        collectives: list[tuple[int, Bucket | Gather]] = [(place[gather.unit.index], gather) for gather in gathers]
-        for chosen in assign_buckets(sizes, bucket_bytes):
-            names = [units[members[i][0]].name for i in chosen]
-            bucket = Bucket([members[i][1] for i in chosen], _bucket_name(names), keep_views)
-            collectives.append((place[members[chosen[-1]][0]], bucket))
-        self.collectives = [item for _, item in sorted(collectives, key=lambda pair: pair[0])]
-        self.collective_of: dict[nn.Parameter, int] = {}
-        for number, item in enumerate(self.collectives):
-            for parameter in item.parameters if isinstance(item, Bucket) else item.unit.parameters:
-                self.collective_of[parameter] = number
+        if self._sharded is not None:
+            self._sharded.close()
 
 
 @dataclass(eq=False)
@@ -106,22 +85,31 @@ class Scheduler:
     Not thread-safe; the engine holds a lock around it.
     """
 
-    def __init__(self, schedule: Schedule, routes: Routes, step: int) -> None:
+    def __init__(self, schedule: Schedule, routes: Routes, step: int, stopwatch: Stopwatch[Item] | None = None) -> None:
         self._schedule = schedule
+        self.stopwatch = stopwatch
+        """Takes the times at which items become complete, if they are wanted."""
         self._routes = routes
         self._step = step
-        self._missing = Counter(schedule.collective_of.values())
-        self._next = 0
+        self._missing = {item: len(item.parameters) for item in [*schedule.collectives, *schedule.boxes]}
+        self._queues = [schedule.collectives]
+        if schedule.boxes and routes.sharded.needs_order:
+            self._queues.append(schedule.boxes)
+        self._nexts = [0 for _ in self._queues]
+        self._in_order = {item for queue in self._queues for item in queue}
         self._messages: dict[int, Flight] = {}
-        self._collectives: list[Flight] = []
+        self._items: dict[Item, Flight] = {}
         self._closing: PendingGather | None = None
 
     def ready(self, unit: LiveUnit) -> None:
         """Take note that every gradient of the unit is final, and start whatever that completes."""
-        if unit.parameters[0] in self._schedule.collective_of:
+        if unit.parameters[0] in self._schedule.item_of:
             for parameter in unit.parameters:
-                self._missing[self._schedule.collective_of[parameter]] -= 1
-            self._start_collectives()
+                item = self._schedule.item_of[parameter]
+                self._missing[item] -= 1
+                if self._missing[item] == 0:
+                    self._complete(item)
+            self._start_in_order()
             return
         is_factors = self._schedule.route_of[unit.index] == "factors"
         route = self._routes.factors if is_factors else self._routes.rows
@@ -130,7 +118,7 @@ class Scheduler:
 
     def close(self, compares_flags: bool) -> None:
         """Nothing more will leave in this backward. With ``compares_flags`` the workers tell each other their flags."""
-        assert self._next == len(self._schedule.collectives), "a unit was never reported ready"
+        assert not any(self._missing.values()), "a unit was never reported ready"
         flags = [flight.flags for flight in self._flagged()]
         if flags and (compares_flags or self._gathers()):
             # On the host, which is far ahead of the device here.
@@ -152,28 +140,35 @@ class Scheduler:
         Messages first: most left early, and what they bring is worked on while the last bucket travels. By number and
         not as they left, because a part that came another way makes landing one collective.
         """
-        return [flight for _, flight in sorted(self._messages.items())] + self._collectives
+        items = [*self._schedule.collectives, *self._schedule.boxes]
+        return [flight for _, flight in sorted(self._messages.items())] + [self._items[item] for item in items]
 
-    def _start_collectives(self) -> None:
-        items = self._schedule.collectives
-        while self._next < len(items) and self._missing[self._next] == 0:
-            self._collectives.append(self._start(items[self._next]))
-            self._next += 1
+    def _complete(self, item: Item) -> None:
+        if self.stopwatch is not None:
+            self.stopwatch.mark(item)
+        if item not in self._in_order:
+            self._items[item] = self._start(item)
 
-    def _start(self, item: Bucket | Gather) -> Flight:
+    def _start_in_order(self) -> None:
+        for number, queue in enumerate(self._queues):
+            while self._nexts[number] < len(queue) and self._missing[queue[self._nexts[number]]] == 0:
+                item = queue[self._nexts[number]]
+                self._items[item] = self._start(item)
+                self._nexts[number] += 1
+
+    def _start(self, item: Item) -> Flight:
         if isinstance(item, Bucket):
             return Flight(item.parameters, self._routes.allreduce.start(item.pack(), item.name), item)
+        if isinstance(item, Box):
+            bucket = item.bucket
+            exchange: Exchange = self._routes.sharded.start(bucket.pack(), item.slot, self._step, bucket.name)
+            return Flight(bucket.parameters, exchange, bucket)
         assert self._routes.gather is not None
-        exchange = self._routes.gather.start(item.unit, self._step, item.capacity, item.value_bytes)
-        return Flight(item.unit.parameters, exchange, flags=int(exchange.flags))
+        gather = self._routes.gather.start(item.unit, self._step, item.capacity, item.value_bytes)
+        return Flight(item.unit.parameters, gather, flags=int(gather.flags))
 
     def _gathers(self) -> list[Flight]:
-        return [flight for flight in self._collectives if isinstance(flight.exchange, GatherExchange)]
+        return [self._items[item] for item in self._schedule.collectives if isinstance(item, Gather)]
 
     def _flagged(self) -> list[Flight]:
         return [flight for _, flight in sorted(self._messages.items())] + self._gathers()
-
-
-def _bucket_name(units: Sequence[str]) -> str:
-    first, last = units[0], units[-1]
-    return first if first == last else f"{first} ... {last}"

@@ -6,8 +6,9 @@ only in how gradients become a mean. A new one is a function that wraps a model,
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,28 +59,35 @@ class Trainer:
             close()
 
 
-Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]
+Options = Mapping[str, Any]
+Wrap = Callable[[nn.Module, torch.optim.Optimizer, Options], tuple[nn.Module, torch.optim.Optimizer]]
 
 
-def _linear(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _linear(model: nn.Module, optimizer: torch.optim.Optimizer, _: Options) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, _: Options) -> tuple[nn.Module, torch.optim.Optimizer]:
     return _wrap_ddp(model), optimizer
 
 
-def _ddp_gloo(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _ddp_gloo(
+    model: nn.Module, optimizer: torch.optim.Optimizer, _: Options
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     return _wrap_ddp(model, dist.new_group(backend="gloo")), optimizer
 
 
-def _ddp_bf16(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _ddp_bf16(
+    model: nn.Module, optimizer: torch.optim.Optimizer, _: Options
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     wrapped = _wrap_ddp(model)
     wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     return wrapped, optimizer
 
 
-def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _ddp_powersgd(
+    model: nn.Module, optimizer: torch.optim.Optimizer, _: Options
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     wrapped = _wrap_ddp(model)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
@@ -88,10 +96,20 @@ def _ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[n
     return wrapped, optimizer
 
 
-def _poseidon(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _poseidon(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     from poseidon import DistributedDataParallel
 
-    return DistributedDataParallel(model), optimizer
+    return DistributedDataParallel(model, **options), optimizer
+
+
+def _poseidon_distribute(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from poseidon import distribute
+
+    return distribute(model, optimizer, **options)
 
 
 SYSTEMS: dict[str, Wrap] = {
@@ -101,21 +119,44 @@ SYSTEMS: dict[str, Wrap] = {
     "ddp-bf16": _ddp_bf16,
     "ddp-powersgd": _ddp_powersgd,
     "poseidon": _poseidon,
+    "poseidon-distribute": _poseidon_distribute,
 }
 
 
 def check_system(name: str, device: str) -> None:
     """Raise unless there is a system of this name, and it runs on this kind of device."""
+    system, options = _read_system(name)
+    if options and not system.startswith("poseidon"):
+        raise ConfigError(f"{name}: {system} takes no options here; those of Poseidon's systems do")
+    if system == "ddp-bf16" and device != "cuda":
+        raise ConfigError("ddp-bf16 needs --device cuda: torch's bf16 hook refuses to work over gloo")
+
+
+def _read_system(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the system and its options from ``SYSTEM[:OPTION=VALUE...]``, such as ``poseidon:bucket_cap_mb=8``."""
+    name, *words = text.split(":")
     if name not in SYSTEMS:
         raise unknown_name("system", name, list(SYSTEMS))
-    if name == "ddp-bf16" and device != "cuda":
-        raise ConfigError("ddp-bf16 needs --device cuda: torch's bf16 hook refuses to work over gloo")
+    options: dict[str, Any] = {}
+    for word in words:
+        key, is_given, value = word.partition("=")
+        if not is_given:
+            raise ConfigError(f"{text}: {word!r} is not understood; write OPTION=VALUE, such as bucket_cap_mb=8")
+        if key == "routes":
+            options[key] = {"*": value}
+            continue
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return name, options
 
 
 def make_trainer(name: str, network: Network, batch: tuple[tuple[Any, ...], Tensor]) -> Trainer:
     """Return a system's training loop for a network already on its device."""
     optimizer = torch.optim.SGD(network.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
-    module, stepper = SYSTEMS[name](network.model, optimizer)
+    system, options = _read_system(name)
+    module, stepper = SYSTEMS[system](network.model, optimizer, options)
     return Trainer(network, module, stepper, *batch)
 
 

@@ -5,6 +5,7 @@ M x N values and factors of v bytes per value, one machine's network card sends 
 
 ====================  ==================================================================================
 allreduce (ring)      ``2 B (P - 1) / P``: the machine combines inside first, so its workers share this
+sharded               ``2 B (P - 1) / P``: every machine owns a share of the parameter server, 2 hops per chunk
 factors               ``L K (M + N) v (P - 1)``: every worker's factors go once to every other machine
 rows                  ``L U (D s + 8) (P - 1)``: U touched rows of D values of s bytes, and their indices
 ====================  ==================================================================================
@@ -68,6 +69,16 @@ def allreduce_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
         compute_s = 2 * load.rows * rows * columns / cluster.flops
     members = cluster.machines if cluster.machines > 1 else cluster.workers_per_machine
     return Cost(2 * size * (members - 1) / members, wire_s, compute_s)
+
+
+def sharded_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
+    """Cost of averaging the full gradient through a parameter server that is spread over the machines."""
+    combined = allreduce_cost(unit, load, cluster)
+    machines = cluster.machines
+    hops = 2 * cluster.between.latency_s * unit.size_bytes / BUCKET_BYTES
+    between_s = 2 * (machines - 1) / machines * unit.size_bytes / cluster.between.bytes_per_s + hops
+    inside_s = _ring_or_tree_s(unit.size_bytes, cluster.workers_per_machine, cluster.inside)
+    return Cost(combined.wire_bytes, between_s + inside_s, combined.compute_s)
 
 
 def _broadcast_cost(worker_bytes: float, cluster: Cluster) -> tuple[float, float]:

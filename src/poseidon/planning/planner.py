@@ -10,10 +10,10 @@ from typing import Any
 
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost
 from poseidon.units import Kind, Load, Unit
 
-ROUTES = ("allreduce", "factors", "rows")
+ROUTES = ("allreduce", "sharded", "factors", "rows")
 
 _ROUTE_OF_KIND: dict[Kind, str | None] = {"dense": None, "linear": "factors", "embedding": "rows"}
 
@@ -85,15 +85,18 @@ def make_plan(
     loads: Mapping[str, Load],
     cluster: Cluster,
     overrides: Mapping[str, str] | None = None,
+    offers_server: bool = False,
 ) -> Plan:
     """Choose for every unit the route with the lowest estimated time; ties go to allreduce.
 
-    ``loads`` holds what is known of each linear or embedding unit by name; a unit without an entry takes allreduce.
+    ``loads`` holds what is known of each linear or embedding unit by name; without an entry it travels in full.
     ``overrides`` maps unit names or patterns (``"head.*"``) to routes; the first that matches and is possible wins.
+    ``offers_server``: the parameter server (``sharded``) may be chosen without being asked for.
     """
     overrides = dict(overrides or {})
     check_overrides(units, overrides)
-    return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, overrides) for unit in units))
+    offered = tuple(route for route in ROUTES if route != "sharded" or (offers_server and cluster.machines > 1))
+    return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, overrides, offered) for unit in units))
 
 
 def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str]) -> None:
@@ -118,26 +121,28 @@ def possible_routes(unit: Unit) -> tuple[str, ...]:
     special = _ROUTE_OF_KIND[unit.kind]
     if unit.is_sparse:
         return ("rows",)
-    return ("allreduce",) if special is None else ("allreduce", special)
+    return ("allreduce", "sharded") if special is None else ("allreduce", "sharded", special)
 
 
-def _decide(unit: Unit, load: Load | None, cluster: Cluster, overrides: Mapping[str, str]) -> PlanEntry:
+def _decide(
+    unit: Unit, load: Load | None, cluster: Cluster, overrides: Mapping[str, str], offered: Sequence[str]
+) -> PlanEntry:
     possible = possible_routes(unit)
-    costs = _costs(unit, load, cluster, possible)
+    costs = _costs(unit, load, cluster, [route for route in possible if route in offered])
     wanted = next((r for p, r in overrides.items() if fnmatch.fnmatchcase(unit.name, p) and r in possible), None)
     route = min(costs, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
-    why = _reason(route, costs, load, possible) if cluster.workers > 1 else "one worker: nothing to exchange"
+    why = _reason(route, costs, unit, load) if cluster.workers > 1 else "one worker: nothing to exchange"
     if unit.is_sparse:
         why = "sparse gradients were asked for"
     if wanted is not None and cluster.workers > 1:
-        if wanted not in costs:
-            costs[wanted] = Cost(0.0, 0.0, 0.0)
+        costs = {**_costs(unit, load, cluster, [wanted]), **costs}
+        costs.setdefault(wanted, Cost(0.0, 0.0, 0.0))
         route, why = wanted, "asked for"
     return PlanEntry(
         unit=unit.name,
         kind=unit.kind,
         shape=tuple(p.shape for p in unit.parameters),
-        rows=None if load is None or len(possible) == 1 else load.rows,
+        rows=None if load is None or unit.kind == "dense" or unit.is_sparse else load.rows,
         route=route,
         why=why,
         costs=costs,
@@ -148,6 +153,8 @@ def _costs(unit: Unit, load: Load | None, cluster: Cluster, possible: Sequence[s
     costs = {}
     if "allreduce" in possible:
         costs["allreduce"] = allreduce_cost(unit, load, cluster)
+    if "sharded" in possible:
+        costs["sharded"] = sharded_cost(unit, load, cluster)
     if "factors" in possible and load is not None and load.rows > 0:
         costs["factors"] = factors_cost(unit, load, cluster)
     if "rows" in possible and (unit.is_sparse or (load is not None and load.rows > 0)):
@@ -155,12 +162,15 @@ def _costs(unit: Unit, load: Load | None, cluster: Cluster, possible: Sequence[s
     return costs
 
 
-def _reason(route: str, costs: Mapping[str, Cost], load: Load | None, possible: Sequence[str]) -> str:
-    if len(possible) == 1:
-        return "no cheaper exact form"
-    if load is None or load.rows <= 0:
+def _reason(route: str, costs: Mapping[str, Cost], unit: Unit, load: Load | None) -> str:
+    others = [name for name in costs if name != route]
+    if unit.kind != "dense" and (load is None or load.rows <= 0):
         return "no rows seen in backward"
-    other = next(name for name in possible if name != route)
+    if unit.kind == "dense":
+        return "no cheaper exact form" if route == "allreduce" else "no cheaper exact form; fewer hops than a ring"
+    other = min(others, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
+    if route == "sharded":
+        other = next(name for name in others if name != "allreduce")
     if costs[other].seconds <= 0:
         return "nothing to exchange"
     gain = costs[other].seconds / max(costs[route].seconds, 1e-12)

@@ -7,8 +7,6 @@ the traffic between machines; NCCL knows the topology and does the like by itsel
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.routes.base import Exchange
-from poseidon.team.team import CLOSE_S, Arrival, Team
+from poseidon.routes.levels import Levels, LevelsExchange
+from poseidon.team.team import Team
 
 
 class AllreduceRoute:
@@ -25,7 +24,8 @@ class AllreduceRoute:
     def __init__(self, team: Team) -> None:
         self._team = team
         use_levels = team.topology.has_levels and team.topology.is_even and not team.is_nccl
-        self._levels = _Levels(team) if use_levels else None
+        self._levels = Levels(team) if use_levels else None
+        self._counterparts = team.new_group(team.topology.counterparts(team.rank)) if use_levels else None
 
     def close(self) -> None:
         """End the background thread, if there is one."""
@@ -36,8 +36,11 @@ class AllreduceRoute:
         """Replace ``flat`` by its mean over the team, in place."""
         flat.div_(self._team.size)
         if self._levels is not None and not flat.is_cuda:
-            return _LevelsExchange(self._team, self._levels.start(flat, name), name)
+            return LevelsExchange(self._team, self._levels.start(flat, name, self._between), name)
         return _FlatExchange(self._team, flat, name)
+
+    def _between(self, mine: Tensor, team: Team, name: str) -> None:
+        team.wait(dist.all_reduce(mine, group=self._counterparts, async_op=True), name)
 
 
 class _FlatExchange(Exchange):
@@ -49,64 +52,6 @@ class _FlatExchange(Exchange):
 
     def finish(self) -> None:
         self._team.wait_for(self._work, self._flat, self._name)
-
-
-class _LevelsExchange(Exchange):
-    def __init__(self, team: Team, arrival: Arrival, name: str) -> None:
-        self._team = team
-        self._arrival = arrival
-        self._name = name
-
-    def finish(self) -> None:
-        self._arrival.wait(self._team, self._name)
-
-
-class _Levels:
-    """Sum inside the machine, then between machines, then share inside: on a thread, one tensor after the other."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._neighbours = team.topology.neighbours(team.rank)
-        self._inside = team.new_group(self._neighbours)
-        self._between = team.new_group(team.topology.counterparts(team.rank))
-        self._inbox: queue.SimpleQueue[tuple[Tensor, str, Arrival] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work_forever, name="poseidon-levels", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._inbox.put(None)
-        self._thread.join(timeout=CLOSE_S)
-
-    def start(self, flat: Tensor, name: str) -> Arrival:
-        arrival = Arrival()
-        self._inbox.put((flat, name, arrival))
-        return arrival
-
-    def _work_forever(self) -> None:
-        while (job := self._inbox.get()) is not None:
-            flat, name, arrival = job
-            try:
-                self._reduce(flat, name)
-            except BaseException as error:
-                arrival.fail(error)
-            else:
-                arrival.succeed(None)
-
-    def _reduce(self, flat: Tensor, name: str) -> None:
-        members = len(self._neighbours)
-        share = -(-flat.numel() // members)
-        padded = (
-            flat
-            if share * members == flat.numel()
-            else torch.nn.functional.pad(flat, (0, share * members - flat.numel()))
-        )
-        received = torch.empty_like(padded)
-        self._team.wait(dist.all_to_all_single(received, padded, group=self._inside, async_op=True), name)
-        mine = received.view(members, share).sum(0)
-        self._team.wait(dist.all_reduce(mine, group=self._between, async_op=True), name)
-        shares = [torch.empty_like(mine) for _ in range(members)]
-        self._team.wait(dist.all_gather(shares, mine, group=self._inside, async_op=True), name)
-        flat.copy_(torch.cat(shares)[: flat.numel()])
 
 
 def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:

@@ -63,6 +63,15 @@ class LiveUnit:
         return self.factor_dtype or self.weight.dtype
 
 
+SERVED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Types of values that the parameter server can add up."""
+
+
+def can_be_served(parameter: Tensor) -> bool:
+    """Whether the parameter server can carry this parameter's gradient."""
+    return parameter.dtype in SERVED_DTYPES
+
+
 class Exchange(ABC):
     """Something under way between the workers.
 

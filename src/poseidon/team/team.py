@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -154,29 +154,56 @@ class Arrival:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._lock = threading.Lock()
         self._value: Any = None
         self._error: BaseException | None = None
+        self._then: tuple[Callable[[Any], None], Callable[[BaseException], None]] | None = None
 
     def succeed(self, value: Any) -> None:
         """Deliver the value."""
         self._value = value
-        self._event.set()
+        self._conclude()
 
     def fail(self, error: BaseException) -> None:
         """Deliver the failure."""
         self._error = error
-        self._event.set()
+        self._conclude()
 
-    def wait(self, team: Team, what: str) -> Any:
-        """Return the value, raise the failure, or raise :class:`WorkerLostError` after the deadline."""
-        # The other thread has the same deadline and knows more, so it gets the first word.
-        if not self._event.wait(team.timeout_s + 15):
+    def then(self, succeed: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
+        """Call one of the two with the outcome, on the thread that delivers it, or now if it is there."""
+        with self._lock:
+            self._then = (succeed, fail)
+            is_over = self._event.is_set()
+        if is_over:
+            self._pass_on()
+
+    def wait(self, team: Team, what: str, grace_s: float = 15.0) -> Any:
+        """Return the value, raise the failure, or raise :class:`WorkerLostError` after the deadline.
+
+        ``grace_s`` is added to the deadline where the other thread has the same one and knows more.
+        """
+        if not self._event.wait(team.timeout_s + grace_s):
             raise team.watch.lost(what, None, TimeoutError(f"no answer within {team.timeout_s:g} s"))
         if self._error is not None:
             if isinstance(self._error, PoseidonError):
                 raise self._error
             raise RuntimeError(f"the exchange of {what} failed on rank {team.rank}") from self._error
         return self._value
+
+    def _conclude(self) -> None:
+        with self._lock:
+            self._event.set()
+            has_next = self._then is not None
+        if has_next:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        assert self._then is not None
+        succeed, fail = self._then
+        if self._error is not None:
+            fail(self._error)
+        else:
+            succeed(self._value)
 
 
 def _store() -> Any:

@@ -107,6 +107,7 @@ _ZOO = {
     ),
     "gpt2": _Entry("transformer", "gpt2", Shape(1.0, 0.1), Shape(1 / 32, 0.1)),
     "dlrm": _Entry("recommender", "dlrm", Shape(1.0), Shape(0.05)),
+    "ladder": _Entry("ladder", "ladder", Shape(1.0), Shape(0.04)),
 }
 
 

@@ -1,0 +1,79 @@
+"""Three levels: workers of one machine combine first, then each carries its share of the traffic between machines."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from poseidon.routes.base import Exchange
+from poseidon.team.team import CLOSE_S, Arrival, Team
+
+Between = Callable[[Tensor, Team, str], None]
+"""Sums a tensor over the counterparts of this worker on all machines, in place, blocking."""
+
+
+class Levels:
+    """Sums inside the machine, then between machines, then shares inside: on a thread, one tensor after the other."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._neighbours = team.topology.neighbours(team.rank)
+        self._inside = team.new_group(self._neighbours)
+        self._inbox: queue.SimpleQueue[tuple[Tensor, str, Between, Arrival] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work_forever, name="poseidon-levels", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._inbox.put(None)
+        self._thread.join(timeout=CLOSE_S)
+
+    def share_of(self, size: int) -> int:
+        """Return how many of ``size`` values each worker carries between machines."""
+        return -(-size // len(self._neighbours))
+
+    def start(self, flat: Tensor, name: str, between: Between) -> Arrival:
+        """Replace ``flat`` by its sum over all workers; calls must come in one order on the workers of a machine."""
+        arrival = Arrival()
+        self._inbox.put((flat, name, between, arrival))
+        return arrival
+
+    def _work_forever(self) -> None:
+        while (job := self._inbox.get()) is not None:
+            flat, name, between, arrival = job
+            try:
+                self._reduce(flat, name, between)
+            except BaseException as error:
+                arrival.fail(error)
+            else:
+                arrival.succeed(None)
+
+    def _reduce(self, flat: Tensor, name: str, between: Between) -> None:
+        members = len(self._neighbours)
+        share = self.share_of(flat.numel())
+        missing = share * members - flat.numel()
+        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        received = torch.empty_like(padded)
+        self._team.wait(dist.all_to_all_single(received, padded, group=self._inside, async_op=True), name)
+        mine = received.view(members, share).sum(0)
+        between(mine, self._team, name)
+        shares = [torch.empty_like(mine) for _ in range(members)]
+        self._team.wait(dist.all_gather(shares, mine, group=self._inside, async_op=True), name)
+        flat.copy_(torch.cat(shares)[: flat.numel()])
+
+
+class LevelsExchange(Exchange):
+    """What :class:`Levels` is doing for one tensor."""
+
+    def __init__(self, team: Team, arrival: Arrival, name: str) -> None:
+        self._team = team
+        self._arrival = arrival
+        self._name = name
+
+    def finish(self) -> None:  # noqa: D102 - as in the contract
+        self._arrival.wait(self._team, self._name)

@@ -1,0 +1,293 @@
+"""Step 3, sharded: full gradients, summed by a parameter server that is cut into shards over the workers.
+
+Every worker owns a shard of each bucket. A worker pushes each chunk to its owner, which adds up all workers' parts in
+rank order (``server/shard.py``, step 5) and sends the sum to everybody (``wire/``, step 4). The bytes are those of a
+ring; but messages need no common order, so what the next forward needs first overtakes what it needs last.
+
+Sums land where the parts lay: an owner can only answer what has left this worker completely.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from poseidon.errors import PoseidonError
+from poseidon.routes.base import Exchange
+from poseidon.routes.levels import Levels, LevelsExchange
+from poseidon.server.chunks import Chunk, owned_by
+from poseidon.server.service import ShardService
+from poseidon.server.shard import Shard
+from poseidon.server.slots import Slot, make_slots
+from poseidon.team.team import CLOSE_S, Arrival, Team
+from poseidon.team.wiring import connect_wire
+from poseidon.wire.message import Header, Kind
+from poseidon.wire.transport import Transport
+
+_FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
+    torch.float32: ("float32", None),
+    torch.float64: ("float64", None),
+    torch.float16: ("float16", None),
+    torch.bfloat16: ("bfloat16", torch.uint16),
+}
+"""Name of each type in the server, and the type under which NumPy can hold it."""
+
+
+class ShardedRoute:
+    """Averages flat tensors over the team; calls may come in any order.
+
+    Only :meth:`book` is collective. On CUDA tensors are staged in pinned memory on a side stream.
+    """
+
+    def __init__(self, team: Team, is_cuda: bool) -> None:
+        self._team = team
+        topology = team.topology
+        use_levels = topology.has_levels and topology.is_even and not is_cuda
+        self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
+        self._exchange = _ShardedSum(team, self._members)
+        self._levels = Levels(team) if use_levels else None
+        self._stager = _Stager() if is_cuda else None
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether calls must come in one order after all, because workers of a machine combine first."""
+        return self._levels is not None
+
+    def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
+        """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective."""
+        if self._levels is not None:
+            sizes = [self._levels.share_of(size) for size in sizes]
+        slots = self._exchange.book(sizes, dtypes)
+        # Nobody may push before everybody knows what the numbers mean.
+        self._team.gather_ints([len(slots)], "the parameter server")
+        return slots
+
+    def start(self, flat: Tensor, slot: Slot, step: int, name: str) -> Exchange:
+        """Replace ``flat`` by its mean over the team, in place."""
+        flat.div_(self._team.size)
+        if self._levels is not None:
+            between = _Between(self._exchange, slot, step)
+            return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
+        if self._stager is not None:
+            return self._stager.start(flat, _Between(self._exchange, slot, step), self._team, name)
+        return _SumExchange(self._team, self._exchange.start(_as_numpy(flat), slot, step), name)
+
+    def close(self) -> None:
+        """End the threads and connections."""
+        if self._levels is not None:
+            self._levels.close()
+        if self._stager is not None:
+            self._stager.close()
+        self._exchange.close()
+
+
+class _ShardedSum:
+    """Sums arrays over ``members`` through their shards."""
+
+    def __init__(self, team: Team, members: Sequence[int]) -> None:
+        self._team = team
+        self._members = members
+        self._transport: Transport = connect_wire(team, members)
+        self._rank = self._transport.rank
+        self._slots = 0
+        self._priorities: dict[int, int] = {}
+        self._chunks: dict[int, tuple[Chunk, ...]] = {}
+        self._under_way: dict[int, _Sum] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._shard = Shard([], range(len(members)))
+        self._service = ShardService(
+            self._transport,
+            self._shard,
+            on_error=self._fail,
+            on_result=self._land,
+            priority=self._priorities.__getitem__,
+        )
+        self._transport.listen(Kind.RESULT, self._receive)
+        self._transport.listen_lost(self._lost)
+
+    def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
+        itemsizes = [dtype.itemsize for dtype in dtypes]
+        slots = make_slots(self._slots, sizes, itemsizes, len(self._members))
+        self._slots += len(slots)
+        formats = {slot.number: _FORMATS[dtype][0] for slot, dtype in zip(slots, dtypes, strict=True)}
+        for slot in slots:
+            self._priorities[slot.number] = slot.priority
+            self._chunks[slot.number] = slot.chunks
+        self._shard.include(owned_by(self._rank, [slot.chunks for slot in slots]), formats)
+        return slots
+
+    def start(self, values: np.ndarray[Any, Any], slot: Slot, step: int) -> Arrival:
+        """Begin to replace ``values`` by its sum."""
+        total = _Sum(values, len(slot.chunks))
+        with self._lock:
+            if self._failure is not None:
+                total.arrival.fail(self._failure)
+                return total.arrival
+            self._under_way[slot.number] = total
+        for chunk in slot.chunks:
+            part = values[chunk.start : chunk.stop]
+            if chunk.owner == self._rank:
+                self._service.contribute(slot.number, chunk.index, step, part)
+            else:
+                header = Header(Kind.PUSH, self._rank, slot.number, chunk.index, step, part.nbytes)
+                self._transport.send(chunk.owner, header, part, priority=slot.priority)
+        return total.arrival
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _receive(self, header: Header, payload: memoryview) -> None:
+        total = self._under_way.get(header.unit)
+        if total is None:
+            self._fail(RuntimeError(f"rank {header.sender} sent a sum of bucket {header.unit}, which is not under way"))
+            return
+        self._land(header.unit, header.chunk, header.clock, np.frombuffer(payload, total.values.dtype))
+
+    def _land(self, number: int, index: int, _: int, result: np.ndarray[Any, Any]) -> None:
+        total = self._under_way[number]
+        chunk = self._chunks[number][index]
+        np.copyto(total.values[chunk.start : chunk.stop], result)
+        with self._lock:
+            total.missing -= 1
+            if total.missing:
+                return
+            del self._under_way[number]
+        total.arrival.succeed(None)
+
+    def _lost(self, peer: int, why: str) -> None:
+        self._fail(_PeerLostError(self._members[peer], why))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            waiting, self._under_way = list(self._under_way.values()), {}
+        for total in waiting:
+            total.arrival.fail(error)
+
+
+class _Sum:
+    def __init__(self, values: np.ndarray[Any, Any], missing: int) -> None:
+        self.values = values
+        self.missing = missing
+        self.arrival = Arrival()
+        if missing == 0:
+            self.arrival.succeed(None)
+
+
+class _PeerLostError(PoseidonError):
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class _Between:
+    """The part of an exchange that goes between machines."""
+
+    total: _ShardedSum
+    slot: Slot
+    step: int
+
+    def start(self, values: Tensor) -> Arrival:
+        return self.total.start(_as_numpy(values), self.slot, self.step)
+
+    def __call__(self, values: Tensor, team: Team, name: str) -> None:
+        _wait(self.start(values), team, name)
+
+
+class _SumExchange(Exchange):
+    def __init__(self, team: Team, arrival: Arrival, name: str) -> None:
+        self._team = team
+        self._arrival = arrival
+        self._name = name
+
+    def finish(self) -> None:
+        _wait(self._arrival, self._team, self._name)
+
+
+def _wait(arrival: Arrival, team: Team, name: str) -> Any:
+    try:
+        return arrival.wait(team, name, grace_s=0)
+    except _PeerLostError as error:
+        raise team.watch.lost(name, error.rank, error) from error
+
+
+def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:
+    held = _FORMATS[flat.dtype][1]
+    array: np.ndarray[Any, Any] = (flat if held is None else flat.view(held)).numpy()
+    return array
+
+
+class _Stager:
+    """Moves buckets between the device and pinned memory, on a stream and a thread of its own."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[int, Tensor] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="poseidon-stager", daemon=True)
+        self._thread.start()
+
+    def start(self, flat: Tensor, between: _Between, team: Team, name: str) -> Exchange:
+        """Copy ``flat`` out, sum it, copy it back; the compute stream goes on meanwhile."""
+        out, back = self._streams_of(flat.device)
+        host = self._host_for(between.slot.number, flat)
+        out.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(out):
+            host.copy_(flat, non_blocking=True)
+            # Waiting for it must not burn a core: the network needs them.
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(out)
+        arrival = Arrival()
+
+        def send() -> None:
+            copied.synchronize()
+            between.start(host).then(land, arrival.fail)
+
+        def land(_: Any) -> None:
+            with torch.cuda.device(flat.device), torch.cuda.stream(back):
+                flat.copy_(host, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(back)
+            arrival.succeed(done)
+
+        self._jobs.put(send)
+        return _StagedExchange(team, arrival, name, flat.device)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=CLOSE_S)
+
+    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        if device not in self._streams:
+            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams[device]
+
+    def _host_for(self, number: int, flat: Tensor) -> Tensor:
+        if number not in self._hosts:
+            self._hosts[number] = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        return self._hosts[number]
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class _StagedExchange(Exchange):
+    def __init__(self, team: Team, arrival: Arrival, name: str, device: torch.device) -> None:
+        self._team = team
+        self._arrival = arrival
+        self._name = name
+        self._device = device
+
+    def finish(self) -> None:
+        done: torch.cuda.Event = _wait(self._arrival, self._team, self._name)
+        torch.cuda.current_stream(self._device).wait_event(done)

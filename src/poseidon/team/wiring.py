@@ -1,0 +1,58 @@
+"""Connects the workers of a team by the wire: who listens where travels over the team's control channel."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+
+from poseidon.errors import WireError
+from poseidon.team.team import Team
+from poseidon.wire.settings import WireSettings
+from poseidon.wire.zeromq import ZeroMQTransport
+
+SECRET = "POSEIDON_SECRET"
+"""Environment variable with the job's secret, as a launcher sets it; without it worker 0 draws one."""
+
+
+def connect_wire(team: Team, members: Sequence[int], settings: WireSettings | None = None) -> ZeroMQTransport:
+    """Return this worker's transport among ``members`` (ranks in the team, itself included). Collective in the team.
+
+    Ranks of the transport are positions in ``members``.
+    """
+    settings = settings or WireSettings.from_environment(os.environ, **default_place())
+    secret = _agree_on_secret(team)
+    transport = ZeroMQTransport(members.index(team.rank), len(members), secret, settings)
+    try:
+        addresses = team.gather_json(transport.address)
+        transport.connect([addresses[member] for member in members])
+    except WireError as error:
+        transport.close()
+        raise team.watch.lost("the wire's connections", None, error) from error
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def default_place() -> dict[str, str]:
+    """Return where to listen unless told: the interface that gloo uses, or the address that leads to worker 0."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return {"interface": interface}
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))  # sends nothing; the kernel only chooses the way
+            return {"ip": probe.getsockname()[0]}
+        except OSError:
+            return {"ip": "127.0.0.1"}
+
+
+def _agree_on_secret(team: Team) -> bytes:
+    given = os.environ.get(SECRET, "")
+    if all(row[0] for row in team.gather_ints([int(bool(given))], "the job's secret")):
+        return given.encode()
+    drawn: list[str] = team.gather_json(secrets.token_hex(32) if team.rank == 0 else "")
+    return drawn[0].encode()
