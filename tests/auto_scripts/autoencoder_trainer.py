@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 os.makedirs("runs", exist_ok=True)
-logging.basicConfig(level=logging.INFO, handlers=[logging.FileHandler("runs/train.log", mode="w")], format="%(message)s")
+logging.basicConfig(
+    level=logging.INFO, handlers=[logging.FileHandler("runs/train.log", mode="w")], format="%(message)s"
+)
 logger = logging.getLogger("autoencoder")
 
 

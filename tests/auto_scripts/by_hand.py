@@ -13,6 +13,7 @@ loader = DataLoader(TensorDataset(X, y), batch_size=30, shuffle=True)
 w1 = torch.randn(4, 16).mul(0.5).requires_grad_()
 b1 = torch.zeros(16, requires_grad=True)
 w2 = torch.randn(16, 3).mul(0.3).requires_grad_()
+net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 lr = 0.2
 for epoch in range(3):
     for x, target in loader:
@@ -24,7 +25,6 @@ for epoch in range(3):
                 p.grad = None
     print(f"tensors, epoch {epoch}: loss {loss.item():.4f}")
 
-net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 for epoch in range(3):
     for x, target in loader:
         x.requires_grad_(True)

@@ -56,7 +56,9 @@ def main():
             optimizer.step()
         val_loss, val_acc = evaluate(model, val_loader, criterion)
         scheduler.step(val_loss)
-        history.append({"epoch": epoch, "val_loss": val_loss, "val_acc": val_acc, "lr": optimizer.param_groups[0]["lr"]})
+        history.append(
+            {"epoch": epoch, "val_loss": val_loss, "val_acc": val_acc, "lr": optimizer.param_groups[0]["lr"]}
+        )
         torch.save(model.state_dict(), os.path.join(args.out, "checkpoint.pt"))
         if val_loss < best:
             best, waited = val_loss, 0

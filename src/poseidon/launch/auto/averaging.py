@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 
 
@@ -57,6 +58,14 @@ def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
         return []
     rows = team.gather_ints([_digest(tensor) for tensor in tensors], "the comparison of tensors")
     return [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+
+
+def take_over(team: Team, tensors: Sequence[Tensor]) -> None:
+    """Make the tensors equal to worker 0's; those that are so already stay untouched. Collective."""
+    alike = are_alike(team, tensors)
+    # Through .data: a graph that has saved them is not to find them changed.
+    different = [tensor.data for tensor, is_alike in zip(tensors, alike, strict=True) if not is_alike]
+    mirror_all(team, different, 0, "the initial parameters")
 
 
 def _digest(tensor: Tensor) -> int:

@@ -8,13 +8,15 @@ backward, gradients that a script put in place itself in ``optimizer.step()``.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -24,16 +26,15 @@ from torch.utils.hooks import RemovableHandle
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Options
 from poseidon.engine.hooks import AutogradFrontEnd
-from poseidon.launch.auto.averaging import are_alike, average_gradients, average_number
+from poseidon.launch.auto.averaging import are_alike, average_gradients, average_number, take_over
 from poseidon.launch.auto.buffers import Buffers
 from poseidon.launch.auto.leaves import find_leaves
-from poseidon.launch.auto.owners import Holding, find_holding, find_roots
+from poseidon.launch.auto.owners import Holding, find_holding, find_roots, holding_tensors
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.launch.auto.streams import Streams
 from poseidon.planning.cluster import Cluster
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 
@@ -50,6 +51,8 @@ class Step:
     """Numbers in the batch, which stand for its size."""
     is_shared: bool = False
     """Whether all workers were given this same batch."""
+    has_dealt: bool = False
+    """Whether any loader was dealt out so far."""
 
 
 class AutoFrontEnd(AutogradFrontEnd):
@@ -64,7 +67,7 @@ class AutoFrontEnd(AutogradFrontEnd):
         """Start the exchange, with what this backward will not reach left out."""
         if not self.engine.in_backward:
             unused = [parameter for parameter in self._nodes if not self.will_accumulate(parameter)]
-            self.engine.begin_backward(unused)
+            self.turns.begin_backward(unused)
 
     def finish(self) -> bool:
         """Complete the exchange if there was one."""
@@ -123,6 +126,7 @@ class Gradients:
         patches.wrap(Optimizer, "__init__", self._optimizer_made)
         patches.wrap(Optimizer, "add_param_group", self._group_added)
         patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.utils.checkpoint, "checkpoint", _checkpoint)
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         patches.on_undo(self.close)
 
@@ -184,8 +188,8 @@ class Gradients:
         self._owners[optimizer] = owner
         self._order.append((reference, owner))
         # At once, and once more before the first forward: a model may still change between the two.
-        with self._streams.untouched():
-            self._mirror(owner.parameters(), find_roots(owner.parameters()))
+        with self._aside():
+            take_over(self._team, holding_tensors(owner.parameters(), find_roots(owner.parameters())))
         self._expect(owner)
         return owner
 
@@ -211,6 +215,17 @@ class Gradients:
 
     # Engines.
 
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Do something of our own in the middle of the script's forward without meeting its modes or its numbers."""
+        with (
+            self._streams.untouched(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
+            torch.device("cpu"),
+        ):
+            yield
+
     def _attach_pending(self) -> None:
         if self._waiting_for_forward is not None:
             self._waiting_for_forward.remove()
@@ -221,7 +236,7 @@ class Gradients:
         for owner in pending:
             strangers = [p for p in owner.strangers() if id(p) not in taken]
             if strangers:
-                with self._streams.untouched():
+                with self._aside():
                     self._attach(owner, strangers)
                 taken.update(id(p) for p in strangers)
 
@@ -230,7 +245,7 @@ class Gradients:
         # Engines work at the same time, so each has channels of its own: nothing orders one's messages with another's.
         team = Team(dist.new_group(), self._team.timeout_s)
         check_same_model(team, describe(holding.named()))
-        mirror_all(team, holding.tensors(), 0, "the initial parameters")
+        take_over(team, holding_tensors(holding.loose, holding.roots))
         device = parameters[0].device
         engine = assemble_engine(holding.units, team, device, Options(allow_unused=True), self._cluster)
         if self._cluster is None and engine.cluster.source == "measured":
@@ -243,13 +258,6 @@ class Gradients:
             f"{owner.label}: {holding.describe()}, taken from worker 0; gradients are averaged during backward"
         )
 
-    def _mirror(self, parameters: Sequence[Tensor], roots: Sequence[nn.Module]) -> None:
-        tensors = [tensor.detach() for root in roots for tensor in (*root.parameters(), *root.buffers())]
-        unique = {
-            tensor.data_ptr(): tensor for tensor in [*tensors, *(p.detach() for p in parameters)] if tensor.numel()
-        }
-        mirror_all(self._team, list(unique.values()), 0, "the initial parameters")
-
     # Backwards.
 
     def _backward(
@@ -261,6 +269,11 @@ class Gradients:
         self._depth += 1
         try:
             outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if not self._step.has_dealt:
+                self._report.say(
+                    "no DataLoader is read for training: every worker goes through the script's own data; batches that "
+                    "torch draws at random differ between workers, all others are the same on all of them"
+                )
             self._streams.part()
             loose = self._before_backward([output for output in outputs if isinstance(output, Tensor)])
             original(tensors, self._weighted(outputs, grad_tensors), *args, **kw)
@@ -361,3 +374,8 @@ class Gradients:
             return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
 
         return shared
+
+
+def _checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Recompute activations in the form that does not hide parameters from the backward it happens in."""
+    return original(*args, **{**kwargs, "use_reentrant": False})

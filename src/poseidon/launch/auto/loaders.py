@@ -141,13 +141,18 @@ class Delivery:
     def __next__(self) -> Any:
         # A stream takes its order from the same numbers as its samples; those of the workers must not part.
         stream = APART if self._is_dealt and not self._deal.is_stream else ALIKE
-        with self._streams.using(stream):
-            batch = next(self._batches)
+        try:
+            with self._streams.using(stream):
+                batch = next(self._batches)
+        except StopIteration:
+            self._step.weight = 1.0
+            raise
         tensors = list(tensors_in(batch))
         self._step.weight = self._deal.weights.popleft() if self._is_dealt and self._deal.weights else 1.0
         self._step.samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         self._step.values = sum(tensor.numel() for tensor in tensors)
         self._step.is_shared = not self._is_dealt
+        self._step.has_dealt |= self._is_dealt
         return batch
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from poseidon.engine.discover import find_units, tensors_of
+from poseidon.engine.discover import find_units
 from poseidon.routes.base import LiveUnit
 from poseidon.units import ParameterSpec, Unit
 
@@ -22,12 +22,6 @@ class Holding:
     units: tuple[LiveUnit, ...]
     loose: tuple[Tensor, ...]
     """Parameters that no module owns."""
-
-    def tensors(self) -> list[Tensor]:
-        """Return everything that replicas share: also frozen parameters and buffers of the modules."""
-        found = [tensor for root in self.roots for tensor in tensors_of(root)]
-        unique = {id(tensor): tensor for tensor in [*found, *(tensor.detach() for tensor in self.loose)]}
-        return list(unique.values())
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return the trained parameters with names in which the workers agree."""
@@ -42,6 +36,12 @@ class Holding:
         names = [type(root).__name__ for root in self.roots] + [f"{len(self.loose)} tensors"] * bool(self.loose)
         count = sum(parameter.numel() for _, parameter in self.named())
         return f"{', '.join(names)}, {count:,} parameters"
+
+
+def holding_tensors(loose: Iterable[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:
+    """Return everything that replicas share: also frozen parameters and buffers of the modules."""
+    owned = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
+    return list({id(tensor): tensor for tensor in [*owned, *loose]}.values())
 
 
 def find_roots(parameters: Sequence[Tensor]) -> list[nn.Module]:
