@@ -47,7 +47,7 @@ class Lane:
     def submit(self, parcel: Parcel) -> None:
         """Carry a parcel when its turn comes; ``parcel.done`` is called when its last byte has left."""
         queue = self._waiting.setdefault(parcel.stream, [])
-        if not queue:
+        if parcel.stream not in self._turns:
             self._turns.append(parcel.stream)
         heapq.heappush(queue, (parcel.priority, self._count, parcel))
         self._count += 1
@@ -70,14 +70,15 @@ class Lane:
         parcel.size_bytes -= piece
         self.sent_bytes += piece
         self.busy_s += seconds
-        self._turns.remove(stream)
         if parcel.size_bytes <= 0:
             heapq.heappop(queue)
-        if queue:
-            self._turns.append(stream)
-        self._agenda.after(seconds, lambda: self._carried(parcel))
+        self._agenda.after(seconds, lambda: self._carried(stream, parcel))
 
-    def _carried(self, parcel: Parcel) -> None:
+    def _carried(self, stream: str, parcel: Parcel) -> None:
+        # Behind the streams that came meanwhile.
+        self._turns.remove(stream)
+        if self._waiting[stream]:
+            self._turns.append(stream)
         if parcel.size_bytes <= 0:
             if self._on_parcel is not None:
                 self._on_parcel(parcel, self._agenda.now)

@@ -115,7 +115,8 @@ class _Worker:
         self._pending[step] = GROUPS
         factor = self._factors[step]
         for group in range(GROUPS):
-            at = profile.forward_s + profile.backward_s * (group + 1) / GROUPS
+            share = (group + 1) / GROUPS if self._run.setting.system.is_wait_free else 1.0
+            at = profile.forward_s + profile.backward_s * share
             self._run.agenda.after(at * factor, lambda: self._push(step))
         self._run.agenda.after(profile.step_s * factor, self._computed)
 

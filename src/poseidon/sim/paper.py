@@ -1,0 +1,67 @@
+"""The Poseidon paper's cluster (2017), and how far its published speedups follow from its hardware.
+
+Constants of the hardware are stated, not fitted. Two numbers are fitted to the table of VGG19-22K with the Caffe engine
+(15 speedups), and to nothing else; every other prediction follows without further fitting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.profile import Profile
+from poseidon.sim.outcome import Outcome
+from poseidon.sim.setting import Setting
+from poseidon.sim.steps import simulate
+from poseidon.sim.systems import find_system
+from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS
+
+TITAN_X_FLOPS = 6.144e12 * 2 / 3
+"""GeForce GTX Titan X (Maxwell): 3072 cores x 2 operations x 1 GHz by its data sheet, of which the libraries of the
+time reached about two thirds on VGG; one machine then trains 33 images of VGG19-22K per second."""
+BATCH = 32
+"""Images per machine and step."""
+LINK_BITS = 40e9
+"""40 GbE."""
+STAGING_BYTES_PER_S = 12e9
+"""PCI Express 3.0 x16 in practice; gradients and values cross it by way of host memory."""
+CHUNK_BYTES = 2 * 2**20
+"""Size of the key-value pairs that the paper's servers are cut into."""
+LATENCY_S = 200e-6
+"""Between two programs, through the sockets of both hosts."""
+
+HOST_BITS = 14.0e9
+"""Fitted, the first of two: what the hosts of the time move through their sockets, servers' sums included."""
+INCAST_EXPONENT = 0.51
+"""Fitted, the second of two: with P machines all sending at once after backward, the wire is slower by P to this
+power."""
+
+NODES = (2, 4, 8, 16, 32)
+PUBLISHED = {
+    "poseidon-2017": (1.96, 3.83, 7.63, 15.03, 29.45),
+    "dwbp-ps": (1.78, 3.28, 6.12, 11.56, 21.37),
+    "ps": (1.01, 1.47, 2.16, 2.82, 4.42),
+}
+"""Speedups of VGG19-22K with the Caffe engine over 40 GbE."""
+PUBLISHED_ELSEWHERE = (("inception-v3", 32, 40e9, 31.5), ("vgg19-22k", 16, 10e9, 15.5))
+"""Network, machines, link, speedup of full Poseidon."""
+
+
+def predict(profile: Profile, system: str, machines: int, link_bits: float = LINK_BITS) -> Outcome:
+    """Simulate one figure; ``profile`` is the network's, estimated at :data:`TITAN_X_FLOPS` with :data:`BATCH`."""
+    rate = min(link_bits * ETHERNET_PAYLOAD, HOST_BITS)
+    setting = Setting(
+        # The server applies the update.
+        profile=replace(profile, update_s=0.0),
+        cluster=Cluster(machines, between=Link(rate, LATENCY_S), flops=TITAN_X_FLOPS),
+        system=find_system(system),
+        collectives=TRANSPORTS["ideal"],
+        messages=TRANSPORTS["ideal"],
+        payload=1.0,
+        gathers_factors=False,
+        chunk_bytes=CHUNK_BYTES,
+        staging_bytes_per_s=STAGING_BYTES_PER_S,
+        incast_exponent=INCAST_EXPONENT,
+        steps=3,
+    )
+    return simulate(setting)

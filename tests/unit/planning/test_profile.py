@@ -1,0 +1,152 @@
+import pytest
+import torch
+from torch import nn
+
+from poseidon.errors import ConfigError
+from poseidon.planning.profile import Profile
+from poseidon.planning.profiling import estimate_profile, profile_model
+from poseidon.planning.prototxt import profile_prototxt
+from poseidon.planning.source import Source, find_profile
+from poseidon.units import Load
+
+NET = """
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TRAIN }
+  transform_param { crop_size: 16 } data_param { source: "nowhere" batch_size: 4 } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+  convolution_param { num_output: 8 kernel_size: 3 } }
+layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
+layer { name: "fc" type: "InnerProduct" bottom: "conv" top: "fc" inner_product_param { num_output: 10 } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
+"""
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        self.body = nn.Linear(16, 16)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, indices):
+        return nn.functional.linear(torch.tanh(self.body(self.tokens(indices))), self.tokens.weight)
+
+
+@pytest.fixture
+def measured():
+    model = Tied()
+    return profile_model(model, torch.arange(12).view(3, 4), name="tied", batch=3), model
+
+
+def test_a_unit_is_ready_when_its_first_use_is_backpropagated(measured):
+    profile, _ = measured
+    names = [one.unit.name for one in profile.units]
+    assert names == ["tokens", "body", "unused"]
+    assert [names[i] for i in profile.forward_order[:2]] == ["tokens", "body"]
+    ready = [names[i] for i in profile.ready_order]
+    assert ready.index("body") < ready.index("tokens")
+
+
+def test_times_add_up_and_nothing_is_left_behind(measured):
+    profile, model = measured
+    assert profile.step_s == pytest.approx(profile.forward_s + profile.backward_s + profile.update_s)
+    assert min(profile.forward_s, profile.backward_s, profile.update_s) > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_measuring_changes_no_weight():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = [p.clone() for p in model.parameters()]
+    profile_model(model, torch.randn(3, 4), name="m", batch=3)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_file_holds_all_of_it(measured, tmp_path):
+    profile, _ = measured
+    profile.save(tmp_path / "p.json")
+    assert Profile.load_file(tmp_path / "p.json") == profile
+
+
+def test_estimates_count_operations_where_they_happen():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)).to("meta")
+    images = torch.empty(4, 3, 8, 8, device="meta")
+    profile = estimate_profile(model, images, name="m", batch=4, flops=1e9, memory_bytes_per_s=1e18)
+    conv, linear = profile.units
+    assert conv.forward_s * 1e9 == pytest.approx(2 * 4 * 64 * 8 * 27)
+    assert linear.forward_s * 1e9 == pytest.approx(2 * 4 * 512 * 10)
+    assert linear.load == Load(4)
+    assert profile.backward_s == pytest.approx(2 * profile.forward_s)
+
+
+def test_scaling_keeps_proportions(measured):
+    profile, _ = measured
+    scaled = profile.scaled_to(1.0)
+    assert scaled.step_s == pytest.approx(1.0)
+    assert scaled.forward_s / scaled.backward_s == pytest.approx(profile.forward_s / profile.backward_s)
+    double = profile.with_batch(6)
+    assert double.forward_s == pytest.approx(2 * profile.forward_s)
+    assert double.update_s == profile.update_s
+    assert double.loads["body"].rows == 2 * profile.loads["body"].rows
+    with pytest.raises(ConfigError, match="batch is 0"):
+        profile.with_batch(0)
+    with pytest.raises(ConfigError, match="positive time"):
+        profile.scaled_to(0.0)
+
+
+def test_a_prototxt_needs_no_database(tmp_path):
+    path = tmp_path / "net.prototxt"
+    path.write_text(NET)
+    profile = profile_prototxt(path, 32, 1e9)
+    conv, fc = profile.units
+    assert [conv.unit.kind, fc.unit.kind] == ["dense", "linear"]
+    assert fc.load == Load(32)
+    assert fc.unit.matrix == (10, 8 * 14 * 14)
+    assert conv.forward_s * 1e9 >= 32 * 2 * 14 * 14 * 8 * 27
+    assert profile.batch == 32
+
+
+def test_a_prototxt_can_be_measured(tmp_path):
+    path = tmp_path / "net.prototxt"
+    path.write_text(NET)
+    profile = find_profile(Source(str(path), 4, flops=1e9, is_measured=True))
+    assert (profile.source, profile.device, profile.batch) == ("measured", "cpu", 4)
+    assert profile.forward_s > 0
+
+
+def test_a_net_whose_data_are_missing_says_what_to_try(tmp_path):
+    path = tmp_path / "net.prototxt"
+    path.write_text(NET.replace("transform_param { crop_size: 16 }", ""))
+    with pytest.raises(ConfigError, match="deploy form"):
+        profile_prototxt(path, 32, 1e9)
+
+
+def test_a_profile_belongs_to_its_model(measured):
+    profile, model = measured
+    profile.check_model(profile.specs)
+    plain = profile.to_dict()
+    short = Profile.from_dict({**plain, "units": plain["units"][:2], "forward_order": [0, 1], "ready_order": [1, 0]})
+    with pytest.raises(ConfigError, match="lacks the model's unit 'unused'"):
+        short.check_model(profile.specs)
+    model.body = nn.Linear(16, 17)
+    from poseidon.engine.discover import find_units
+
+    with pytest.raises(ConfigError, match="unit 'body' has shapes"):
+        profile.check_model([unit.spec for unit in find_units(model)])
+
+
+def test_sources_are_checked():
+    with pytest.raises(ConfigError, match="--batch is 0"):
+        Source("lenet", 0)
+    with pytest.raises(ConfigError, match="matrix rate is -1"):
+        Source("lenet", flops=-1)
+    with pytest.raises(ConfigError, match="neither module:callable nor"):
+        find_profile(Source("lenett", flops=1e9))
+    with pytest.raises(ConfigError, match="cannot load nowhere:make"):
+        find_profile(Source("nowhere:make", flops=1e9))
+
+
+def test_a_network_of_the_zoo_can_be_estimated_and_measured():
+    estimated = find_profile(Source("lenet", 4, flops=1e9))
+    measured = find_profile(Source("lenet", 4, flops=1e9, is_measured=True))
+    assert estimated.specs == measured.specs
+    assert (estimated.source, measured.source) == ("estimated", "measured")
