@@ -29,7 +29,7 @@ def test_staleness_does_not_help_against_one_machine_that_is_always_slow():
 
 
 def test_in_lockstep_both_simulators_agree():
-    made = setting(machines=4, gbit=2, system="ps")
+    made = setting(machines=4, gbit=2, system="ps", steps=60)
     # The one with clocks updates while updates travel, and knows no chunks.
     assert simulate_relaxed(made, 0).step_s == pytest.approx(simulate(made).step_s, rel=0.05)
 
