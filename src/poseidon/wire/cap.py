@@ -1,6 +1,12 @@
-"""A limit on bytes per second, as a bucket that refills at the permitted rate. Pure: the caller brings the time."""
+"""A limit on bytes per second, as a bucket that refills at the permitted rate.
+
+``TokenBucket`` is pure: the caller brings the time. ``SharedBucket`` is one that several threads draw from.
+"""
 
 from __future__ import annotations
+
+import threading
+import time
 
 from poseidon.errors import ConfigError
 
@@ -37,3 +43,32 @@ class TokenBucket:
     def _refill(self, now_s: float) -> None:
         self._saved = min(self._most, self._saved + (now_s - self._when_s) * self._rate)
         self._when_s = now_s
+
+
+class SharedBucket:
+    """A token bucket for several threads, by the clock."""
+
+    def __init__(self, rate_mbit: float) -> None:
+        self._bucket = TokenBucket(rate_mbit, time.monotonic())
+        self._lock = threading.Lock()
+
+    def wait_s(self) -> float:
+        """Return how long the next message must wait; 0 when it may leave."""
+        with self._lock:
+            return self._bucket.wait_s(time.monotonic())
+
+    def charge(self, size_bytes: int) -> None:
+        """Take note that a message of ``size_bytes`` leaves."""
+        with self._lock:
+            self._bucket.charge(size_bytes, time.monotonic())
+
+    def spend(self, size_bytes: int) -> None:
+        """Wait until a message of ``size_bytes`` may leave, and charge it."""
+        while True:
+            with self._lock:
+                now_s = time.monotonic()
+                wait_s = self._bucket.wait_s(now_s)
+                if not wait_s:
+                    self._bucket.charge(size_bytes, now_s)
+                    return
+            time.sleep(wait_s)

@@ -36,6 +36,10 @@ class JobSecret:
         """Return the word with which rank ``sender`` opens a connection to the listener of ``receiver``."""
         return self._derive("word", nonce, sender, receiver).hex()
 
+    def proof(self, role: str, first: bytes, second: bytes, sender: int, receiver: int) -> bytes:
+        """Return what proves knowledge of the secret to one who drew one of two challenges."""
+        return self._derive(role, first.hex(), second.hex(), sender, receiver)
+
     def keys(self, role: str, nonce: str, rank: int) -> tuple[bytes, bytes]:
         """Return the public and the secret CURVE key of ``rank`` as ``role`` ("listener" or "sender")."""
         secret_key = z85.encode(self._derive(role, nonce, rank))

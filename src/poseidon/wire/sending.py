@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from poseidon.wire.cap import TokenBucket
+from poseidon.wire.cap import SharedBucket
 from poseidon.wire.message import SIZE
 from poseidon.wire.outbox import Outbox, Outgoing
 
@@ -134,8 +134,7 @@ class Pacer:
     """Keeps all senders of a rank under one cap: they ask before each message, and are called when it may leave."""
 
     def __init__(self, rate_mbit: float) -> None:
-        self._bucket = TokenBucket(rate_mbit, time.monotonic())
-        self._lock = threading.Lock()
+        self._bucket = SharedBucket(rate_mbit)
         self._asked = threading.Event()
         self._is_closed = False
         self._senders: Sequence[Sender] = ()
@@ -148,16 +147,14 @@ class Pacer:
 
     def may_send(self) -> bool:
         """Say whether a message may leave now; if not, all senders are pumped as soon as one may."""
-        with self._lock:
-            wait_s = self._bucket.wait_s(time.monotonic())
-        if wait_s:
+        if self._bucket.wait_s():
             self._asked.set()
-        return not wait_s
+            return False
+        return True
 
     def charge(self, size_bytes: int) -> None:
         """Take note that a message leaves."""
-        with self._lock:
-            self._bucket.charge(size_bytes, time.monotonic())
+        self._bucket.charge(size_bytes)
 
     def close(self) -> None:
         """End the thread."""
@@ -169,9 +166,7 @@ class Pacer:
         first = 0
         while self._asked.wait() and not self._is_closed:
             self._asked.clear()
-            with self._lock:
-                wait_s = self._bucket.wait_s(time.monotonic())
-            time.sleep(wait_s)
+            time.sleep(self._bucket.wait_s())
             # Another begins each time, so that a narrow cap is shared by all peers.
             first = (first + 1) % len(self._senders)
             for sender in (*self._senders[first:], *self._senders[:first]):

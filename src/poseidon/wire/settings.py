@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, unknown_name
 
+CARRIERS = ("tcp", "zeromq")
 PREFIX = "POSEIDON_WIRE_"
 
 
@@ -16,6 +17,8 @@ PREFIX = "POSEIDON_WIRE_"
 class WireSettings:
     """How one rank's transport uses the network."""
 
+    carrier: str = "tcp"
+    """What moves the bytes: "tcp" (least processor time) or "zeromq" (can encrypt)."""
     ip: str = ""
     """The one address to listen on; empty: that of ``interface``."""
     interface: str = ""
@@ -67,6 +70,8 @@ class WireSettings:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"wire setting {name} is {getattr(self, name)}; it must be at least {least}")
+        if self.carrier not in CARRIERS:
+            raise unknown_name("wire carrier", self.carrier, CARRIERS)
         if self.ip in ("0.0.0.0", "*", "::"):
             raise ConfigError(f"wire setting ip is {self.ip!r}, every interface; name the one address to listen on")
 

@@ -1,0 +1,312 @@
+"""The wire between machines over plain TCP: the least work per byte that Python can do.
+
+A thread per connection blocks in the kernel, which moves a whole payload in one call, straight between the socket and
+the memory where it lies or shall lie. Nothing is encrypted; connections are opened with a mutual proof of the job's
+secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from poseidon.errors import ConfigError, FrameError, WireError
+from poseidon.wire.address import Address, listening_ip
+from poseidon.wire.cap import SharedBucket
+from poseidon.wire.handshake import challenge, claim, read_into
+from poseidon.wire.message import SIZE, Buffer, Header, Kind, check_payload, pack, unpack
+from poseidon.wire.network import LAST, NetworkTransport
+from poseidon.wire.outbox import Outgoing
+from poseidon.wire.settings import WireSettings
+
+HANDSHAKE_S = 10.0
+STRANGERS = 64
+"""Connections that may be proving themselves at a time; further ones are closed unheard."""
+
+
+class TcpTransport(NetworkTransport):
+    """One rank's connections over TCP: a thread for each that comes in and each that goes out."""
+
+    def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
+        super().__init__(rank, size, secret, settings or WireSettings())
+        if self._settings.encrypt:
+            raise ConfigError("the tcp carrier does not encrypt; choose the zeromq carrier with encrypt")
+        self.listen(Kind.BYE, self._hear_goodbye)
+        cap_mbit = self._settings.cap_mbit
+        self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
+        self._lines: list[Line] = []
+        self._lock = threading.Lock()
+        self._incoming: dict[socket.socket, threading.Thread] = {}
+        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        ip = listening_ip(self._settings)
+        try:
+            self._listener = socket.create_server((ip, 0), backlog=size * self._settings.streams_per_peer + STRANGERS)
+        except OSError as error:
+            raise WireError(f"rank {rank} cannot listen on {ip}: {error}; is it this machine's address?") from None
+        self.address = str(Address(ip, (self._listener.getsockname()[1],), self._nonce))
+        self._door = threading.Thread(target=self._admit, name="poseidon-wire-door", daemon=True)
+        self._door.start()
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+        if len(addresses) != self.size:
+            raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
+        deadline = time.monotonic() + self._settings.connect_timeout_s
+        for peer, text in enumerate(addresses):
+            address = Address.parse(text)
+            streams = [self._open(peer, address, deadline) for _ in range(self._settings.streams_per_peer)]
+            self._lines.append(Line(peer, streams, self._bucket, self._lose))
+        self._is_connected = True
+
+    def send(
+        self,
+        peer: int,
+        header: Header,
+        payload: Buffer | None = None,
+        *,
+        priority: int = 0,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a message and return at once; see ``Transport.send``."""
+        view = self._payload_view(peer, header, payload)
+        self._check_sendable(peer, header)
+        self.stats.count_sent(view.nbytes)
+        self._lines[peer].put(Outgoing(self._head(header, view), view, priority, on_sent))
+
+    def close(self) -> None:
+        """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline = time.monotonic() + self._settings.close_timeout_s
+        for line in self._lines:
+            line.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
+        for line in self._lines:
+            line.join(deadline)
+        _end(self._listener)
+        self._door.join()
+        with self._lock:
+            incoming = dict(self._incoming)
+        for connection in incoming:
+            _end(connection)
+        for thread in incoming.values():
+            thread.join()
+
+    # Coming in.
+
+    def _admit(self) -> None:
+        """Accept connections until the listener is closed."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self._strangers.acquire(blocking=False):
+                self._refuse("too many strangers", f"more than {STRANGERS} connections are proving themselves")
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="poseidon-wire-in", daemon=True)
+            with self._lock:
+                self._incoming[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Receive on one connection until it ends."""
+        sender = -1
+        why = "its connection ended"
+        try:
+            with contextlib.closing(connection):
+                sender = self._welcome(connection)
+                self._receive(connection, sender)
+        except FrameError as error:
+            why = str(error)
+            self._refuse(error.reason, why)
+        except OSError as error:
+            why = str(error)
+            if sender < 0 and not self._is_closed:
+                self._refuse("handshake", f"a connection ended inside its handshake: {error}")
+        finally:
+            with self._lock:
+                self._incoming.pop(connection, None)
+        if sender >= 0:
+            self._lose(sender, why)
+
+    def _welcome(self, connection: socket.socket) -> int:
+        try:
+            connection.settimeout(HANDSHAKE_S)
+            sender = challenge(connection, self._secret, self.rank, self.size)
+        finally:
+            self._strangers.release()
+        connection.settimeout(None)
+        self._set_patience(connection)
+        return sender
+
+    def _receive(self, connection: socket.socket, sender: int) -> None:
+        """Hand over the messages of ``sender`` until the connection ends or says what cannot be understood."""
+        head = bytearray(SIZE)
+        view = memoryview(head)
+        while (came := read_into(connection, view)) == SIZE:
+            header = unpack(bytes(head))
+            if header.sender != sender:
+                raise FrameError("sender", f"rank {sender} sent a message in the name of {header.sender}")
+            if header.length > self._settings.max_message_bytes:
+                raise FrameError(
+                    "length",
+                    f"rank {sender} announced {header.length} bytes; the limit is {self._settings.max_message_bytes}",
+                )
+            self._take(connection, header)
+        if came:
+            raise FrameError("truncated", f"the connection of rank {sender} ended inside a header")
+
+    def _take(self, connection: socket.socket, header: Header) -> None:
+        """Read one payload and hand it over; one that is refused is read all the same, to find what follows."""
+        refusal: FrameError | None = None
+        payload: memoryview | None = None
+        try:
+            payload = self._place(header)
+        except FrameError as error:
+            refusal = error
+        if payload is None:
+            payload = np.empty(header.length, np.uint8).data
+        if read_into(connection, payload) < header.length:
+            raise FrameError("truncated", f"the connection of rank {header.sender} ended inside a payload")
+        try:
+            if refusal is not None:
+                raise refusal
+            check_payload(header, payload)
+        except FrameError as error:
+            self._refuse(error.reason, str(error))
+        else:
+            self._deliver(header, payload)
+
+    def _hear_goodbye(self, header: Header, _payload: memoryview) -> None:
+        self._departed.add(header.sender)
+
+    # Going out.
+
+    def _open(self, peer: int, address: Address, deadline: float) -> socket.socket:
+        """Return a connection to ``peer`` that both sides trust."""
+        try:
+            connection = socket.create_connection(
+                (address.ip, address.ports[0]),
+                timeout=max(0.1, deadline - time.monotonic()),
+                source_address=(listening_ip(self._settings), 0),
+            )
+            claim(connection, self._secret, self.rank, peer)
+        except FrameError as error:
+            raise WireError(f"{error}; give all workers the same") from None
+        except OSError as error:
+            raise WireError(
+                f"rank {self.rank} reached no connection to rank {peer} at {address.ip}:{address.ports[0]} within "
+                f"{self._settings.connect_timeout_s:g} s: {error}; check that its machine is up and that no firewall "
+                "is between"
+            ) from None
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.send_buffer_bytes)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._set_patience(connection)
+        return connection
+
+    def _set_patience(self, connection: socket.socket) -> None:
+        """Let the kernel end the connection when the other machine has not answered for too long."""
+        lost_after_s = self._settings.lost_after_s
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_after_s * 1000))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(lost_after_s / 4)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(lost_after_s / 4)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+    def _lose(self, peer: int, why: str) -> None:
+        """Tell who wants to know that ``peer`` is gone, unless it said goodbye or this rank is going itself."""
+        with self._lock:
+            if peer in self._departed or self._is_closed:
+                return
+            self._departed.add(peer)
+        self._tell_lost(peer, why)
+
+
+class Line:
+    """The way out to one peer: messages wait by urgency for the next connection that is free.
+
+    A connection's thread hands over one message at a time, so an urgent one waits for what lies in the kernel's
+    buffer and for the rest of one message.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        connections: Sequence[socket.socket],
+        bucket: SharedBucket | None,
+        on_broken: Callable[[int, str], None],
+    ) -> None:
+        self._peer = peer
+        self._connections = connections
+        self._bucket = bucket
+        self._on_broken = on_broken
+        self._is_broken = False
+        self._numbers = itertools.count()
+        self._queue: queue.PriorityQueue[tuple[int, int, Outgoing]] = queue.PriorityQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(connection,), name=f"poseidon-wire-to-{peer}", daemon=True)
+            for connection in connections
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, message: Outgoing) -> None:
+        """Queue a message; one for a peer that is gone is dropped."""
+        if not self._is_broken:
+            self._queue.put((message.priority, next(self._numbers), message))
+
+    def finish(self, goodbye: bytes) -> None:
+        """End every connection with ``goodbye``, behind what is queued."""
+        for _ in self._threads:
+            self.put(Outgoing(goodbye, memoryview(b""), LAST))
+
+    def join(self, deadline: float) -> None:
+        """Wait for the threads to end; past ``deadline`` cut them off."""
+        for connection, thread in zip(self._connections, self._threads, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                # It is blocked in the connection, or in the queue behind others that were.
+                _end(connection)
+                self._queue.put((LAST, next(self._numbers), Outgoing(b"", memoryview(b""), LAST)))
+                thread.join()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            with contextlib.closing(connection):
+                while self._send_next(connection):
+                    pass
+        except OSError as error:
+            self._is_broken = True
+            self._on_broken(self._peer, str(error))
+
+    def _send_next(self, connection: socket.socket) -> bool:
+        """Send the most urgent message, waiting for one if need be; False behind the last."""
+        priority, _, message = self._queue.get()
+        payload = message.payload
+        if self._bucket is not None:
+            self._bucket.spend(SIZE + payload.nbytes)
+        sent = connection.sendmsg([message.head, payload]) - len(message.head)
+        if sent < 0:
+            raise OSError("the connection was cut inside a header")
+        if sent < payload.nbytes:
+            connection.sendall(payload[sent:])
+        if message.on_sent is not None:
+            message.on_sent()
+        return priority != LAST
+
+
+def _end(connection: socket.socket) -> None:
+    """Close a connection under a thread that is blocked in it: closing alone would not wake it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
