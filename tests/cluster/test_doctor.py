@@ -1,10 +1,12 @@
 """The doctor before real ssh servers on emulated machines: every fault is put there for real and must be found."""
 
+import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,23 @@ class Cluster:
         return asking.returncode, json.loads(output)
 
 
+def probes(lab, machine):
+    """Return the probes that run on a machine."""
+    found = []
+    for pid in lab.processes(machine):
+        with contextlib.suppress(OSError):
+            if b"poseidon.launch.doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def wait_until(is_so, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def summary(data):
     return sorted((one["check"], *one["hosts"]) for one in data["findings"])
 
@@ -155,7 +174,7 @@ def test_a_blocked_port_is_blamed_on_the_host_that_blocks_it(cluster):
 
 @of(3, "100mbit,100mbit,10mbit")
 def test_a_slow_link_is_blamed_on_the_host_that_has_it(cluster):
-    status, data = cluster.examine()
+    status, data = cluster.examine("--seconds", "0.3")
     assert status == 0, "slow is not broken"
     assert summary(data) == [("slow-link", "machine2")]
     assert data["findings"][0]["severity"] == "warning"
@@ -192,3 +211,14 @@ def test_every_way_in_which_ssh_fails_is_told_apart(tmp_path):
         ("ssh-refused", "machine1"),
     ]
     assert [host["name"] for host in data["hosts"]] == ["machine0"]
+
+
+@of(2)
+def test_no_probe_outlives_a_doctor_that_is_killed(cluster):
+    file = cluster.folder / "cluster.json"
+    file.write_text(json.dumps({"hosts": cluster.hosts}))
+    command = [sys.executable, "-m", "poseidon.launch.cli", "doctor", "-c", str(file)]
+    asking = cluster.lab.spawn(0, command, env={**os.environ, **cluster.ssh.env})
+    wait_until(lambda: probes(cluster.lab, 1))
+    asking.kill()
+    wait_until(lambda: not probes(cluster.lab, 0) + probes(cluster.lab, 1))

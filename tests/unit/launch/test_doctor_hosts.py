@@ -1,3 +1,4 @@
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -38,8 +39,8 @@ GPU = Gpu("H200", 140 * GIB)
 
 
 def report(name="a", slots=1, clock=0.0, uncertainty=0.0, is_local=False, address=CARD.address, **facts):
-    facts = {"machine": f"boot-{name}", **facts}
-    return HostReport(name, replace(HEALTHY, **facts), slots, address, Clock(clock, uncertainty), is_local)
+    facts = replace(HEALTHY, **{"machine": f"boot-{name}", **facts})
+    return HostReport(name, facts, slots, address, Clock(clock, uncertainty), is_local=is_local)
 
 
 def checks(findings):
@@ -111,10 +112,26 @@ def test_more_workers_than_gpus_are_an_error_that_says_how_many_fit():
     assert "a:2" in finding.fix
 
 
+def test_an_interface_that_is_not_there_is_answered_with_those_that_are():
+    (finding,) = check_host(replace(report(address=""), wanted_interface="eth7"))
+    assert finding.severity is Severity.ERROR
+    assert "no interface eth7" in finding.seen
+    assert "eth0, lo" in finding.expected
+
+
 def test_a_loopback_name_is_mended_with_the_address_the_others_use():
     (finding,) = check_host(report(resolved=("127.0.1.1",)))
     assert "127.0.1.1" in finding.seen
-    assert "echo '10.0.0.1 box' | sudo tee -a /etc/hosts" in finding.fix
+    assert finding.fix.endswith("&& echo '10.0.0.1 box' | sudo tee -a /etc/hosts")
+
+
+def test_the_command_for_a_loopback_name_leaves_other_names_alone(tmp_path):
+    (finding,) = check_host(report(resolved=("127.0.1.1",)))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost box box.local\n127.0.1.1 box\n10.0.0.7 box7 inbox\n")
+    command = finding.fix.replace("sudo ", "").replace("/etc/hosts", str(hosts))
+    subprocess.run(command, shell=True, check=True, stdout=subprocess.DEVNULL)
+    assert hosts.read_text() == "127.0.0.1 localhost box.local\n127.0.1.1\n10.0.0.7 box7 inbox\n10.0.0.1 box\n"
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,15 @@ def examine(
 ) -> Examination:
     """Ask every host and measure every pair; ``tell`` hears what is being done."""
     settings = settings or SshSettings.from_environment()
+    # ssh gives up before we do, so that it can say why.
+    settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, max(1, int(options.start_s / 2))))
     lost: dict[str, Finding] = {}
-    pairs: list[PairFacts] = []
     with contextlib.ExitStack() as stack:
         tell(f"asking {len(hosts)} host{'s' * (len(hosts) > 1)}")
         begun = _each(hosts, lambda host: _begin(stack, host, options, settings), lost)
         patients = _each(begun, lambda one: _look_at(one, options), lost)
-        patients = [_with_address(one, patients, options.interface) for one in patients]
-        if len(patients) > 1:
-            pairs = _measure_pairs(patients, options, tell, lost)
+        patients = [_with_address(one, patients) for one in patients]
+        pairs = _measure_pairs(patients, options, tell, lost)
         for conversation in begun:
             conversation.hang_up()
     reports = tuple(one.report for one in patients)
@@ -116,11 +116,18 @@ def _look_at(conversation: Conversation, options: Options) -> _Patient:
     details = {"directory": host.directory or str(Path.cwd()), "slots": host.slots, "env": dict(host.env)}
     facts = host_from_json(conversation.ask("facts", options.start_s, **details))
     clock = conversation.read_clock(_ANSWER_S)
-    report = HostReport(host.name, facts, host.slots, "", clock, conversation.is_local)
+    report = HostReport(
+        name=host.name,
+        facts=facts,
+        slots=host.slots,
+        clock=clock,
+        wanted_interface=host.interface or options.interface,
+        is_local=conversation.is_local,
+    )
     return _Patient(conversation, report)
 
 
-def _with_address(one: _Patient, patients: Sequence[_Patient], interface: str) -> _Patient:
+def _with_address(one: _Patient, patients: Sequence[_Patient]) -> _Patient:
     """Settle at which of its addresses the other hosts meet this one."""
     others = [other for other in patients if other is not one]
     peers = [other.report.facts.ssh_server or other.conversation.host.address for other in others]
@@ -128,16 +135,18 @@ def _with_address(one: _Patient, patients: Sequence[_Patient], interface: str) -
     if one.conversation.is_local and peers:
         with contextlib.suppress(LostProbeError):
             towards = one.conversation.ask("towards", _ANSWER_S, peers=peers)
-    host = one.conversation.host
-    address = choose_address(one.report.facts, host.interface or interface, host.address, towards)
-    return replace(one, report=replace(one.report, address=address))
+    report = one.report
+    address = choose_address(report.facts, report.wanted_interface, one.conversation.host.address, towards)
+    return replace(one, report=replace(report, address=address))
 
 
 def _measure_pairs(
     patients: Sequence[_Patient], options: Options, tell: Callable[[str], None], lost: dict[str, Finding]
 ) -> list[PairFacts]:
     token = secrets.token_hex(TOKEN_BYTES)
-    listening = dict(_each(patients, lambda one: (one.name, _listen(one, options, token)), lost))
+    # Without an interface there is nothing to listen on, and nobody listens on all of them.
+    able = [one for one in patients if one.report.interface is not None] if len(patients) > 1 else []
+    listening = dict(_each(able, lambda one: (one.name, _listen(one, options, token)), lost))
     ready = {one.name: one for one in patients if one.name in listening}
     found: dict[tuple[str, str], PairFacts] = {}
     wanted = set(itertools.permutations(ready, 2))

@@ -166,6 +166,8 @@ class HostReport:
     slots: int = 1
     address: str = ""
     clock: Clock = Clock(0.0, 0.0)
+    wanted_interface: str = ""
+    """The interface that the user named, if any."""
     is_local: bool = False
     """Whether this is the machine that asks, whose clock all others are compared with."""
 

@@ -149,19 +149,22 @@ def _check_gpus(host: HostReport) -> Iterator[Finding]:
 
 def _check_name(host: HostReport) -> Iterator[Finding]:
     facts = host.facts
-    if facts.environment.get("GLOO_SOCKET_IFNAME") or any(not is_loopback(address) for address in facts.resolved):
+    is_named = bool(facts.environment.get("GLOO_SOCKET_IFNAME"))
+    if is_named or host.interface is None or any(not is_loopback(address) for address in facts.resolved):
         return
     seen = f"resolves to {', '.join(facts.resolved)}" if facts.resolved else "cannot be resolved"
-    line = f"{host.address} {facts.hostname}"
-    # An entry that is there must go: the first one wins.
-    fix = f"sudo sed -i -E '/\\b{facts.hostname}\\b/d' /etc/hosts; echo '{line}' | sudo tee -a /etc/hosts"
+    fix = f"echo '{host.address} {facts.hostname}' | sudo tee -a /etc/hosts"
+    if facts.resolved:
+        # The first entry wins, so the name must go from the lines of loopback; other names there stay.
+        words = f"/^(127\\.|::1)/s/[[:space:]]+{facts.hostname}([[:space:]]|$)/\\1/g"
+        fix = f"sudo sed -i -E '{words}' /etc/hosts && {fix}"
     # `poseidon run` names the interface to gloo; other launchers leave it to guess from the host's name.
     yield warning(
         host.name,
         "host-name",
         f"its own name {facts.hostname} {seen} there",
         f"the address the others use, {host.address}: under torchrun or srun gloo listens where the name points to",
-        fix if facts.resolved else f"echo '{line}' | sudo tee -a /etc/hosts",
+        fix,
     )
 
 
@@ -183,9 +186,9 @@ def _check_interface(host: HostReport) -> Iterator[Finding]:
         yield error(
             host.name,
             "interface",
-            f"no interface has the address {host.address or '(none found)'}",
-            "an address of the host itself, not of a router before it",
-            "name the interface that the other hosts reach: --interface NAME or interface= in the host file",
+            f"no interface {host.wanted_interface} with an address" if host.wanted_interface else "no network address",
+            f"an interface that the other hosts reach; there are {', '.join(sorted(names)) or 'none'}",
+            "name it: --interface NAME or interface= in the host file, or there: sudo ip link set NAME up",
         )
     elif card.is_wireless:
         yield warning(host.name, "interface", f"{card.name} is wireless", "a cable", "plug the cable in")

@@ -79,7 +79,7 @@ _SIGNS = (
     _Sign(
         "no answer within",
         "ssh-unreachable",
-        "the connection stands but nothing is answered",
+        "ssh gets an answer, but no program starts there in time",
         "ssh -p {port} {target} true",
     ),
 )
