@@ -72,6 +72,16 @@ def train(arguments, on_fault):
     return world
 
 
+def pretend(arguments, on_fault):
+    """Do what a training looks like from outside, without PyTorch; nobody ends before all have done the last step."""
+    for step in range(arguments.steps):
+        if step == arguments.steps // 2:
+            on_fault("middle")
+        print(f"step {step} loss {1 / (step + 1):.3f}", flush=True)
+    if arguments.fault and arguments.when != "end" and arguments.restart == int(os.environ["POSEIDON_RESTART"]):
+        wait_for_ever()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
@@ -81,6 +91,7 @@ def main():
     parser.add_argument("--when", choices=WHENS, default="middle")
     parser.add_argument("--restart", type=int, default=0, help="fail only in this start of the job")
     parser.add_argument("--notes", type=Path)
+    parser.add_argument("--pretend", action="store_true")
     arguments = parser.parse_args()
     is_chosen = int(os.environ["RANK"]) == arguments.rank
     is_now = int(os.environ.get("POSEIDON_RESTART", "0")) == arguments.restart
@@ -90,7 +101,7 @@ def main():
             fail(arguments.fault, arguments.notes)
 
     on_fault("start")
-    train(arguments, on_fault)
+    (pretend if arguments.pretend else train)(arguments, on_fault)
     on_fault("end")
 
 

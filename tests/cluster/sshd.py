@@ -74,13 +74,17 @@ def serving(
         marks[state.FOLDER_VARIABLE] = os.environ[state.FOLDER_VARIABLE]
     _write_server_config(home, marks)
     _write_client_config(home, lab)
-    for machine in range(lab.machines):
-        if machine not in without:
-            lab.spawn(machine, [SERVER, "-D", "-f", str(home / "sshd_config"), "-E", str(home / f"sshd{machine}.log")])
-    for machine in range(lab.machines):
-        if machine not in without:
+    machines = [machine for machine in range(lab.machines) if machine not in without]
+    command = [SERVER, "-D", "-f", str(home / "sshd_config"), "-E"]
+    servers = [lab.spawn(machine, [*command, str(home / f"sshd{machine}.log")]) for machine in machines]
+    try:
+        for machine in machines:
             _wait_for_server(lab, machine, home)
-    yield Ssh(home / "config")
+        yield Ssh(home / "config")
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
 def _write_server_config(home: Path, env: Mapping[str, str]) -> None:

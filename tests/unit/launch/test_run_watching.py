@@ -46,6 +46,16 @@ def test_with_symptoms_only_the_machine_that_vanished_is_waited_for() -> None:
     assert "lost with its machine" in watch.where_others_stood(1, 9.1)[2]
 
 
+def test_a_hang_that_the_others_report_needs_no_further_waiting() -> None:
+    watch = watching()
+    said = "WorkerLostError: nobody is dead, but rank 1 (bee) is alive, at step 3, in forward (waited 60 s)"
+    watch.read_line(0, said, is_error=True, now=0.9)
+    watch.exited(0, 1, now=1.0)
+    death = watch.verdict(now=1.1 + SETTLE_S)
+    assert death is not None
+    assert (death.rank, death.kind) == (1, Kind.HANG)
+
+
 def test_symptoms_of_all_need_no_further_waiting() -> None:
     watch = watching()
     for rank in range(3):

@@ -10,12 +10,14 @@ The main thread only listens to the launcher, so that it never misses a word whi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ from poseidon.launch.job.protocol import Message
 from poseidon.launch.job.script import check_script
 
 _DRAIN_S = 2.0
-"""How long to wait for the last output of a worker that ended; a child of its own may hold the pipe open."""
+"""How long to wait for the last output of a worker that ended."""
 _DRAFT_S = 0.5
 """Seconds between two states of a worker's progress bar that are passed on."""
 
@@ -136,9 +138,13 @@ class Agent:
         for pump in pumps:
             pump.start()
         status = worker.wait()
+        assert worker.stdout is not None
+        assert worker.stderr is not None
         deadline = time.monotonic() + _DRAIN_S
-        for pump in pumps[:2]:
-            pump.join(max(0.0, deadline - time.monotonic()))
+        for pump, pipe in zip(pumps, (worker.stdout, worker.stderr), strict=False):
+            while pump.is_alive() and not _is_empty(pipe) and time.monotonic() < deadline:
+                pump.join(0.02)
+            pump.join(0.1)
         self._tell(protocol.EXIT, rank=rank, status=status)
 
     def _pump_output(self, rank: int, pipe: IO[bytes], is_error: bool) -> None:
@@ -191,6 +197,14 @@ class Agent:
         with self._speaking, contextlib.suppress(OSError):  # a launcher that is gone is noticed by its silence
             while data:
                 data = data[os.write(self._outlet, data) :]
+
+
+def _is_empty(pipe: IO[bytes]) -> bool:
+    """Tell whether nothing waits in a pipe; its end may never come while a child of the worker holds it open."""
+    try:
+        return not any(fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)))
+    except (OSError, ValueError):
+        return True
 
 
 def look_around(message: Message) -> Message:

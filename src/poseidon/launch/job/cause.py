@@ -72,7 +72,9 @@ _SYMPTOMS = re.compile(
     r"|DistNetworkError|DistStoreError|failed to recv, got 0 bytes"
 )
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
-_ACCUSED = re.compile(r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*)")
+_ACCUSED = re.compile(
+    r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*)"
+)
 
 
 def describe_status(status: int) -> str:

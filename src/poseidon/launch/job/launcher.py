@@ -33,7 +33,9 @@ PREPARE_S = 40.0
 """Longest time for logins and a look around on all machines."""
 STOP_GRACE_S = 3.0
 """Between asking the other workers of a failed job to end and killing them."""
-SWEEP_CONNECT_S = 3
+SWEEP_CONNECT_S = 2
+SWEEP_S = 4.0
+"""For a second look at a machine whose agent was lost: to log in there, and in all."""
 INTERRUPTED = 130
 
 
@@ -319,10 +321,7 @@ class Launcher:
         alive = [link for link in self._links if not link.is_closed and not link.is_silent()]
         for link in alive:
             link.send(protocol.STOP, grace_s=grace_s)
-        sweeps = [link for link in self._links if link not in alive and link.number not in self._ended]
-        checks = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in sweeps]
-        for check in checks:
-            check.start()
+        checks = self._start_sweeps([link for link in self._links if link not in alive])
         deadline = time.monotonic() + grace_s + 12.0
         while any(link.number not in self._ended and not link.is_closed for link in alive):
             if self._interrupts > 1 and grace_s > 0:
@@ -334,9 +333,17 @@ class Launcher:
             except queue.Empty:
                 if time.monotonic() > deadline:
                     break
+        checks += self._start_sweeps([link for link in alive if link.is_closed])
         for check in checks:
-            check.join(max(0.1, deadline - time.monotonic()))
+            check.join(2 * SWEEP_S)
         self._say_what_is_left()
+
+    def _start_sweeps(self, lost: list[Link]) -> list[threading.Thread]:
+        links = [link for link in lost if link.number not in self._ended]
+        checks = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in links]
+        for check in checks:
+            check.start()
+        return checks
 
     def _sweep(self, lost: Link) -> None:
         """Ask a machine whose agent was lost, through a new agent, to end what the old one left."""
@@ -345,7 +352,7 @@ class Launcher:
         link = Link(lost.number, lost.host, lost.is_local, lost.host.directory or self._settings.directory, settings)
         link.listen(events)
         link.send(protocol.STOP, grace_s=0.0, run=self._mark(lost.number))
-        deadline = time.monotonic() + 2 * SWEEP_CONNECT_S
+        deadline = time.monotonic() + SWEEP_S
         while time.monotonic() < deadline:
             try:
                 _, message = events.get(timeout=0.1)

@@ -37,6 +37,7 @@ class Link:
         self.is_closed = False
         self._stderr: collections.deque[str] = collections.deque(maxlen=30)
         self._sending = threading.Lock()
+        self._errors_reader = threading.Thread(target=self._read_errors, daemon=True)
         pipe = subprocess.PIPE
         if is_local:
             python = host.python or sys.executable
@@ -59,7 +60,7 @@ class Link:
 
     def listen(self, events: Events) -> None:
         """Put everything the agent says into the queue, from threads of its own, and CLOSED at the end."""
-        threading.Thread(target=self._read_errors, daemon=True).start()
+        self._errors_reader.start()
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> None:
@@ -78,7 +79,7 @@ class Link:
             status = self._process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
             return f"{self.host.name} does not answer"
-        stderr = "\n".join(self._stderr)
+        stderr = "\n".join(self._said())
         if self.is_local:
             return f"the agent on {self.host.name} ended with status {status}: {stderr.strip() or 'no reason given'}"
         return ssh.explain(self.host, status, stderr)
@@ -89,7 +90,7 @@ class Link:
             status = self._process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
             return "the connection to its agent broke"
-        last = next((line for line in reversed(self._stderr) if line.strip()), "")
+        last = next((line for line in reversed(self._said()) if line.strip()), "")
         said = f": {last.strip()}" if last else ""
         if status < 0 or status == ssh.FAILED:
             return f"its agent was killed or the connection broke{said}"
@@ -104,6 +105,11 @@ class Link:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _said(self) -> list[str]:
+        """Return what ssh or the agent said last, all of it."""
+        self._errors_reader.join(timeout=1.0)
+        return list(self._stderr)
 
     def _read(self, events: Events) -> None:
         assert self._process.stdout is not None

@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 MARK = b"\x1e"
-ALIVE_S = 2.0
+ALIVE_S = 1.5
 """Seconds between two signs of life, both ways."""
-SILENCE_S = 9.0
+SILENCE_S = 8.0
 """After so long without one, the other side is taken for gone."""
 
 Message = dict[str, Any]

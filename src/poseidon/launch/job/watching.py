@@ -13,7 +13,7 @@ from poseidon.launch.job.progress import Slowest, Standing, furthest_behind, sta
 
 SETTLE_S = 1.2
 """After a first death, how long to wait for word of an earlier one elsewhere, and of where the others stand."""
-SYMPTOM_S = 11.0
+SYMPTOM_S = 9.5
 """The same where only symptoms are known: a machine that vanished is noticed by its silence only then."""
 STACKS_S = 2.0
 """How long hung workers get to show where they stand."""
@@ -95,7 +95,9 @@ class Watching:
             return self._hang_verdict(now)
         if not self._deaths:
             return None
-        is_certain = any(not death.is_symptom for death in self._deaths)
+        blamed = causes.accused(self._deaths)
+        is_known_to_hang = blamed is not None and blamed[0] in self._running() and blamed[1].startswith("is alive")
+        is_certain = is_known_to_hang or any(not death.is_symptom for death in self._deaths)
         patience_s = SETTLE_S if is_certain else SYMPTOM_S
         if now - self._died_at < patience_s and not self.is_over:
             return None

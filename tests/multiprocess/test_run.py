@@ -1,0 +1,223 @@
+"""``poseidon run`` on this machine: training, output, every kind of death, clean stops, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from run_jobs import PROGRAM, Started, check, run_poseidon
+
+TWO = ("--nproc", "2")
+
+
+def test_two_workers_train_and_stay_alike(tmp_path: Path) -> None:
+    ended = run_poseidon(*TWO, PROGRAM, "--steps", "4", "--notes", tmp_path, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert ended.out.count("trained 4 steps") == 2
+    weights = [(tmp_path / f"weights-{rank}").read_text() for rank in range(2)]
+    assert weights[0] == weights[1]
+    assert not ended.left
+
+
+@pytest.mark.parametrize("when", ["start", "middle", "end"])
+@pytest.mark.parametrize("fault", ["exit", "raise", "kill", "segv", "orphan", "stop"])
+def test_every_kind_of_death_is_named_and_leaves_nothing(fault: str, when: str, tmp_path: Path) -> None:
+    words = ("--pretend", "--fault", fault, "--rank", "1", "--when", when)
+    patience = ("--hang-timeout", "1.5") if fault == "stop" else ()
+    ended = run_poseidon(*TWO, *patience, PROGRAM, *words, folder=tmp_path)
+    assert not check(ended, fault, 1, "localhost"), ended.err
+    assert ended.seconds < 15
+
+
+def test_a_worker_that_dies_in_a_real_step_is_told_from_those_it_takes_along(tmp_path: Path) -> None:
+    ended = run_poseidon("--nproc", "3", PROGRAM, "--fault", "raise", "--rank", "1", folder=tmp_path)
+    assert not check(ended, "raise", 1, "localhost"), ended.err
+    assert "worker 0 on localhost" in ended.err
+    assert "at step 2" in ended.err, "where the others stood"
+
+
+def test_a_worker_that_hangs_in_a_real_step_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
+    words = ("--fault", "hang", "--rank", "1", "--timeout", "3")
+    ended = run_poseidon(*TWO, PROGRAM, *words, folder=tmp_path)
+    assert "worker 1 on localhost failed first: it hangs: the others waited for it in vain" in ended.err
+    assert ended.status == 124
+    assert not ended.left
+
+
+def test_where_a_hung_worker_stood_is_shown(tmp_path: Path) -> None:
+    words = ("--pretend", "--fault", "hang", "--rank", "1")
+    ended = run_poseidon(*TWO, "--hang-timeout", "1.5", PROGRAM, *words, folder=tmp_path)
+    assert ended.status == 124
+    assert "in wait_for_ever" in ended.err
+
+
+def test_output_is_marked_and_logged(tmp_path: Path) -> None:
+    ended = run_poseidon(*TWO, "--log-dir", "logs", PROGRAM, "--pretend", "--steps", "2", folder=tmp_path)
+    lines = ended.out.splitlines()
+    for rank in range(2):
+        expected = ["step 0 loss 1.000", "step 1 loss 0.500"]
+        assert [line[4:] for line in lines if line.startswith(f"[{rank}] ")] == expected
+        assert (tmp_path / "logs" / f"worker-{rank}.log").read_text().splitlines() == expected
+    assert "\x1b" not in ended.out + ended.err
+
+
+def test_settings_are_shown_with_their_origin_and_no_secret(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import os; print('secret', os.environ['POSEIDON_SECRET'], os.environ['WANTED'])")
+    words = ["--nproc", "1", "--restarts", "2", "--env", "WANTED=here", script]
+    ended = Started(words, tmp_path, {"POSEIDON_RUN_GRACE": "4"}).end()
+    assert "1 worker: " in ended.err
+    for line in ("localhost:1", "(argument --nproc)", "(argument --restarts)", "(environment POSEIDON_RUN_GRACE)"):
+        assert line in ended.err
+    _, secret, wanted = ended.out.split()[1:]
+    assert wanted == "here"
+    assert len(secret) == 64
+    assert secret not in ended.err
+
+
+def test_one_interrupt_lets_workers_end_in_order(tmp_path: Path) -> None:
+    script = tmp_path / "careful.py"
+    script.write_text(
+        "import time\n"
+        "try:\n"
+        "    print('at work', flush=True)\n"
+        "    time.sleep(1000)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('saved', flush=True)\n"
+    )
+    job = Started([*TWO, "--log-dir", "none", script], tmp_path)
+    job.wait_for("at work", times=2)
+    job.process.send_signal(signal.SIGINT)
+    ended = job.end()
+    assert ended.status == 130
+    assert ended.out.count("saved") == 2
+    assert "stopping" in ended.err
+    assert not ended.left
+
+
+STUBBORN = (
+    "import signal, time\nsignal.signal({}, lambda *_: None)\nprint('at work', flush=True)\nwhile 1: time.sleep(9)\n"
+)
+
+
+def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(STUBBORN.format("signal.SIGINT"))
+    job = Started([*TWO, "--log-dir", "none", "--grace", "1000", "s.py"], tmp_path)
+    job.wait_for("at work", times=2)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for("stopping")
+    job.process.send_signal(signal.SIGINT)
+    ended = job.end(limit_s=15)
+    assert ended.status == 130
+    assert not ended.left
+
+
+def test_workers_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(STUBBORN.format("signal.SIGINT") + "")
+    job = Started([*TWO, "--log-dir", "none", "--grace", "0.5", "s.py"], tmp_path)
+    job.wait_for("at work", times=2)
+    job.process.send_signal(signal.SIGTERM)
+    ended = job.end(limit_s=15)
+    assert ended.status == 130
+    assert not ended.left
+
+
+def test_the_hook_saves_at_the_same_step_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(
+        "import time, torch, torch.distributed as dist, poseidon\n"
+        "from poseidon.launch.stopping import Stopping\n"
+        "poseidon.init()\n"
+        "with Stopping() as stop:\n"
+        "    for step in range(100000):\n"
+        "        if step == 3: print('at work', flush=True)\n"
+        "        if stop.agreed(): print('saved at', step, flush=True); break\n"
+        "        time.sleep(0.001)\n"
+        "dist.barrier()\n"
+    )
+    job = Started([*TWO, "--log-dir", "none", "loop.py"], tmp_path)
+    job.wait_for("at work", times=2)
+    job.process.send_signal(signal.SIGINT)
+    ended = job.end()
+    steps = [line.split("saved at")[1] for line in ended.out.splitlines() if "saved at" in line]
+    assert len(steps) == 2, ended.err
+    assert len(set(steps)) == 1
+    assert ended.status == 130
+
+
+@pytest.mark.parametrize("victim", ["poseidon.launch.cli", "poseidon.launch.job.agent"])
+def test_no_worker_outlives_a_launcher_or_agent_that_is_killed(victim: str, tmp_path: Path) -> None:
+    job = Started([*TWO, "--log-dir", "none", PROGRAM, "--pretend", "--fault", "orphan", "--rank", "9"], tmp_path)
+    job.wait_for("step 4", times=2)
+    for pid in job.pids(victim):
+        os.kill(pid, signal.SIGKILL)
+    if "cli" in victim:
+        # Nobody is there to wait for any more: the agent notices, and ends what it started.
+        job.process.wait()
+        job.wait_until_gone()
+    ended = job.end()
+    assert ended.status == (-signal.SIGKILL if "cli" in victim else 75)
+    assert "agent" not in victim or "its agent was killed" in ended.err
+    assert not ended.left
+
+
+def test_a_job_is_started_again_as_often_as_asked(tmp_path: Path) -> None:
+    words = ("--pretend", "--fault", "raise", "--rank", "0", "--when", "start", "--restart")
+    once = run_poseidon(*TWO, "--restarts", "1", PROGRAM, *words, "0", folder=tmp_path)
+    assert once.status == 0, once.err
+    assert "starting again (1 of 1)" in once.err
+    script = tmp_path / "always.py"
+    script.write_text(
+        "import os, sys; print('try', os.environ['POSEIDON_RESTART'], os.environ['POSEIDON_SECRET']); sys.exit(5)"
+    )
+    ended = run_poseidon("--nproc", "1", "--restarts", "2", script, folder=tmp_path)
+    assert ended.status == 5
+    tries = [line.split()[2:] for line in ended.out.splitlines()]
+    assert [number for number, _ in tries] == ["0", "1", "2"]
+    assert len({secret for _, secret in tries}) == 3
+
+
+def test_modules_and_pycaffe_scripts_run_too(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "main.py").write_text("import sys; print('args', sys.argv[1:])")
+    ended = run_poseidon("--nproc", "1", "-m", "mine.main", "--lr", "3", folder=tmp_path)
+    assert "args ['--lr', '3']" in ended.out, ended.err
+    (tmp_path / "net.py").write_text("import caffe, sys; print(caffe.__name__, sys.argv[1:])")
+    ended = run_poseidon("--nproc", "1", "--as-caffe", "net.py", "--gpu", "0", folder=tmp_path)
+    assert "poseidon.caffe ['--gpu', '0']" in ended.out, ended.err
+
+
+def test_under_torchrun_it_joins(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-m", "poseidon.launch.cli", "run", str(PROGRAM), "--steps", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained 2 steps") == 2
+
+
+def test_in_a_pod_it_runs_the_machines_share(tmp_path: Path) -> None:
+    (tmp_path / "who.py").write_text(
+        "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
+    )
+    pod = {
+        "PET_NNODES": "3",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_MASTER_ADDR": "m",
+        "PET_MASTER_PORT": "9",
+    }
+    pod |= {"RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "m", "MASTER_PORT": "9", "KUBERNETES_SERVICE_HOST": "x"}
+    ended = run_poseidon("who.py", folder=tmp_path, env=pod)
+    assert sorted(ended.out.splitlines()) == ["[0] 2 6 m", "[1] 3 6 m"]
+
+
+def test_a_process_that_was_launched_already_launches_no_more(tmp_path: Path) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "m", "MASTER_PORT": "9", "TORCHELASTIC_RUN_ID": "x"}
+    ended = run_poseidon("--nproc", "2", PROGRAM, folder=tmp_path, env=place)
+    assert ended.status == 1
+    assert "already worker 1 of 2, started by torchrun; leave --nproc out" in ended.err
