@@ -55,7 +55,8 @@ def test(model, loader):
 
 def main():
     digits = load_digits()
-    train_loader = DataLoader(DigitImages(digits.images[:1401], digits.target[:1401], True), 50, shuffle=True)
+    train_set = DigitImages(digits.images[:1401], digits.target[:1401], augment=True)
+    train_loader = DataLoader(train_set, 50, shuffle=True, num_workers=1, persistent_workers=True)
     test_loader = DataLoader(DigitImages(digits.images[1401:], digits.target[1401:]), 128)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 def main() -> int:
     """Run the script named on the command line and return its exit status."""
     try:
-        options, target = parse(sys.argv[1:])
+        options, target = parse([*shlex.split(os.environ.get("POSEIDON_AUTO", "")), *sys.argv[1:]])
         _prepare_process()
         from poseidon.launch.auto.session import run
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.launch.auto.streams import Streams
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.planner import Plan
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -117,6 +119,7 @@ class Gradients:
         self._buffers = Buffers(team)
         self._cluster: Cluster | None = None
         self._depth = 0
+        self._has_averaged = False
         self._is_stepping = False
         self._waiting_for_forward: RemovableHandle | None = None
         self._roots: dict[int, list[nn.Module]] = {}
@@ -148,6 +151,8 @@ class Gradients:
 
     def verify(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same parameters. Collective."""
+        if not self._has_averaged:
+            self._report.say("nothing was averaged: no backward reached a parameter; each worker ran by itself")
         named = [
             pair for owner in self._living() for front_end in owner.front_ends for pair in front_end.holding.named()
         ]
@@ -307,8 +312,12 @@ class Gradients:
         owners = self._living()
         for owner in owners:
             for front_end in owner.front_ends:
+                had_plan = front_end.engine.plan is not None
                 owner.is_fresh |= front_end.finish()
+                if front_end.engine.plan is not None and not had_plan:
+                    self._report.say(f"{owner.label}: {_say_routes(front_end.engine.plan)}")
         average_gradients(self._team, loose)
+        self._has_averaged |= bool(loose) or any(owner.is_fresh for owner in owners)
         self._buffers.take_over([root for owner in owners for fe in owner.front_ends for root in fe.holding.roots])
 
     def _find_unowned(self, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -352,6 +361,7 @@ class Gradients:
         if late:
             self._report.say(f"{owner.label}: gradients that did not come from backward() are averaged in step()")
             average_gradients(self._team, late)
+            self._has_averaged = True
         owner.is_fresh = False
         return None
 
@@ -374,6 +384,11 @@ class Gradients:
             return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
 
         return shared
+
+
+def _say_routes(plan: Plan) -> str:
+    counts = Counter(plan.routes.values())
+    return "layers travel by " + ", ".join(f"{route} ({count})" for route, count in sorted(counts.items()))
 
 
 def _checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
