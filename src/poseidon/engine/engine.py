@@ -31,6 +31,8 @@ _REPLAN_RATIO = 1.3
 """A batch that grows or shrinks by more than this makes a new plan worth while..."""
 _REPLAN_AFTER = 2
 """... if it stays so for this many steps: the last batch of an epoch is often smaller, and the next one is not."""
+_TIMED_BACKWARD = 3
+"""Which backward of a new plan is timed; the first ones still allocate memory and choose kernels."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Engine:
         self._loads: dict[str, Load] = {}
         self._dense = self._schedule({unit.index: "rows" if unit.spec.is_sparse else "allreduce" for unit in units})
         self._planned: Schedule | None = None
-        self._is_reordered = False
+        self._planned_backwards = 0
         self._planned_batch = 0.0
         self._odd_batches = 0
         self._additions: Counter[nn.Parameter] = Counter()
@@ -296,8 +298,11 @@ class Engine:
             self._scheduler.ready(unit)
 
     def _make_stopwatch(self) -> Stopwatch[Item] | None:
-        """In the first backward after a plan, take times: where landing is deferred the best order rests on them."""
-        if not self.options.defers or self._current is not self._planned or self._is_reordered:
+        """Take times in one backward after a plan: where landing is deferred the best order rests on them."""
+        if not self.options.defers or self._current is not self._planned:
+            return None
+        self._planned_backwards += 1
+        if self._planned_backwards != _TIMED_BACKWARD:
             return None
         return Stopwatch(self.units[0].parameters[0].device)
 
@@ -306,10 +311,12 @@ class Engine:
         stopwatch, planned = self._scheduler.stopwatch, self._planned
         if stopwatch is None or planned is None:
             return
-        self._is_reordered = True
         items = planned.collectives
         mine = [round(stopwatch.read_s(item) * 1e6) for item in items]
-        ready_s = [value / 1e6 for value in self.team.gather_ints(mine, "the times of gradients")[0]]
+        # A collective leaves when the slowest worker is ready for it.
+        ready_s = [
+            max(times) / 1e6 for times in zip(*self.team.gather_ints(mine, "the times of gradients"), strict=True)
+        ]
         rate = self.cluster.between.bytes_per_s
         machines = self.cluster.machines
         planned.reorder(order_by_need(ready_s, [item.wire_bytes(machines) / rate for item in items]))
@@ -383,7 +390,7 @@ class Engine:
         self.plan = make_plan(specs, self._loads, self.cluster, self.options.routes, self._offers_server)
         self._planned_batch = batch
         self._odd_batches = 0
-        self._is_reordered = False
+        self._planned_backwards = 0
         routes = self.plan.routes
         self._planned = self._schedule({unit.index: routes[unit.name] for unit in self.units})
         # The dense schedule's buffers are only needed again after no_sync; a fresh one allocates them then.
