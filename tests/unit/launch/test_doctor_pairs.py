@@ -164,6 +164,18 @@ def test_a_host_far_away():
     assert found(*cluster("abc", dict.fromkeys(links_of("c", "abc"), far))) == [("warning", ("c",), "latency")]
 
 
+def test_a_slow_host_is_named_once_whatever_its_card_says():
+    slow = {"one_stream_bits_per_s": 9.4e7, "many_stream_bits_per_s": 9.4e7}
+    hosts, pairs = cluster("abc", dict.fromkeys(links_of("b", "abc"), slow), speed_mbit=1000)
+    assert found(hosts, pairs) == [("warning", ("b",), "slow-link")]
+
+
+@pytest.mark.parametrize("link", [("a", "b"), ("b", "a")])
+def test_a_path_that_is_long_one_way_only(link):
+    hosts, pairs = cluster("abcd", {link: {"latency_s": 0.02}})
+    assert found(hosts, pairs) == [("warning", link, "latency")]
+
+
 def test_one_long_path_and_hosts_all_apart():
     far = {"latency_s": 0.02}
     hosts, pairs = cluster("abcd", {("a", "b"): far, ("b", "a"): far})

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from poseidon.launch.doctor.facts import HostReport
 from poseidon.launch.doctor.findings import Finding, error, warning
-from poseidon.launch.doctor.host_checks import version_numbers
+from poseidon.launch.doctor.host_checks import SLOW_CARD_MBIT, version_numbers
 
 T = TypeVar("T")
 
@@ -147,7 +147,8 @@ def _check_cards(hosts: Sequence[HostReport]) -> Iterator[Finding]:
         )
     speeds = {name: card.speed_mbit for name, card in cards.items() if card.speed_mbit is not None}
     for host, fastest, speed in _odd(hosts, speeds):
-        if speed < fastest:
+        # A card slower than that is a finding of its own already.
+        if SLOW_CARD_MBIT <= speed < fastest:
             yield warning(
                 host.name,
                 "interface-speed",

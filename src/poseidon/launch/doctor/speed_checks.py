@@ -40,35 +40,32 @@ def needs_several_streams(pair: PairFacts) -> bool:
 
 def check_rates(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
     """Yield links and hosts that are slower than what is usual here or than their cards promise."""
-    rates = _rates(pairs)
+    rates, slow = _rates(pairs), slow_links(pairs)
     if not rates:
         return
-    usual = _usual(rates, max)
-    slow = slow_links(pairs)
-    expected = f"about {format_rate(usual)}, as elsewhere: the slowest link sets the pace of the whole job"
-    fix = "check cable, switch port and other traffic: sudo ethtool {card}; ip -s link show {card}"
     incoming, outgoing = blame(list(slow), list(rates))
     for name in sorted(incoming | outgoing):
         way = "to and from" if name in incoming & outgoing else "to" if name in incoming else "from"
-        own = [rate for link, rate in slow.items() if name in link]
-        yield warning(
-            name,
-            "slow-link",
-            f"every link {way} {name} is slow: {format_rate(statistics.median(own))}",
-            expected,
-            f"on {name}: {fix.format(card=_card_name(hosts[name]))}",
-        )
+        own = format_rate(statistics.median(rate for link, rate in slow.items() if name in link))
+        yield _slow([hosts[name]], f"every link {way} {name} is slow: {own}", rates)
     for (source, target), rate in slow.items():
-        if target not in incoming and source not in outgoing and not {source, target} & (incoming & outgoing):
-            yield warning(
-                (source, target),
-                "slow-link",
-                f"the link from {source} to {target} is slow: {format_rate(rate)}",
-                expected,
-                f"on both: {fix.format(card=_card_name(hosts[source]))}",
-            )
-    yield from _check_cards(hosts, rates)
+        if target not in incoming and source not in outgoing:
+            seen = f"the link from {source} to {target} is slow: {format_rate(rate)}"
+            yield _slow([hosts[source], hosts[target]], seen, rates)
+    yield from _check_cards({name: host for name, host in hosts.items() if name not in incoming | outgoing}, rates)
     yield from _check_single_streams(pairs, set(slow))
+
+
+def _slow(hosts: Sequence[HostReport], seen: str, rates: Links) -> Finding:
+    card = _card_name(hosts[0])
+    return warning(
+        [host.name for host in hosts],
+        "slow-link",
+        seen,
+        f"about {format_rate(_usual(rates, max))}, as elsewhere: the slowest link sets the pace of the whole job",
+        f"on {' and '.join(host.name for host in hosts)}: check cable, switch port and other traffic: "
+        f"sudo ethtool {card}; ip -s link show {card}",
+    )
 
 
 def _check_cards(hosts: Mapping[str, HostReport], rates: Links) -> Iterator[Finding]:
@@ -122,7 +119,8 @@ def check_latencies(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
         own = statistics.median(latencies[link] for link in far if name in link)
         yield _far(name, f"every link of {name} takes {own * 1e3:.3g} ms", usual)
     for source, target in sorted(far):
-        if not {source, target} & (incoming & outgoing) and source < target:
+        is_told = (target, source) in far and target < source
+        if not {source, target} & (incoming & outgoing) and not is_told:
             yield _far((source, target), f"{source} to {target} takes {latencies[source, target] * 1e3:.3g} ms", usual)
     if usual > MOST_LATENCY_S:
         names = dict.fromkeys(name for link in latencies for name in link)
