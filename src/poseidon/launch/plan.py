@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster, Link, parse_rate
-from poseidon.planning.planner import make_plan
 from poseidon.planning.profile import Profile
 from poseidon.planning.source import Source, device_flops, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
@@ -20,6 +20,7 @@ from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS
 
 GPU_FLOPS = 1e12
 """A device with a higher matrix rate is taken for a GPU, whose collectives NCCL carries."""
+TYPICAL_GPU_FLOPS = 20e12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster is None:
         cluster = with_device(cluster, source, profile)
     save_profile(args, profile)
-    plan = make_plan(profile.specs, profile.loads, cluster)
     explanation = explain(make_setting(args, profile, cluster, args.system))
+    plan = explanation.outcome.plan
     print(plan)
     print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker")
     print(format_explanation(explanation))
@@ -100,12 +101,12 @@ def with_device(cluster: Cluster, source: Source, profile: Profile) -> Cluster:
 
 def _implied_flops(profile: Profile) -> float:
     """Return the rate at which a profile's linear units were computed, or a rate typical of its device."""
-    work = sum(6 * load.rows * one.unit.matrix[0] * one.unit.matrix[1]
-               for one in profile.units if one.unit.kind == "linear" and (load := one.load) is not None)  # fmt: skip
-    spent = sum(one.forward_s + one.backward_s for one in profile.units if one.unit.kind == "linear")
-    if work > 0 and spent > 0:
-        return work / spent
-    return GPU_FLOPS * 20 if profile.device.startswith("cuda") else Cluster(1).flops
+    linear = [(one, one.load) for one in profile.units if one.unit.kind == "linear" and one.load is not None]
+    spent_s = sum(one.forward_s + one.backward_s for one, _ in linear)
+    if spent_s > 0:
+        # One product in forward and two in backward, of two operations for each row and value.
+        return sum(6 * load.rows * math.prod(one.unit.matrix) for one, load in linear) / spent_s
+    return TYPICAL_GPU_FLOPS if profile.device.startswith("cuda") else Cluster(1).flops
 
 
 def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, system: str) -> Setting:
@@ -119,6 +120,7 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         cluster,
         find_system(system),
         collectives=TRANSPORTS[transport],
+        offers_server=transport == "gloo",
         payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
         gathers_factors=transport == "nccl" and find_system(system).dense != "sharded",
     )

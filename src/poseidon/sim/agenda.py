@@ -12,12 +12,13 @@ class Agenda:
     def __init__(self) -> None:
         self.now = 0.0
         self._entries: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
+        self.count = 0
+        """Calls added so far: what a simulation costs."""
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Run ``call`` when ``seconds`` of simulated time have passed."""
-        heapq.heappush(self._entries, (self.now + seconds, self._count, call))
-        self._count += 1
+        heapq.heappush(self._entries, (self.now + seconds, self.count, call))
+        self.count += 1
 
     def run(self) -> None:
         """Run until nothing is left to happen."""

@@ -42,6 +42,9 @@ class Outcome:
     waits: tuple[float, ...] = ()
     """Share of its time that each worker waited, with relaxed consistency."""
 
+    events: int = 0
+    """How much had to be simulated."""
+
     @property
     def speedup(self) -> float:
         """How many workers' worth of work is done; a worker alone is 1."""

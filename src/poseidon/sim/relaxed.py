@@ -55,6 +55,7 @@ class _Relaxed:
             batch=setting.profile.batch,
             plan=self.schedule.plan,
             waits=tuple(worker.waited_s / worker.end_s for worker in workers),
+            events=self.agenda.count,
         )
 
     def delivered(self, rank: int) -> None:

@@ -57,6 +57,7 @@ class _Run:
             batch=setting.profile.batch,
             plan=self.schedule.plan,
             spans=tuple(self.spans or ()),
+            events=self.agenda.count,
         )
 
     def ready(self, machine: _Machine, step: int, unit: int) -> None:

@@ -1,7 +1,6 @@
 import itertools
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -188,12 +187,12 @@ def test_random_delays_cost_more_on_more_machines():
     assert small().step_s < few < many
 
 
-def test_a_thousand_machines_take_seconds():
+@pytest.mark.parametrize("system", ["distribute", "ddp", "poseidon-2017"])
+def test_a_thousand_machines_cost_no_more_than_one(system):
     units = [dense(f"u{i}", 193_000, 0.0002, 0.0004) for i in range(311)]
-    began = time.perf_counter()
-    for system in ("distribute", "ddp", "poseidon-2017"):
-        assert 1 < simulate(setting(profile(*units), machines=1024, gbit=10, system=system)).speedup < 1024
-    assert time.perf_counter() - began < 30  # three of them, on a machine that is busy; one alone takes 2 s
+    outcome = simulate(setting(profile(*units), machines=1024, gbit=10, system=system))
+    assert 1 < outcome.speedup < 1024
+    assert outcome.events < 50_000  # about a second
 
 
 def test_ddps_buckets_are_as_torch_makes_them():
