@@ -6,6 +6,7 @@ replace the copy, and those of the worker's changes that the server had not seen
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
 
 import numpy as np
@@ -72,11 +73,16 @@ class TableCache:
         self.staleness_seen.update(dict(zip(behind.tolist(), counts.tolist(), strict=True)))
         return self._visible.take(rows)
 
-    def take_updates(self) -> list[tuple[int, Patch]]:
-        """Take all changes not sent yet, by place."""
+    def take_updates(self, limit_bytes: int = 1 << 20) -> list[tuple[int, Patch]]:
+        """Take all changes not sent yet, by place, in pieces of about ``limit_bytes``; each piece is one update."""
         dirty = np.flatnonzero(self._dirty)
         shares = [(place, dirty[dirty % self._places == place]) for place in range(self._places)]
-        return [(place, self._take(place, rows)) for place, rows in shares if len(rows)]
+        return [
+            (place, self._note_sent(place, piece))
+            for place, rows in shares
+            if len(rows)
+            for piece in self._take(rows).split(limit_bytes)
+        ]
 
     def take_early(self, place: int, limit_bytes: int) -> Patch | None:
         """Take the changes for ``place`` worth sending before they are due, about ``limit_bytes``, if there are any."""
@@ -88,7 +94,7 @@ class TableCache:
         changes = self._unsent.take(rows).size_of_rows()
         sizes = self._visible.take(rows).size_of_rows()
         chosen = most_changed(changes, sizes, max(1, limit_bytes // per_row))
-        return self._take(place, np.sort(rows[chosen])) if len(chosen) else None
+        return self._note_sent(place, self._take(np.sort(rows[chosen]))) if len(chosen) else None
 
     def tick(self) -> int:
         """Finish a step and return the new clock; take and send the updates first."""
@@ -116,10 +122,33 @@ class TableCache:
             held = self._fresh[place :: self._places]
             np.maximum(held, reply.fresh, out=held, where=held != NEVER)
 
-    def _take(self, place: int, rows: Index) -> Patch:
+    def hand_over(self, place: int) -> list[tuple[int, Patch]]:
+        """Return the copies of a place whose server died, with the clock each is fresh up to, for a new server.
+
+        What was sent to the old one counts as delivered; from now on updates are numbered from the start.
+        """
+        mine = self._fresh[place :: self._places]
+        numbers = np.arange(place, self.spec.rows, self._places)
+        copies = []
+        for fresh in np.unique(mine[mine != NEVER]).tolist():
+            rows = numbers[mine == fresh]
+            known = self.spec.make_rows()
+            known.put(self._visible.take(rows))
+            unsent = self._unsent.take(rows[self._dirty[rows]])
+            known.add(dataclasses.replace(unsent, values=-unsent.values))
+            copies.append((fresh, known.take(rows)))
+        self._sent[place].clear()
+        self._sent_count[place] = 0
+        self._asked[place :: self._places] = False
+        return copies
+
+    def _take(self, rows: Index) -> Patch:
         patch = self._unsent.take(rows)
         self._unsent.clear(rows)
         self._dirty[rows] = False
+        return patch
+
+    def _note_sent(self, place: int, patch: Patch) -> Patch:
         self._sent_count[place] += 1
         self._sent[place].append((self._sent_count[place], patch))
         return patch

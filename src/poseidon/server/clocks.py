@@ -91,6 +91,11 @@ class Clocks:
         self._clocks[worker] = clock
         return self.slowest > before
 
+    def start_at(self, worker: int, clock: int) -> None:
+        """Set the clock of a worker that was counted elsewhere before."""
+        self._check_known(worker)
+        self._clocks[worker] = clock
+
     def may_read(self, worker: int, clock: int | None = None) -> bool:
         """Return whether ``worker`` may read at ``clock`` (its own one unless given)."""
         at = self.clock_of(worker) if clock is None else clock

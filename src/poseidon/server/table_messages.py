@@ -18,6 +18,7 @@ from poseidon.server.rows import Index, Patch
 from poseidon.server.tables import TableSpec
 
 PREFIX = 4
+NO_ROWS = np.empty(0, np.int64)
 
 
 class Flag(IntFlag):
@@ -33,6 +34,10 @@ class Flag(IntFlag):
     """STATE: these rows replace the server's."""
     SETTLED = 0x1000
     """STATE: tell me when the rows are in place."""
+    ADOPT = 0x2000
+    """STATE: my copies of a place whose server died; the last one comes with my clock."""
+    ANSWER = 0x4000
+    """STATE: from a server to the worker that asked."""
 
 
 @dataclass(frozen=True, slots=True)

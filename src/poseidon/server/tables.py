@@ -144,11 +144,6 @@ class TableServer:
         """Note that ``worker`` died; what it sent before counts."""
         return self._without(worker, self.clocks.lose(worker))
 
-    def awaited_by(self, worker: int) -> list[int]:
-        """Return the workers that the waiting reads of ``worker`` wait for."""
-        clocks = [clock for who, clock, _ in self._waiting if who == worker]
-        return self.clocks.awaited_by(max(clocks)) if clocks else []
-
     def early(self, worker: int, limit_bytes: int) -> Reply | None:
         """Return rows worth sending to ``worker`` before they are due, about ``limit_bytes`` of them, or None.
 

@@ -1,0 +1,319 @@
+"""Tables of shared rows for programs that are no neural nets: ``get``, ``inc``, ``clock``.
+
+::
+
+    with poseidon.ps.connect() as job:
+        table = job.table("weights", rows=10, width=64, consistency="ssp", staleness=2)
+        for step in range(100):
+            weights = table.get(range(10))
+            table.inc(range(10), -0.1 * gradient(weights))
+            table.clock()
+
+Run it with ``torchrun`` or ``poseidon run`` on several workers, or alone. ``docs/parameter-server.md`` tells more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from poseidon.errors import ConfigError
+from poseidon.server import snapshot
+from poseidon.server.formats import Array
+from poseidon.server.node import Node
+from poseidon.server.rows import Index, Patch, combine, combine_columns, sparse_patch
+from poseidon.server.tables import TableSpec
+from poseidon.wire.settings import WireSettings
+from poseidon.wire.transport import Transport
+
+__all__ = ["Job", "SparseRow", "Table", "connect"]
+
+
+class SparseRow(NamedTuple):
+    """The touched columns of a row, ascending, and their values; all other columns are zero."""
+
+    columns: Index
+    values: Array
+
+
+def connect(
+    *,
+    servers: Sequence[int] | None = None,
+    timeout_s: float = 60.0,
+    settings: WireSettings | None = None,
+    transport: Transport | None = None,
+) -> Job:
+    """Join the other workers of the job and return it; collective. Use it in a ``with`` statement.
+
+    The job is the one :func:`poseidon.init` finds; a process that nobody launched works alone. Rows live in all workers
+    alike, or in the ranks named in ``servers``, which then are no workers. A read that waits for ``timeout_s`` gives
+    up the workers it waits for: set it well above the time of a step. ``settings`` choose the network interface, a
+    bandwidth cap, encryption.
+
+    A ``transport`` that is given must not be connected yet, or not be used for tables before all have called this.
+    """
+    if timeout_s <= 0:
+        raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
+    if transport is not None:
+        return Job(Node(transport, servers=servers, timeout_s=timeout_s))
+    if _job_size() == 1:
+        return Job(Node(None, timeout_s=timeout_s))
+    return _connect_team(servers, timeout_s, settings)
+
+
+def _job_size() -> int:
+    import torch.distributed as dist
+
+    from poseidon.launch.environment import init
+
+    return dist.get_world_size() if dist.is_initialized() else init().size
+
+
+def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: WireSettings | None) -> Job:
+    from poseidon.team.team import Team
+    from poseidon.team.wiring import connect_wire
+
+    team = Team(None, timeout_s)
+    try:
+        transport = connect_wire(team, range(team.size), settings)
+        job = Job(Node(transport, servers=servers, timeout_s=timeout_s), transport)
+        # Nobody may send before everybody listens.
+        team.gather_ints([0], "the start of the tables")
+        return job
+    finally:
+        team.close()
+
+
+class Job:
+    """A job's tables, as one of its ranks takes part; made by :func:`connect`.
+
+    Leaving the ``with`` block waits until all workers are done, since others may still need the rows held here; leaving
+    it by an exception tells the others at once that this worker is lost. A rank that is only a server has nothing to do
+    in the block: it serves until all workers have left it.
+    """
+
+    def __init__(self, node: Node, transport: Transport | None = None) -> None:
+        self._node = node
+        self._transport = transport
+        self._is_closed = False
+        self.tables: dict[str, Table] = {}
+        _open_jobs.append(self)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all of the job."""
+        return self._node.rank
+
+    @property
+    def workers(self) -> list[int]:
+        """Ranks that use the tables."""
+        return self._node.workers
+
+    @property
+    def servers(self) -> list[int]:
+        """Ranks that hold the rows."""
+        return self._node.servers
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank uses the tables."""
+        return self._node.is_worker
+
+    @property
+    def losses(self) -> dict[int, int]:
+        """Workers that died, each with its last clock known here."""
+        return dict(self._node.losses)
+
+    def table(self, name: str, rows: int, width: int, dtype: str = "float32", **options: Any) -> Table:
+        """Open a table, the same way on all workers; the options are those of :class:`Table`."""
+        return Table(name, rows, width, dtype, job=self, **options)
+
+    def clock(self) -> None:
+        """Finish a step of all tables."""
+        for table in self.tables.values():
+            table.clock()
+
+    def close(self) -> None:
+        """Finish, serve until all workers have, and go. Further calls do nothing."""
+        if not self._is_closed:
+            try:
+                self._node.leave()
+            finally:
+                self._disconnect()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif not self._is_closed:
+            self._node.abandon()
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._is_closed = True
+        _open_jobs.remove(self)
+        if self._transport is not None:
+            self._transport.close()
+
+
+_open_jobs: list[Job] = []
+"""Jobs of this process that are not closed, the latest last."""
+
+
+class Table:
+    """Rows that all workers read and add to.
+
+    ``consistency`` says what a read may miss: under ``"bsp"`` it holds exactly all workers' updates of the finished
+    clocks, in the same bits everywhere; under ``"ssp"`` at least all but the last ``staleness`` clocks, and
+    no worker gets further ahead of the slowest than that; under ``"asp"`` nobody waits. A worker's own updates are in
+    every read. ``sparse`` rows keep only columns that were touched. ``eager`` servers send changed rows to the workers
+    that read them before, without being asked. ``managed`` lets idle bandwidth carry updates early, the largest
+    relative change first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        width: int,
+        dtype: str = "float32",
+        *,
+        consistency: str = "bsp",
+        staleness: int = 0,
+        sparse: bool = False,
+        eager: bool = True,
+        managed: bool = False,
+        job: Job | None = None,
+    ) -> None:
+        job = job or _current_job()
+        if not job.is_worker:
+            raise ConfigError(f"rank {job.rank} is a server and opens no tables; it serves until the job is closed")
+        self.spec = TableSpec(name, rows, width, dtype, consistency, staleness, sparse, eager, managed)
+        self._worker = job._node.worker
+        self._is_first = job.rank == job.workers[0]
+        self._cache = self._worker.open(self.spec)
+        job.tables[name] = self
+
+    @property
+    def now(self) -> int:
+        """Clock of this worker: the steps it has finished."""
+        return self._cache.clock
+
+    @property
+    def staleness_seen(self) -> Counter[int]:
+        """How many rows were read that were so many clocks behind this worker."""
+        return self._cache.staleness_seen
+
+    def get(self, rows: int | npt.ArrayLike) -> Any:
+        """Return a copy of one row (a vector) or several (a matrix); of sparse tables a :class:`SparseRow` each.
+
+        Waits until the rows are as fresh as the consistency demands.
+        """
+        numbers = self._numbers(rows)
+        unique, inverse = np.unique(numbers, return_inverse=True)
+        patch = self._worker.get(self._cache, unique)
+        if patch.columns is not None and patch.starts is not None:
+            parts = [slice(patch.starts[place], patch.starts[place + 1]) for place in inverse]
+            found = [SparseRow(patch.columns[part], patch.values[part]) for part in parts]
+            return found[0] if np.ndim(rows) == 0 else found
+        values = patch.values if np.array_equal(unique, numbers) else patch.values[inverse]
+        return values[0] if np.ndim(rows) == 0 else values
+
+    def inc(self, rows: int | npt.ArrayLike, deltas: Any, columns: npt.ArrayLike | None = None) -> None:
+        """Add ``deltas`` to one row or several; seen here at once, by others after the next :meth:`clock`.
+
+        For a sparse table give one row with the ``columns`` of its deltas, or several with a :class:`SparseRow` each.
+        """
+        numbers = self._numbers(rows)
+        if self.spec.sparse:
+            contents = deltas if columns is None else [SparseRow(np.asarray(columns), np.asarray(deltas))]
+            self._worker.inc(self._cache, self._sparse_changes(numbers, contents))
+            return
+        values = np.asarray(deltas, self.spec.dtype).reshape(-1, self.spec.width) if np.size(deltas) else np.empty(0)
+        if columns is not None or len(values) != len(numbers) or np.shape(deltas)[-1:] != (self.spec.width,):
+            raise ConfigError(
+                f"table {self.spec.name!r}: changes of shape {np.shape(deltas)} for {len(numbers)} rows "
+                f"of width {self.spec.width}"
+            )
+        self._worker.inc(self._cache, combine(numbers, values))
+
+    def clock(self) -> int:
+        """Finish a step: send all changes, and return the new clock. Does not wait; the next :meth:`get` may."""
+        return self._worker.clock(self._cache)
+
+    def start_from(self, values: npt.ArrayLike) -> None:
+        """Begin with these rows (dense tables): all workers call it first of all; those of the first worker count."""
+        array = np.asarray(values, self.spec.dtype)
+        if self.spec.sparse or array.shape != (self.spec.rows, self.spec.width):
+            raise ConfigError(
+                f"table {self.spec.name!r} ({'sparse' if self.spec.sparse else 'dense'}) of {self.spec.rows} rows and "
+                f"width {self.spec.width} cannot start from an array of shape {array.shape}"
+            )
+        patch = Patch(np.arange(self.spec.rows), array)
+        self._worker.start_from(self._cache, patch if self._is_first else None)
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write what the servers hold to a file, whole or not at all. One worker is enough; others may go on.
+
+        Under BSP the file holds exactly the clocks that all workers have finished.
+        """
+        clock, patches = self._worker.save(self._cache)
+        snapshot.save(Path(path), self.spec, clock, patches)
+
+    def restore(self, path: str | Path) -> int:
+        """Begin with the rows in a file and return the clock they were saved at; all workers call it first of all.
+
+        Only the first worker reads the file's rows. The number of workers and servers may be another one.
+        """
+        clock, patches = snapshot.load(Path(path), self.spec)
+        whole = self.spec.make_rows()
+        for patch in patches:
+            whole.put(patch)
+        self._worker.start_from(self._cache, whole.take(whole.touched()) if self._is_first else None)
+        return clock
+
+    def _numbers(self, rows: int | npt.ArrayLike) -> Index:
+        numbers = np.atleast_1d(np.asarray(rows))
+        if numbers.size == 0:
+            return np.empty(0, np.int64)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise ConfigError(f"table {self.spec.name!r}: rows are given as {rows!r}; expected whole numbers")
+        if numbers.min() < 0 or numbers.max() >= self.spec.rows:
+            wrong = numbers[(numbers < 0) | (numbers >= self.spec.rows)][0]
+            raise ConfigError(
+                f"table {self.spec.name!r} has rows 0 to {self.spec.rows - 1}; row {wrong} is none of them"
+            )
+        return numbers.astype(np.int64)
+
+    def _sparse_changes(self, numbers: Index, contents: Sequence[SparseRow]) -> Patch:
+        if len(contents) != len(numbers) or len(np.unique(numbers)) != len(numbers):
+            raise ConfigError(
+                f"table {self.spec.name!r}: changes to {len(contents)} rows for rows {numbers.tolist()}; "
+                "give one SparseRow for each row, and each row once"
+            )
+        merged = []
+        for columns, values in contents:
+            columns = np.asarray(columns, np.int64)
+            if len(columns) != len(values) or (
+                len(columns) and not 0 <= columns.min() <= columns.max() < self.spec.width
+            ):
+                raise ConfigError(
+                    f"table {self.spec.name!r}: {len(values)} values for columns {columns[:5]}...; "
+                    f"columns are 0 to {self.spec.width - 1}"
+                )
+            merged.append(combine_columns(columns, np.asarray(values, self.spec.dtype)))
+        return sparse_patch(numbers, merged, np.empty(0, self.spec.dtype))
+
+
+def _current_job() -> Job:
+    if not _open_jobs:
+        raise ConfigError("no job is open: make tables inside `with poseidon.ps.connect() as job:`")
+    return _open_jobs[-1]
