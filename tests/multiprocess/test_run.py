@@ -24,6 +24,19 @@ def test_two_workers_train_and_stay_alike(tmp_path: Path) -> None:
     assert not ended.left
 
 
+def test_workers_meet_at_one_address_only(tmp_path: Path) -> None:
+    (tmp_path / "where.py").write_text(
+        "import os, pathlib, poseidon\n"
+        "poseidon.init()\n"
+        "port = f\":{int(os.environ['MASTER_PORT']):04X}\"\n"
+        "rows = [row.split() for name in ('tcp', 'tcp6') for row in pathlib.Path(f'/proc/net/{name}').open()]\n"
+        "print('listens', [row[1] for row in rows if row[3] == '0A' and row[1].endswith(port)])\n"
+    )
+    ended = run_poseidon(*TWO, "where.py", folder=tmp_path)
+    places = {line.split("listens")[1].split(":")[0] for line in ended.out.splitlines()}
+    assert places == {" ['0100007F"}, ended.err
+
+
 @pytest.mark.parametrize("when", ["start", "middle", "end"])
 @pytest.mark.parametrize("fault", ["exit", "raise", "kill", "segv", "orphan", "stop"])
 def test_every_kind_of_death_is_named_and_leaves_nothing(fault: str, when: str, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from poseidon.errors import ConfigError
 
@@ -112,11 +114,31 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     if world.size > 1 and not dist.is_initialized():
         chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        dist.init_process_group(
-            chosen,
-            init_method=f"tcp://{world.master_addr}:{world.master_port}",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        timeout = timedelta(seconds=timeout_s)
+        meeting: dict[str, Any] = {"init_method": f"tcp://{world.master_addr}:{world.master_port}"}
+        if "POSEIDON_RUN" in os.environ:
+            meeting = {"store": _open_store(world, timeout)}
+        dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
     return world
+
+
+def _open_store(world: World, timeout: timedelta) -> Any:
+    """Return the job's store, which listens on the meeting place's address alone; by itself torch opens it on all."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    if world.rank != 0:
+        return TCPStore(world.master_addr, world.master_port, world.size, False, timeout)
+    family = socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((world.master_addr, world.master_port), family=family, backlog=1024)
+    # Only torch's older server, which this asks for, takes a socket that is open already; it owns it from here on.
+    return TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.size,
+        True,
+        timeout,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
+    )

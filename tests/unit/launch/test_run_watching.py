@@ -96,13 +96,33 @@ def test_nothing_moves_for_too_long() -> None:
     assert not watch.is_hung(now=99.0), "asked only once"
     assert watch.verdict(now=15.6) is None
     watch.read_line(1, "Fatal Python error: Aborted", is_error=True, now=15.7)
-    watch.exited(1, -6, now=15.8)
+    for rank in range(3):
+        watch.exited(rank, -6, now=15.8)
     death = watch.verdict(now=15.9)
     assert death is not None
     assert (death.rank, death.kind, death.exit_status) == (1, Kind.HANG, 124)
     assert death.tail == ("Fatal Python error: Aborted",)
     assert "at step 3, in forward" in death.how
     assert "at step 3, at the end of backward" in watch.where_others_stood(1, 16.0)[0]
+
+
+def test_who_waits_for_others_is_not_who_hangs() -> None:
+    watch = watching(hang_timeout_s=1.0)
+    watch.read_line(1, "now I hang", is_error=False, now=4.0)
+    watch.note_hang(now=5.0)
+    waits = [
+        "Current thread 0x01 (most recent call first):",
+        '  File "/x/torch/distributed/rendezvous.py", line 1 in f',
+    ]
+    busy = ["Current thread 0x01 (most recent call first):", '  File "/x/train.py", line 1 in spin']
+    thread = ["Thread 0x02 (most recent call first):", '  File "/x/torch/distributed/y.py", line 1 in run']
+    for rank, stack in enumerate((waits, [*thread, *busy], waits)):
+        for line in (*stack, '  File "/x/train.py", line 9 in <module>'):
+            watch.read_line(rank, line, is_error=True, now=5.1)
+        watch.exited(rank, -6, now=5.2)
+    death = watch.verdict(now=5.3)
+    assert death is not None
+    assert death.rank == 1, "though the others have been quiet for longer"
 
 
 def test_a_hung_worker_that_shows_nothing_is_not_waited_for_long() -> None:

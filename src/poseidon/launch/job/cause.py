@@ -71,6 +71,7 @@ _SYMPTOMS = re.compile(
     r"|ncclRemoteError|remote process exited or there was a network error|ncclSystemError"
     r"|DistNetworkError|DistStoreError|failed to recv, got 0 bytes"
 )
+_EXCHANGES = re.compile(r"/torch/distributed/|/poseidon/(?:team|engine|routes|wire|server|launch/environment)")
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
 _ACCUSED = re.compile(
     r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*)"
@@ -128,10 +129,24 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
     return cause
 
 
+def waits_for_others(lines: Sequence[str]) -> bool:
+    """Tell from what an aborted Python showed whether its main thread was waiting for other workers."""
+    stacks: list[list[str]] = []
+    for line in lines:
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            stacks.append([])
+        elif line.startswith("  File") and stacks:
+            stacks[-1].append(line)
+    # The innermost call comes first; only the main thread began with a module.
+    return any(
+        _EXCHANGES.search("\n".join(stack)) is not None for stack in stacks if stack and stack[-1].endswith("<module>")
+    )
+
+
 def last_traceback(lines: Sequence[str], limit: int = 40) -> list[str]:
     """Return the last traceback in these lines (or what Python shows when it is aborted), else the last few lines."""
     # torch marks the lines of an error with the worker's rank, which everybody knows by now.
-    lines = [_RANK_MARK.sub("", line) for line in lines]
+    lines = [_RANK_MARK.sub("", line) for line in lines if not line.startswith("Extension modules:")]
     starts = [
         number
         for number, line in enumerate(lines)

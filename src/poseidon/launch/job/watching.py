@@ -17,7 +17,7 @@ SYMPTOM_S = 9.5
 """The same where only symptoms are known: a machine that vanished is noticed by its silence only then."""
 STACKS_S = 2.0
 """How long hung workers get to show where they stand."""
-_TAIL = 60
+_TAIL = 200
 
 
 class Watching:
@@ -35,7 +35,6 @@ class Watching:
         self._died_at = 0.0
         self._lost_machines: set[int] = set()
         self._hung_at: float | None = None
-        self._culprit: int | None = None
         self._stood: dict[int, str] = {}
         self._slowest = Slowest()
         self._looked_at = now
@@ -69,11 +68,9 @@ class Watching:
         self._die(Death(ranks[0], self._places[ranks[0]].host, Kind.MACHINE, 0, self._tail(ranks[0]), reason), now)
 
     def note_hang(self, now: float) -> None:
-        """Fix who is behind the others, before ending them changes that."""
-        running = self._running()
+        """Note where everybody stands, before ending them changes that."""
         self._hung_at = now
-        self._culprit = furthest_behind(self._standings, running)
-        self._stood = {rank: self._standings[rank].describe(now) for rank in running}
+        self._stood = {rank: self._standings[rank].describe(now) for rank in self._running()}
 
     # What follows from it.
 
@@ -135,15 +132,19 @@ class Watching:
         return tuple(self._errors[rank] or list(self._lines[rank])[-5:])
 
     def _hang_verdict(self, now: float) -> Death | None:
-        assert self._culprit is not None
+        """Name the worker that does not wait for others; if that does not single one out, the one furthest behind."""
         assert self._hung_at is not None
-        if self._culprit not in self._statuses and now - self._hung_at < STACKS_S:
+        if not self._statuses.keys() >= self._stood.keys() and now - self._hung_at < STACKS_S:
             return None
-        place = self._places[self._culprit]
-        note = f"nothing moved for {self._hang_timeout_s:g} s (--hang-timeout), and it is furthest behind"
-        stood = self._stood[self._culprit]
+        hung = list(self._stood)
+        busy = [rank for rank in hung if not causes.waits_for_others(self._errors[rank])]
+        place = self._places[furthest_behind(self._standings, busy or hung)]
+        note = f"nothing moved for {self._hang_timeout_s:g} s (--hang-timeout), and the others wait for it"
+        if len(hung) == 1:
+            note = f"nothing moved for {self._hang_timeout_s:g} s (--hang-timeout)"
+        stood = self._stood[place.rank]
         return Death(
-            place.rank, place.host, Kind.HANG, 0, self._tail(place.rank), f"{note}: {stood}" if stood else note
+            place.rank, place.host, Kind.HANG, 0, self._tail(place.rank), f"{note}; {stood}" if stood else note
         )
 
     def _where(self, place: Place, now: float) -> str:

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poseidon.launch.hosts import read_cluster_file, read_hostfile
+from poseidon.launch.job.script import check_script
+from poseidon.launch.run_settings import SETTINGS, resolve
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "launch"
+
+
+def test_every_host_file_is_one_that_works() -> None:
+    assert [(host.name, host.slots) for host in read_hostfile(EXAMPLES / "hosts.txt")] == [
+        ("node1", 2),
+        ("node2", 2),
+        ("node3", 1),
+    ]
+    original = read_hostfile(EXAMPLES / "hosts_original.txt")
+    assert [(host.name, host.service_port) for host in original][:1] == [("192.0.2.1", 29500)]
+    as_json = read_cluster_file(EXAMPLES / "cluster_original.json").hosts
+    assert [host.name for host in as_json] == [host.name for host in original]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="TOML needs Python 3.11")
+def test_the_cluster_file_sets_what_it_says() -> None:
+    cluster = read_cluster_file(EXAMPLES / "cluster.toml")
+    assert [(host.name, host.slots, host.user, host.port) for host in cluster.hosts] == [
+        ("node1", 2, "ann", None),
+        ("node2", 2, "ann", 2222),
+    ]
+    chosen = resolve({}, cluster.settings, "cluster.toml", {})
+    assert (chosen["restarts"].value, chosen["hang_timeout"].value) == (2, 600.0)
+
+
+@pytest.mark.parametrize("name", ["train.py", "ray_train.py"])
+def test_the_scripts_can_be_read(name: str) -> None:
+    check_script(EXAMPLES / name)
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
+def test_the_shell_scripts_can_be_read(name: str) -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True, timeout=20)
+
+
+def test_the_guides_name_every_example_and_every_option() -> None:
+    guide = (ROOT / "docs" / "launching.md").read_text()
+    for setting in SETTINGS:
+        assert f"--{setting.name.replace('_', '-')}" in guide
+    cluster = (ROOT / "docs" / "cluster.md").read_text()
+    for name in ("torchrun.sh", "slurm.sbatch", "pytorchjob.yaml", "ray_train.py"):
+        assert name in cluster
+        assert (EXAMPLES / name).exists()
+
+
+def test_the_pods_run_a_command_that_exists() -> None:
+    commands = re.findall(r"command: \[(.*)\]", (EXAMPLES / "pytorchjob.yaml").read_text())
+    assert len(commands) == 2
+    assert all(command.startswith('"poseidon", "run"') for command in commands)
