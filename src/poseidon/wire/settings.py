@@ -32,7 +32,7 @@ class WireSettings:
     in_flight_bytes: int = 1
     """A connection is given its next message when it is busy with fewer bytes than this. 1: one message at a time,
     with the kernel's buffer to bridge the gap between two."""
-    send_buffer_bytes: int = 128 << 10
+    send_buffer_bytes: int = 64 << 10
     """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
     receive_queue: int = 8
     """Messages each connection may hold that no handler has seen; then its sender must wait."""

@@ -1,0 +1,80 @@
+import pytest
+
+from poseidon.errors import ConfigError, WireError
+from poseidon.wire.address import Address, listening_ip
+from poseidon.wire.open import open_transport
+from poseidon.wire.secret import JobSecret
+from poseidon.wire.settings import WireSettings
+
+
+def test_environment_goes_over_defaults():
+    environment = {
+        "POSEIDON_WIRE_CAP_MBIT": "200",
+        "POSEIDON_WIRE_ENCRYPT": "yes",
+        "POSEIDON_WIRE_STREAMS_PER_PEER": "3",
+        "HOME": "/",
+    }
+    settings = WireSettings.from_environment(environment, interface="eth0", streams_per_peer=2)
+    assert settings == WireSettings(cap_mbit=200.0, encrypt=True, streams_per_peer=3, interface="eth0")
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"POSEIDON_WIRE_CAP": "1"}, "POSEIDON_WIRE_CAP is no wire setting; known: .*POSEIDON_WIRE_CAP_MBIT"),
+        ({"POSEIDON_WIRE_CAP_MBIT": "fast"}, "'fast'; a number is expected"),
+        ({"POSEIDON_WIRE_ENCRYPT": "maybe"}, "'maybe'; write 1 or 0"),
+        ({"POSEIDON_WIRE_IO_THREADS": "0"}, "io_threads is 0; it must be at least 1"),
+        ({"POSEIDON_WIRE_CARRIER": "pigeon"}, "unknown wire carrier 'pigeon'; known: tcp, zeromq"),
+        ({"POSEIDON_WIRE_IP": "0.0.0.0"}, "name the one address to listen on"),
+    ],
+)
+def test_wrong_settings_are_refused(environment, says):
+    with pytest.raises(ConfigError, match=says):
+        WireSettings.from_environment(environment)
+
+
+def test_addresses_survive_being_told():
+    address = Address("10.77.0.2", (4000, 4001), "ab12")
+    assert Address.parse(str(address)) == address
+    assert [address.endpoint(sender, 0) for sender in range(3)] == [
+        "tcp://10.77.0.2:4000",
+        "tcp://10.77.0.2:4001",
+        "tcp://10.77.0.2:4000",
+    ]
+    assert address.endpoint(0, 1) == "tcp://10.77.0.2:4001"
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.1", "host:5#ab", "10.0.0.1:x#ab", "10.0.0.1:5#a#b"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(WireError, match="is no address"):
+        Address.parse(text)
+
+
+def test_the_listening_address_is_one():
+    assert listening_ip(WireSettings()) == "127.0.0.1"
+    assert listening_ip(WireSettings(ip="10.1.2.3", interface="lo")) == "10.1.2.3"
+    assert listening_ip(WireSettings(interface="lo")) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"'nosuch0' has no IPv4 address .* this machine has: .*lo"):
+        listening_ip(WireSettings(interface="nosuch0"))
+
+
+def test_words_and_keys_hold_for_one_pair_and_one_listener():
+    secret, other = JobSecret(b"s" * 32), JobSecret(b"t" * 32)
+    words = {
+        secret.word("n", 0, 1),
+        secret.word("n", 1, 0),
+        secret.word("m", 0, 1),
+        secret.word("n", 0, 2),
+        other.word("n", 0, 1),
+    }
+    assert len(words) == 5
+    assert secret.word("n", 0, 1) in words
+    assert secret.keys("sender", "", 1) == JobSecret(b"s" * 32).keys("sender", "", 1)
+    assert secret.keys("sender", "", 1) != secret.keys("listener", "", 1)
+    assert "sss" not in repr(secret)
+
+
+def test_a_short_secret_is_refused():
+    with pytest.raises(ConfigError, match="has 5 bytes; at least 16"):
+        open_transport(0, 1, b"short")
