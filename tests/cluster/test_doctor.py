@@ -32,23 +32,6 @@ with IPRoute() as netlink:
 """
 
 
-class ReapingLab(Lab):
-    """A lab that waits at its end for what was started in it, ssh servers among them."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.started = []
-
-    def spawn(self, *args, **options):
-        self.started.append(super().spawn(*args, **options))
-        return self.started[-1]
-
-    def down(self):
-        super().down()
-        for process in self.started:
-            process.wait(20)
-
-
 def on(lab, machine, code):
     assert lab.spawn(machine, [sys.executable, "-c", code]).wait(30) == 0
 
@@ -110,7 +93,7 @@ def summary(data):
 @pytest.fixture
 def cluster(request, tmp_path):
     machines, rate = request.param
-    with ReapingLab(machines=machines, rate=rate) as lab, serving(lab, tmp_path) as ssh:
+    with Lab(machines=machines, rate=rate) as lab, serving(lab, tmp_path) as ssh:
         yield Cluster(lab, ssh, tmp_path)
 
 
@@ -195,7 +178,7 @@ def test_large_packets_that_vanish_between_two_hosts_are_found(cluster):
 
 
 def test_every_way_in_which_ssh_fails_is_told_apart(tmp_path):
-    with ReapingLab(machines=5, rate="100mbit") as lab, serving(lab, tmp_path, without=(1,)) as ssh:
+    with Lab(machines=5, rate="100mbit") as lab, serving(lab, tmp_path, without=(1,)) as ssh:
         cluster = Cluster(lab, ssh, tmp_path)
         known = ssh.config.with_name("known_hosts")
         kept = [line for line in known.read_text().splitlines() if not line.startswith("machine2,")]

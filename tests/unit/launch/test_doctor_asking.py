@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from poseidon.launch.doctor.asking import Conversation, LostProbeError, NoProbeError, here
+from poseidon.launch.doctor.asking import Conversation, LostProbeError, NoProbeError
 from poseidon.launch.hosts import Host
-from poseidon.launch.ssh import is_here
 
 HOST = Host("node1")
 
@@ -134,7 +133,3 @@ def test_clocks_are_compared(remote, conversation):
     clock = conversation.read_clock(10)
     answering.join()
     assert abs(clock.ahead_s - 100) <= clock.uncertainty_s + 0.01
-
-
-def test_this_machine_needs_no_ssh():
-    assert is_here(here())

@@ -1,3 +1,4 @@
+import argparse
 import io
 import json
 import time
@@ -14,6 +15,7 @@ from poseidon.launch.doctor.findings import error, warning
 from poseidon.launch.doctor.interfaces import read_interfaces
 from poseidon.launch.doctor.probe import CLOCK_OFFSET, Probe
 from poseidon.launch.doctor.report import examination_to_json, format_examination
+from poseidon.launch.ssh import is_here
 
 BAD = error("b", "ports", "port 29500 (timed out)", "open ports", "sudo ufw allow from 10.0.0.1")
 SO_SO = warning("a", "clock", "30 s ahead", "less", "sudo timedatectl set-ntp true")
@@ -149,6 +151,30 @@ def test_wrong_options_are_answered_before_anything_starts(words, complaint, cap
     monkeypatch.setattr(command, "examine", lambda *_, **__: pytest.fail("nothing may be started"))
     assert cli.main(["doctor", *words]) == 1
     assert complaint in capsys.readouterr().err
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_hosts_are_reached_as_a_job_would_reach_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSEIDON_RUN_PYTHON", "/venv/bin/python")
+    first, second = command.find_hosts(parse("--hosts", "a,bob@b:2", "--user", "ann", "--interface", "eth1"))
+    assert (first.user, first.python, first.interface) == ("ann", "/venv/bin/python", "eth1")
+    assert (second.user, second.slots) == ("bob", 2)
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({"hosts": ["a", "b"], "identity": "/key", "master_port": 4000}))
+    first, second = command.find_hosts(parse("-c", str(file)))
+    assert (first.identity, first.service_port, second.service_port) == ("/key", 4000, None)
+
+
+def test_without_hosts_it_is_this_machine_with_a_worker_for_each_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (host,) = command.find_hosts(parse())
+    assert host.slots == 2
+    assert is_here(host)
 
 
 def test_progress_is_for_terminals_only(monkeypatch, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -170,11 +169,6 @@ def start(host: Host, settings: SshSettings) -> Conversation:
     pipe = subprocess.PIPE
     process = subprocess.Popen([python, "-m", _MODULE], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     return Conversation(host, process, True)
-
-
-def here() -> Host:
-    """Return this machine as a host."""
-    return Host(os.uname().nodename or "localhost", address="127.0.0.1")
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

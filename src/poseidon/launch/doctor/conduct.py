@@ -43,8 +43,6 @@ class Options:
 
     ports: tuple[int, ...] = (29500,)
     """Where workers may meet; tried on every host."""
-    interface: str = ""
-    """Interface of every host that carries the job's traffic; empty: found for each."""
     seconds: float = 0.5
     """How long each stream is measured."""
     streams: int = 4
@@ -121,7 +119,7 @@ def _look_at(conversation: Conversation, options: Options) -> _Patient:
         facts=facts,
         slots=host.slots,
         clock=clock,
-        wanted_interface=host.interface or options.interface,
+        wanted_interface=host.interface,
         is_local=conversation.is_local,
     )
     return _Patient(conversation, report)
