@@ -194,21 +194,25 @@ class TcpTransport(NetworkTransport):
 
     def _open(self, peer: int, address: Address, deadline: float) -> socket.socket:
         """Return a connection to ``peer`` that both sides trust."""
-        try:
-            connection = socket.create_connection(
-                (address.ip, address.ports[0]),
-                timeout=max(0.1, deadline - time.monotonic()),
-                source_address=(listening_ip(self._settings), 0),
-            )
-            claim(connection, self._secret, self.rank, peer)
-        except FrameError as error:
-            raise WireError(f"{error}; give all workers the same") from None
-        except OSError as error:
-            raise WireError(
-                f"rank {self.rank} reached no connection to rank {peer} at {address.ip}:{address.ports[0]} within "
-                f"{self._settings.connect_timeout_s:g} s: {error}; check that its machine is up and that no firewall "
-                "is between"
-            ) from None
+        with contextlib.ExitStack() as undo:
+            try:
+                connection = undo.enter_context(
+                    socket.create_connection(
+                        (address.ip, address.ports[0]),
+                        timeout=max(0.1, deadline - time.monotonic()),
+                        source_address=(listening_ip(self._settings), 0),
+                    )
+                )
+                claim(connection, self._secret, self.rank, peer)
+            except FrameError as error:
+                raise WireError(f"{error}; give all workers the same") from None
+            except OSError as error:
+                raise WireError(
+                    f"rank {self.rank} reached no connection to rank {peer} at {address.ip}:{address.ports[0]} within "
+                    f"{self._settings.connect_timeout_s:g} s: {error}; check that its machine is up and that no "
+                    "firewall is between"
+                ) from None
+            undo.pop_all()
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.send_buffer_bytes)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

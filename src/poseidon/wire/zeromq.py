@@ -179,6 +179,11 @@ class ZeroMQTransport(NetworkTransport):
         try:
             ports = tuple(listener.bind_to_random_port(f"tcp://{ip}") for listener in self._listeners)
         except zmq.ZMQError as error:
+            self._is_closed = True
+            for socket in (*self._listeners, *(outlet for outlets in self._outlets for outlet in outlets)):
+                socket.close(linger=0)
+            self._context.term()
+            self._guard.join()
             raise WireError(f"rank {self.rank} cannot listen on {ip}: {error}; is it this machine's address?") from None
         return Address(ip, ports, self._nonce)
 
