@@ -122,7 +122,7 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         collectives=TRANSPORTS[transport],
         offers_server=transport == "gloo",
         payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
-        gathers_factors=transport == "nccl" and find_system(system).dense != "sharded",
+        gathers_factors=transport == "nccl",
     )
 
 

@@ -123,7 +123,6 @@ def _write_trace(path: Path, base: Setting, axes: Axes) -> None:
         slow = () if not base.slowdowns else (1.0,) * (count - 1) + (base.slowdowns[-1],)
         return replace(
             base, cluster=cluster, system=system, slowdowns=slow, steps=3,
-            gathers_factors=base.gathers_factors and system.dense != "sharded",
         ).with_rate(rate)  # fmt: skip
 
     title = f"{count} machines at {format_rate(rate)}"

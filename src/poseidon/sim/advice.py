@@ -85,7 +85,7 @@ def _options(setting: Setting) -> Iterator[tuple[str, Setting]]:
         if faster:
             yield f"{format_rate(faster[0])} links", setting.with_rate(faster[0])
         if not setting.system.overlaps_forward:
-            overlapped = replace(setting, system=SYSTEMS["distribute"], gathers_factors=False)
+            overlapped = replace(setting, system=SYSTEMS["distribute"])
             yield "poseidon.distribute, which lets the exchange run into the next forward", overlapped
         yield (
             "gradients in bf16 on the wire (lossy, so it must be asked for)",

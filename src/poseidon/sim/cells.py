@@ -60,5 +60,5 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         messages=TRANSPORTS["messages"].on_cores(cores),
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl,
-        gathers_factors=is_nccl and system != "poseidon-distribute",
+        gathers_factors=is_nccl,
     )

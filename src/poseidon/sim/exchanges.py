@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from poseidon.planning.ordering import order_by_need
 from poseidon.planning.packing import assign_buckets
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.server.chunks import Chunk
@@ -103,8 +105,22 @@ def make_schedule(setting: Setting) -> Schedule:
     exchanges += _collectives(setting, dense)
     place = {unit: at for at, unit in enumerate(profile.ready_order)}
     exchanges.sort(key=lambda exchange: max(place[unit] for unit in exchange.units))
+    if system.overlaps_forward:
+        exchanges = _by_need(setting, exchanges, place)
     rebuild, saved = zip(*(_device_s(entries[i], i in special) for i in range(count)), strict=True)
     return Schedule(plan, tuple(exchanges), rebuild, saved)
+
+
+def _by_need(setting: Setting, exchanges: list[Exchange], place: Mapping[int, int]) -> list[Exchange]:
+    """Return the exchanges with collectives in the order that the engine settles when forward need not wait for all."""
+    profile = setting.profile
+    ready_s = list(itertools.accumulate(profile.units[i].backward_s for i in profile.ready_order))
+    collectives = [exchange for exchange in exchanges if exchange.is_collective]
+    order = order_by_need(
+        [ready_s[max(place[unit] for unit in exchange.units)] for exchange in collectives],
+        [exchange.out_bytes / setting.cluster.between.bytes_per_s for exchange in collectives],
+    )
+    return [*(collectives[number] for number in order), *(each for each in exchanges if not each.is_collective)]
 
 
 def _device_s(entry: PlanEntry, is_special: bool) -> tuple[float, float]:
@@ -173,9 +189,9 @@ def _broadcast(setting: Setting, unit: int, entry: PlanEntry) -> Exchange:
         units=(unit,),
         route=entry.route,
         legs=(Leg(cost.wire_bytes if machines > 1 else 0.0),),
-        is_collective=setting.gathers_factors,
-        staged_bytes=0.0 if setting.gathers_factors else own * machines,
-        hops=machines - 1 if setting.gathers_factors else 2,
+        is_collective=setting.uses_gathers,
+        staged_bytes=0.0 if setting.uses_gathers else own * machines,
+        hops=machines - 1 if setting.uses_gathers else 2,
         inside_s=_inside_s(setting, own),
     )
 

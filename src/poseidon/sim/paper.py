@@ -58,7 +58,6 @@ def predict(profile: Profile, system: str, machines: int, link_bits: float = LIN
         collectives=TRANSPORTS["ideal"],
         messages=TRANSPORTS["ideal"],
         payload=1.0,
-        gathers_factors=False,
         chunk_bytes=CHUNK_BYTES,
         staging_bytes_per_s=STAGING_BYTES_PER_S,
         incast_exponent=INCAST_EXPONENT,

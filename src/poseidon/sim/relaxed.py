@@ -23,7 +23,7 @@ GROUPS = 6
 
 def simulate_relaxed(setting: Setting, bound: int | None) -> Outcome:
     """Return what a step takes on average when workers may be ``bound`` clocks apart; None: no bound at all."""
-    if setting.system.dense != "sharded":
+    if not setting.system.has_server:
         raise ConfigError(f"{setting.system.name} works in lockstep; staleness needs a system with a parameter server")
     return _Relaxed(setting, bound).outcome()
 
@@ -34,7 +34,9 @@ class _Relaxed:
         self.agenda = Agenda()
         self.clocks = Clocks(range(setting.cluster.machines), bound)
         self.schedule = make_schedule(setting)
-        self.share_bytes = sum(exchange.legs[0].out_bytes for exchange in self.schedule.exchanges)
+        # Whole gradients go up and values come down; everything else goes one way.
+        is_whole = {"allreduce": 0.5, "sharded": 0.5}
+        self.share_bytes = sum(each.out_bytes * is_whole.get(each.route, 1.0) for each in self.schedule.exchanges)
         """What one worker's updates weigh on the wire, and the values that come back."""
         self.workers = [_Worker(self, rank) for rank in range(setting.cluster.machines)]
 

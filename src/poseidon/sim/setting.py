@@ -29,7 +29,7 @@ class Setting:
     offers_server: bool = False
     """The planner may choose the parameter server, as the engine lets it where NCCL is not."""
     gathers_factors: bool = True
-    """Factors and rows go by collectives, as between GPUs, and not by direct messages."""
+    """Factors and rows go by collectives, as between GPUs, where whole gradients do; else by direct messages."""
     chunk_bytes: int = CHUNK_BYTES
     """Size of a chunk of the sharded route."""
     in_flight_bytes: int = 1024 * 1024
@@ -81,6 +81,11 @@ class Setting:
     def simulated_machines(self) -> int:
         """How many machines have to be followed one by one."""
         return 1 if self.is_symmetric or self.system.dense == "none" else self.cluster.machines
+
+    @property
+    def uses_gathers(self) -> bool:
+        """Whether this system's factors and rows go by collectives."""
+        return self.gathers_factors and self.system.dense != "sharded"
 
     @property
     def latency_s(self) -> float:

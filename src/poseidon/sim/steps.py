@@ -31,8 +31,10 @@ class _Run:
         self.spans: list[Span] | None = [] if keep_spans else None
         self.machines = [_Machine(self, index) for index in range(setting.simulated_machines)]
         self._travelling: dict[tuple[int, int], _Journey] = {}
-        self._queue: list[_Journey] = []
-        """Collectives that somebody is ready for, in order; the first may be under way."""
+        collectives = [number for number, exchange in enumerate(self.schedule.exchanges) if exchange.is_collective]
+        self._turns = ((step, number) for step in range(setting.steps) for number in collectives)
+        """Collectives in the one order that all machines keep."""
+        self._turn = next(self._turns, None)
         self._users: dict[int, list[int]] = {}
         for number, exchange in enumerate(self.schedule.exchanges):
             for unit in exchange.units:
@@ -65,23 +67,23 @@ class _Run:
         for number in self._users.get(unit, ()):
             journey = self._travelling.get((step, number))
             if journey is None:
-                journey = _Journey(self, number, step)
-                self._travelling[step, number] = journey
-                if journey.exchange.is_collective:
-                    self._queue.append(journey)
-                    self._queue.sort(key=lambda each: (each.step, each.number))
+                journey = self._travelling[step, number] = _Journey(self, number, step)
             journey.unit_ready(machine)
 
     def try_collectives(self) -> None:
-        """Start the first collective if all machines are ready for it."""
-        if self._queue and self._queue[0].is_complete and not self._queue[0].has_begun:
-            self._queue[0].begin()
+        """Start the collective whose turn it is, if all machines are ready for it."""
+        journey = None if self._turn is None else self._travelling.get(self._turn)
+        if journey is not None and journey.is_complete and not journey.has_begun:
+            journey.begin()
 
-    def collective_over(self, journey: _Journey) -> None:
+    def collective_over(self) -> None:
         """Let the next one go."""
-        assert self._queue[0] is journey, "collectives end in their order"
-        self._queue.pop(0)
+        self._turn = next(self._turns, None)
         self.try_collectives()
+
+    def forget(self, journey: _Journey) -> None:
+        """Let go of an exchange that is over."""
+        del self._travelling[journey.step, journey.number]
 
 
 class _Machine:
@@ -293,7 +295,8 @@ class _Journey:
         self._run.agenda.after(self.exchange.hops * self._run.setting.latency_s, self._next_leg)
 
     def _arrive(self) -> None:
+        self._run.forget(self)
         if self.exchange.is_collective:
-            self._run.collective_over(self)
+            self._run.collective_over()
         for machine in self._run.machines:
             self._inside(machine, partial(machine.arrived, self.step, self.exchange))

@@ -64,9 +64,8 @@ def sweep(base: Setting, axes: Axes, bound: int | None = 0) -> list[Point]:
         cluster = replace(base.cluster, machines=machines)
         setting = replace(
             base, profile=base.profile.with_batch(batch), cluster=cluster, system=system,
-            gathers_factors=base.gathers_factors and system.dense != "sharded",
         ).with_rate(rate)  # fmt: skip
-        is_relaxed = bound != 0 and system.dense == "sharded" and machines > 1
+        is_relaxed = bound != 0 and system.has_server and machines > 1
         outcome = simulate_relaxed(setting, bound) if is_relaxed else simulate(setting)
         points.append(Point(machines, rate, batch, system.name, outcome))
     return points

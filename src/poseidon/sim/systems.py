@@ -25,6 +25,11 @@ class System:
     packing: Literal["engine", "ddp", "whole", "units"] = "engine"
     """Which gradients travel together: as Poseidon's engine packs, as torch's DDP does, all in one, or none."""
 
+    @property
+    def has_server(self) -> bool:
+        """Whether it may keep values in a parameter server, so that workers can drift apart."""
+        return self.dense == "sharded" or self.overlaps_forward
+
 
 SYSTEMS = {
     system.name: system
@@ -52,7 +57,7 @@ SYSTEMS = {
         System(
             "distribute",
             "poseidon.distribute: into the next forward, most urgent first",
-            dense="sharded",
+            dense="planned",
             special="planned",
             overlaps_forward=True,
         ),

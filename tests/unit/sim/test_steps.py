@@ -63,12 +63,24 @@ def test_overlap_hides_all_but_the_last_gradients_exchange():
 
 def test_running_into_the_next_forward_hides_more():
     units = [dense(f"u{i}", 5_000_000, 0.1, 0.1) for i in range(4)]
-    wrapped, free = (
-        simulate(setting(profile(*units, update_s=0.0), machines=2, gbit=1.0, system=name, steps=8))
-        for name in ("dwbp-ps", "distribute")
-    )
-    assert free.step_s < wrapped.step_s
-    assert free.step_s == pytest.approx(max(0.8, free.busy_s), rel=0.25)
+    made = setting(profile(*units, update_s=0.0), machines=2, gbit=1.0, steps=8)
+    wrapped = simulate(made)
+    by_collectives = simulate(replace(made, system=find_system("distribute")))
+    by_messages = simulate(replace(made, system=find_system("distribute"), overrides={"*": "sharded"}))
+    assert by_messages.step_s <= by_collectives.step_s < wrapped.step_s
+    # Only the last gradient's own exchange, 160 ms, cannot hide.
+    assert by_messages.step_s == pytest.approx(0.8 + 0.16, rel=0.1)
+
+
+def test_collectives_leave_in_the_order_of_need_where_forward_need_not_wait():
+    units = [dense(f"u{i}", 7_000_000, 0.1, 0.01) for i in range(5)]
+    names = [
+        [exchange.name for exchange in make_schedule(setting(profile(*units), system=system)).exchanges]
+        for system in ("poseidon", "distribute")
+    ]
+    assert names[0] == ["u4", "u3", "u2", "u1", "u0"]
+    # The wire is busy with the first while all others become ready; then the next forward's first goes first.
+    assert names[1] == ["u4", "u0", "u1", "u2", "u3"]
 
 
 def test_factors_are_chosen_by_the_real_planner_and_sent_as_it_counts():
