@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +80,42 @@ def test_output_is_marked_and_logged(tmp_path: Path) -> None:
         assert [line[4:] for line in lines if line.startswith(f"[{rank}] ")] == expected
         assert (tmp_path / "logs" / f"worker-{rank}.log").read_text().splitlines() == expected
     assert "\x1b" not in ended.out + ended.err
+
+
+def test_on_a_terminal_there_are_colours_and_a_live_line(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(
+        "import time\n"
+        "for step in range(8):\n"
+        "    print(f'step {step} loss 0.5 10 samples/s', flush=True)\n"
+        "    time.sleep(0.1)\n"
+    )
+    ours, theirs = pty.openpty()
+    words = ["run", "--quiet", "--nproc", "2", "--log-dir", "none", "steps.py"]
+    command = [sys.executable, "-m", "poseidon.launch.cli", *words]
+    env = {**os.environ, "TERM": "xterm"}
+    env.pop("NO_COLOR", None)
+    job = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal without anybody on it
+        while piece := os.read(ours, 1 << 16):
+            shown += piece
+    os.close(ours)
+    assert job.wait(timeout=30) == 0
+    text = shown.decode()
+    assert "\x1b[36m[0]\x1b[0m step 3 loss 0.5" in text
+    assert re.search(r"\x1b\[2K0:0\d \| 2/2 workers \| step \d \| 20 samples/s \| loss 0.5", text)
+
+
+def test_a_reader_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(
+        "import pathlib, sys\nfor n in range(20000): print('line', n)\npathlib.Path('done').touch()\n"
+    )
+    command = f"{sys.executable} -m poseidon.launch.cli run --quiet --nproc 1 --log-dir none talk.py | head -1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0] line 0\n"
+    assert done.stderr == ""
+    assert (tmp_path / "done").exists()
 
 
 def test_settings_are_shown_with_their_origin_and_no_secret(tmp_path: Path) -> None:
@@ -202,6 +241,14 @@ def test_modules_and_pycaffe_scripts_run_too(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import caffe, sys; print(caffe.__name__, sys.argv[1:])")
     ended = run_poseidon("--nproc", "1", "--as-caffe", "net.py", "--gpu", "0", folder=tmp_path)
     assert "poseidon.caffe ['--gpu', '0']" in ended.out, ended.err
+
+
+def test_a_script_for_one_device_is_distributed(tmp_path: Path) -> None:
+    script = PROGRAM.with_name("auto_scripts") / "digits_mlp.py"
+    ended = run_poseidon(*TWO, "--auto", "--batch", "total", script, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert "2 workers" in ended.out + ended.err
+    assert "batches are divided" in ended.out + ended.err
 
 
 def test_under_torchrun_it_joins(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing secret ever appears in an argument list: what a remote program must not 
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import socket
@@ -109,7 +110,7 @@ def run_command(
 
 def is_here(host: Host) -> bool:
     """Tell whether the host is this machine, reached without ssh: only a machine's own address can be bound."""
-    if host.user or host.port is not None:
+    if host.port is not None or (host.user and host.user != getpass.getuser()):
         return False
     try:
         found = socket.getaddrinfo(host.address, None, type=socket.SOCK_DGRAM)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import getpass
 import shlex
 import socket
 import sys
@@ -56,6 +57,7 @@ def test_only_this_machines_own_addresses_are_here() -> None:
     assert not is_here(Host("192.0.2.77"))
     assert not is_here(Host("no-such-host.invalid"))
     assert not is_here(Host("localhost", user="somebody")), "another user needs a login"
+    assert is_here(Host("localhost", user=getpass.getuser()))
 
 
 @pytest.mark.parametrize(

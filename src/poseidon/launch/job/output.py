@@ -59,8 +59,7 @@ class Output:
         """Show one line of a worker."""
         self._erase_status()
         stream, prefix = (self._err, self._error_prefixes) if is_error else (self._out, self._prefixes)
-        stream.write(f"{prefix[rank]}{text}\n")
-        stream.flush()
+        _write(stream, f"{prefix[rank]}{text}\n")
         if self._logs:
             self._logs[rank].write(f"{text}\n")
             self._logs[rank].flush()
@@ -68,8 +67,7 @@ class Output:
     def say(self, text: str) -> None:
         """Show a word of the launcher's own."""
         self._erase_status()
-        self._err.write(f"poseidon run: {text}\n")
-        self._err.flush()
+        _write(self._err, f"poseidon run: {text}\n")
 
     def status(self, text: str) -> None:
         """Draw the live line; only on a terminal, and not too often."""
@@ -77,8 +75,7 @@ class Output:
             return
         self._drawn_at = time.monotonic()
         self._status = text
-        self._err.write(f"{_CLEAR_LINE}{text}")
-        self._err.flush()
+        _write(self._err, f"{_CLEAR_LINE}{text}")
 
     @property
     def is_live(self) -> bool:
@@ -98,10 +95,18 @@ class Output:
 
     def _erase_status(self) -> None:
         if self._status:
-            self._err.write(_CLEAR_LINE)
-            self._err.flush()
+            _write(self._err, _CLEAR_LINE)
             self._status = ""
             self._drawn_at = 0.0
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        # Whoever read this (`| head`) has seen enough; the job goes on, and its logs do.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_log(path: Path) -> TextIO:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from poseidon.launch.hosts import Host
 
-PASSED_ON = ("POSEIDON_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_", "GLOG_")
+PASSED_ON = ("POSEIDON_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_", "GLOG_", "PYTHONPATH")
 """Variables of the launcher's environment with these beginnings go to workers on other machines as well."""
 
 SECRET = "POSEIDON_SECRET"
