@@ -69,7 +69,8 @@ def serving(
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / name)], check=True, timeout=20)
     shutil.copy(home / "user_key.pub", home / "authorized_keys")
-    marks = {members.LAB_MARK: lab.name, **dict(login_env or {})}
+    # A home of its own: what the user's shell does at login is slow, and may not like being killed half-way.
+    marks = {members.LAB_MARK: lab.name, "HOME": str(home), **dict(login_env or {})}
     if state.FOLDER_VARIABLE in os.environ:
         marks[state.FOLDER_VARIABLE] = os.environ[state.FOLDER_VARIABLE]
     _write_server_config(home, marks)
