@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/predict.py [--write] [RESULT.json ...]; without files all of benchmarks/results that hold
 cells. Prints tables in Markdown. ``--write`` also makes benchmarks/results/predict.json and the pictures
-docs/pictures/sim_measured.png and sim_paper.png.
+docs/pictures/sim_measured.png and sim_paper.png, and puts the tables into docs/simulate.md.
 
 Files written before benchmarks stored predictions have no profile; theirs is estimated from operation counts and
 scaled to the cell's linear measurement, which is all that a prediction takes from the measurements.
@@ -29,12 +29,14 @@ from poseidon.sim.picture import STYLES, new_figure
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
+PAGE = ROOT / "docs" / "simulate.md"
 GPU_FLOPS = 60e12
 """Matrix rate of the whole H200 on gradients' shapes in TF32, for files without a profile; it matters little."""
 CORE_FLOPS = 60e9
 """The same of one core."""
 SLOWEST_OFF = 0.05
 """A spread of repetitions beyond this share is shown: such a cell cannot be predicted better than it repeats."""
+TICKS_MS = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 
 @cache
@@ -115,34 +117,46 @@ def _paper_row(
             "predicted": predicted, "off": off}  # fmt: skip
 
 
-def print_cells(rows: list[dict[str, Any]]) -> None:
-    """Print the comparison with the benchmark."""
-    print("| cell | system | linear, ms | measured, ms (min .. max) | predicted, ms | off |\n|---|---|---|---|---|---|")
+def format_cells(rows: list[dict[str, Any]]) -> str:
+    """Return the comparison with the benchmark as Markdown."""
+    lines = [
+        "| cell | system | linear, ms | measured, ms (min .. max) | predicted, ms | off |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         low, high = row["spread_ms"]
         spread = f" ({low:.0f} .. {high:.0f})" if high > (1 + SLOWEST_OFF) * low else ""
         device = row["device"] + (", paced" if row["is_paced"] else "")
         cell = f"{row['model']}, {row['machines']} x {format_rate(row['rate_bits'])}, {device}"
-        print(
+        lines.append(
             f"| {cell} | {row['system']} | {row['linear_ms']:.0f} | {row['measured_ms']:.0f}{spread} | "
             f"{row['predicted_ms']:.0f} | {row['off']:+.1%} |"
         )
     inside = sum(abs(row["off"]) <= 0.10 for row in rows)
     worst = max((abs(row["off"]) for row in rows), default=0.0)
-    print(f"\n{inside} of {len(rows)} within 10 %; the worst is off by {worst:.1%}.\n")
+    lines += ["", f"{inside} of {len(rows)} within 10 %; the worst is off by {worst:.1%}."]
+    return "\n".join(lines)
 
 
-def print_paper(rows: list[dict[str, Any]]) -> None:
-    """Print the comparison with the paper."""
-    print("| network, link | system | machines | published | predicted | off |\n|---|---|---|---|---|---|")
+def format_paper(rows: list[dict[str, Any]]) -> str:
+    """Return the comparison with the paper as Markdown."""
+    lines = ["| network, link | system | machines | published | predicted | off |", "|---|---|---|---|---|---|"]
     for row in rows:
         published = "-" if row["published"] is None else f"{row['published']:g}"
         off = "" if row["off"] is None else f"{row['off']:+.1%}"
-        print(
+        lines.append(
             f"| {row['model']}, {format_rate(row['link_bits'])} | {row['system']} | {row['machines']} | {published} | "
             f"{row['predicted']:.2f} | {off} |"
         )
-    print()
+    return "\n".join(lines)
+
+
+def put_into(path: Path, name: str, text: str) -> None:
+    """Replace what stands between the marks of this name in a page."""
+    begin, end = f"<!-- {name}: made by benchmarks/predict.py -->", f"<!-- end of {name} -->"
+    before, _, rest = path.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def draw_cells(rows: list[dict[str, Any]], path: Path) -> None:
@@ -166,10 +180,14 @@ def draw_cells(rows: list[dict[str, Any]], path: Path) -> None:
                 markerfacecolor=colour if filled else "none",
                 label=f"{system}, {device}",
             )
-    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms per step")
-    axis.set_ylabel("predicted, ms per step")
+    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    ticks = [tick for tick in TICKS_MS if ends[0] < tick < ends[1]]
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_yticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set(xlabel="measured, ms per step", ylabel="predicted, ms per step")
     axis.set_title("Predicted and measured; the band is 10 %", fontsize=11)
-    axis.grid(alpha=0.3, which="both")
+    axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
@@ -206,14 +224,15 @@ def main(arguments: list[str]) -> None:
     ]
     cells = [row for path in named or found for row in compare_file(path)]
     published = compare_paper()
-    print_cells(cells)
-    print_paper(published)
+    print(format_cells(cells), format_paper(published), sep="\n\n")
     if writes:
         constants = {"host_bits": paper.HOST_BITS, "incast_exponent": paper.INCAST_EXPONENT}
         data = {"cells": cells, "paper": published, "fitted": constants}
         (RESULTS / "predict.json").write_text(json.dumps(data, indent=1) + "\n")
         draw_cells(cells, PICTURES / "sim_measured.png")
         draw_paper(published, PICTURES / "sim_paper.png")
+        put_into(PAGE, "cells", format_cells(cells))
+        put_into(PAGE, "paper", format_paper(published))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ def main(settings: WorkerSettings) -> None:
     sizes = [(parameter.numel(), parameter.element_size()) for parameter in original.model.parameters()]
     tell("model", parameters=sum(n for n, _ in sizes), parameter_bytes=sum(n * size for n, size in sizes))
     profile, flops = _profile(settings, original, device)
+    _free(device)
     tell("profile", profile=profile.to_dict(), flops=flops)
     broken: set[str] = set()
     for _ in range(settings.repetitions):
@@ -145,9 +146,7 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
         repetitions=PROFILED_STEPS,
     )
     _settle(device)
-    flops = measure_flops(device)
-    _free(device)
-    return profile, flops
+    return profile, measure_flops(device)
 
 
 def _combine(blocks: list[_Block]) -> Repetition:

@@ -13,6 +13,7 @@ from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.planning.profile import Profile
 from poseidon.planning.source import Source, device_flops, find_profile
+from poseidon.planning.table import format_bytes
 from poseidon.sim.advice import Explanation, explain, format_explanation
 from poseidon.sim.setting import Setting
 from poseidon.sim.systems import find_system
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     explanation = explain(make_setting(args, profile, cluster, args.system))
     plan = explanation.outcome.plan
     print(plan)
-    print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker")
+    memory = f", {format_bytes(profile.memory_bytes)} of memory" if profile.memory_bytes else ""
+    print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker{memory}")
     print(format_explanation(explanation))
     if args.json:
         write_json(args.json, {**plan.to_dict(), "prediction": _to_dict(explanation)})

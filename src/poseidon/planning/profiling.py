@@ -47,8 +47,8 @@ def profile_model(
     """Measure forward and backward of every unit where the model is; one pass more than ``repetitions`` runs.
 
     ``loss`` makes a scalar of the outputs (default: their mean). ``update`` is the optimizer's step, called after each
-    backward and timed; without it an SGD without momentum is timed. Weights and buffers change as in training only
-    through ``update``; without it they are left alone, and so are gradients.
+    backward and timed; without it the traffic of a plain SGD is timed, and weights stay as they are. Running statistics
+    (BatchNorm) move as in any training forward. Gradients are dropped.
     """
     from poseidon.engine.discover import find_units
 
@@ -101,8 +101,7 @@ class _Watch:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        if self._update is None:
-            self._model.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)
 
     def run(self) -> _Run:
         self._used, self._ready = {}, {}

@@ -81,34 +81,37 @@ class Schedule:
 def make_schedule(setting: Setting) -> Schedule:
     """Plan with the real planner and turn the plan into exchanges."""
     profile, cluster, system = setting.profile, setting.cluster, setting.system
-    is_planned = system.special == "planned"
-    overrides = setting.overrides if is_planned else {}
+    overrides = setting.overrides if system.special == "planned" else {}
     offers_server = setting.offers_server and system.dense == "planned"
     plan = make_plan(profile.specs, profile.loads, cluster, overrides, offers_server)
-    entries = plan.entries
-    count = len(entries)
+    count = len(plan.entries)
     if system.dense == "none" or cluster.workers == 1:
         return Schedule(plan, (), (0.0,) * count, (0.0,) * count)
-    special = [i for i in profile.ready_order if is_planned and entries[i].route in ("factors", "rows")]
-    pushed = [i for i in profile.ready_order if system.special == "factor-push" and _pays_pushed(entries[i], setting)]
-    served = [
-        i
-        for i in profile.ready_order
-        if i not in special
-        and i not in pushed
-        and (system.dense == "sharded" or (system.dense == "planned" and entries[i].route == "sharded"))
-    ]
-    dense = [i for i in profile.ready_order if i not in special and i not in pushed and i not in served]
-    exchanges = [_broadcast(setting, i, entries[i]) for i in special]
-    exchanges += [_factor_push(setting, i, entries[i], place) for place, i in enumerate(pushed)]
-    exchanges += _served(setting, served)
-    exchanges += _collectives(setting, dense)
+    routes = [_route(setting, entry) for entry in plan.entries]
+    units = {route: [i for i in profile.ready_order if routes[i] == route] for route in routes}
+    exchanges = [_broadcast(setting, i, plan.entries[i]) for route in ("factors", "rows") for i in units.get(route, ())]
+    pushed = enumerate(units.get("factor-push", ()))
+    exchanges += [_factor_push(setting, i, plan.entries[i], place) for place, i in pushed]
+    exchanges += _served(setting, units.get("sharded", ()))
+    exchanges += _collectives(setting, units.get("allreduce", ()))
     place = {unit: at for at, unit in enumerate(profile.ready_order)}
     exchanges.sort(key=lambda exchange: max(place[unit] for unit in exchange.units))
     if system.overlaps_forward:
         exchanges = _by_need(setting, exchanges, place)
-    rebuild, saved = zip(*(_device_s(entries[i], i in special) for i in range(count)), strict=True)
-    return Schedule(plan, tuple(exchanges), rebuild, saved)
+    device_s = [_device_s(entry, route) for entry, route in zip(plan.entries, routes, strict=True)]
+    return Schedule(plan, tuple(exchanges), tuple(s for s, _ in device_s), tuple(s for _, s in device_s))
+
+
+def _route(setting: Setting, entry: PlanEntry) -> str:
+    """Return the way a system sends a unit, given what the planner says of it."""
+    system = setting.system
+    if system.special == "planned" and entry.route in ("factors", "rows"):
+        return entry.route
+    if system.special == "factor-push" and _pays_pushed(entry, setting):
+        return "factor-push"
+    if system.dense == "planned":
+        return "sharded" if entry.route == "sharded" else "allreduce"
+    return system.dense
 
 
 def _by_need(setting: Setting, exchanges: list[Exchange], place: Mapping[int, int]) -> list[Exchange]:
@@ -123,11 +126,11 @@ def _by_need(setting: Setting, exchanges: list[Exchange], place: Mapping[int, in
     return [*(collectives[number] for number in order), *(each for each in exchanges if not each.is_collective)]
 
 
-def _device_s(entry: PlanEntry, is_special: bool) -> tuple[float, float]:
+def _device_s(entry: PlanEntry, route: str) -> tuple[float, float]:
     """Return what rebuilding a gradient from everybody's factors takes, and what not making one's own saves."""
-    if not is_special or entry.route != "factors":
+    if route != "factors":
         return 0.0, 0.0
-    return entry.costs["factors"].compute_s, entry.costs["allreduce"].compute_s if "allreduce" in entry.costs else 0.0
+    return entry.costs["factors"].compute_s, entry.costs["allreduce"].compute_s
 
 
 def _inside_s(setting: Setting, size_bytes: float) -> float:
