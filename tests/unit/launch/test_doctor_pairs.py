@@ -88,9 +88,12 @@ def test_a_port_in_use_is_no_firewall():
     assert broken_links(pairs) == set()
 
 
-@pytest.mark.parametrize(("stream_error", "severity"), [("hardly anything arrived", "error"), ("", "warning")])
-def test_packets_that_vanish_for_their_size(stream_error, severity):
-    lossy = {"packets": {1280: True, 1450: True, 1500: False}, "stream_error": stream_error}
+STUCK = {"stream_error": "hardly anything arrived", "one_stream_bits_per_s": None, "many_stream_bits_per_s": None}
+
+
+@pytest.mark.parametrize(("streams", "severity"), [(STUCK, "error"), ({}, "warning")])
+def test_packets_that_vanish_for_their_size(streams, severity):
+    lossy = {"packets": {1280: True, 1450: True, 1500: False}, **streams}
     hosts, pairs = cluster("ab", {("a", "b"): lossy})
     (finding,) = check_pairs(hosts, pairs)
     assert finding.severity.value == severity
@@ -106,9 +109,12 @@ def test_where_no_datagram_passes_the_size_is_not_to_blame():
 
 
 def test_data_that_do_not_get_through_are_an_error():
-    stuck = {"stream_error": "hardly anything arrived", "one_stream_bits_per_s": None, "many_stream_bits_per_s": None}
-    hosts, pairs = cluster("abc", {("a", "b"): stuck})
+    hosts, pairs = cluster("abc", {("a", "b"): STUCK})
     assert found(hosts, pairs) == [("error", ("a", "b"), "bulk")]
+    assert broken_links(pairs) == {("a", "b")}
+    # One stream that failed beside another that did not is no proof.
+    hosts, pairs = cluster("abc", {("a", "b"): {**STUCK, "one_stream_bits_per_s": GIGABIT}})
+    assert found(hosts, pairs) == []
 
 
 @pytest.mark.parametrize("names", ["abc", "abcd", "abcdefgh"])

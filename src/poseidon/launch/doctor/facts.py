@@ -109,7 +109,7 @@ class PairFacts:
     one_stream_bits_per_s: float | None = None
     many_stream_bits_per_s: float | None = None
     stream_error: str = ""
-    """Why bulk data did not get through although the port is open."""
+    """Why a stream failed although the port is open."""
     packets: Mapping[int, bool] = field(default_factory=dict)
     """Size of an IP packet that may not be cut -> whether it arrived."""
 
@@ -117,6 +117,11 @@ class PairFacts:
     def is_connected(self) -> bool:
         """Whether any port of the target could be reached."""
         return OPEN in self.ports.values()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether connections open but no stream got through."""
+        return bool(self.stream_error) and self.best_bits_per_s is None
 
     @property
     def path_mtu(self) -> int | None:

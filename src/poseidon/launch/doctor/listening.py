@@ -143,18 +143,25 @@ def _echo(link: socket.socket) -> None:
 def _sink(link: socket.socket, seconds: float) -> None:
     """Count what arrives between the warm-up and the end, report that, and let the rest go by."""
     buffer = bytearray(_CHUNK_BYTES)
-    began = last = time.monotonic()
+    now = began = time.monotonic()
     counted_from: float | None = None
     count = 0
-    while last < began + seconds:
-        size = link.recv_into(buffer)
+    while (left := began + seconds - now) > 0:
+        # The window ends on time even if nothing arrives any more, which is then part of the rate.
+        link.settimeout(left)
+        try:
+            size = link.recv_into(buffer)
+        except TimeoutError:
+            now = time.monotonic()
+            continue
         if not size:
             break
-        last = time.monotonic()
+        now = time.monotonic()
         if counted_from is not None:
             count += size
-        elif last >= began + WARM_UP * seconds:
-            counted_from = last
-    link.sendall(REPORT.pack(last if counted_from is None else counted_from, last, count))
+        elif now >= began + WARM_UP * seconds:
+            counted_from = now
+    link.settimeout(_SILENCE_S)
+    link.sendall(REPORT.pack(now if counted_from is None else counted_from, now, count))
     while link.recv_into(buffer):
         pass

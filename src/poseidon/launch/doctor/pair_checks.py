@@ -35,7 +35,7 @@ def broken_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
         for pair in pairs
         if any(outcome not in (OPEN, BUSY) for outcome in pair.ports.values())
         or not all(pair.packets.values())
-        or pair.stream_error
+        or pair.is_stuck
     }
 
 
@@ -151,7 +151,7 @@ def _check_bulk(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> 
         if lost and pair.path_mtu is not None:
             name = card.name if card is not None else "NAME"
             # Where streams flow all the same, something cut their packets to size and only datagrams suffer.
-            say = error if pair.stream_error else warning
+            say = error if pair.is_stuck else warning
             yield say(
                 (pair.source, pair.target),
                 "path-mtu",
@@ -160,7 +160,7 @@ def _check_bulk(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> 
                 f"on {pair.source} and {pair.target}: sudo ip link set {name} mtu {pair.path_mtu}"
                 "  (or allow larger frames on the switch)",
             )
-        elif pair.stream_error:
+        elif pair.is_stuck:
             yield error(
                 (pair.source, pair.target),
                 "bulk",

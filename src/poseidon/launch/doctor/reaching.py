@@ -18,7 +18,7 @@ from poseidon.launch.doctor.listening import DATAGRAM, ECHO, HEADER, REPORT, SIN
 CONNECT_S = 1.8
 """Long enough for one lost packet, after which the system waits a second before it tries again."""
 _PINGS = 40
-_GRACE_S = 2.0
+_GRACE_S = 3.0
 _CHUNK = bytes(1 << 18)
 _DATAGRAM_WAITS_S = (0.1, 0.2, 0.4, 0.8)
 """How long answers are waited for after each try; all but the last are for datagrams that got lost on the way."""
