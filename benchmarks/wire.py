@@ -2,10 +2,12 @@
 """How close a sharded sum over the wire comes to what the links can carry, beside gloo's and NCCL's allreduce.
 
 Usage: python benchmarks/wire.py [--machines 4] [--rate 1gbit] [--megabytes 67] [--peers gloo,nccl] [--output FILE]
+                                 [--wires "carrier=tcp; carrier=zeromq,chunk_kb=4096"]
 
 Makes a lab, sums one buffer over all its machines with every system in turn, several rounds, and prints each system's
 median time, its share of the wire bound (2 (n-1)/n of the buffer's bytes through one link), the processor time it
-took on each machine, and whether the sums were right. ``POSEIDON_WIRE_*`` variables reach the transport's settings.
+took on each machine, and whether the sums were right. ``--wires`` lists the ways to carry the sharded sum, each by
+settings of the transport that differ from the default, and ``chunk_kb``.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 BUCKET_BYTES = 25 << 20
+CHUNK_KB = 1024
 LONGEST_S = 60.0
 
 
@@ -68,16 +72,15 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--megabytes", type=float, default=67.0, help="size of the buffer, in millions of bytes")
-    parser.add_argument("--chunk-kb", type=int, default=1024, help="size of a chunk of the sharded sum")
     parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
-    parser.add_argument("--carriers", default="tcp,zeromq", help="what carries the sharded sum: tcp, zeromq")
+    parser.add_argument("--wires", default="carrier=tcp; carrier=zeromq", help="ways to carry the sharded sum")
     parser.add_argument("--peers", default="gloo", help="systems to compare with: gloo, nccl, or nothing")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which everything is ended")
     parser.add_argument("--output", default="wire.json", help="where the figures go")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.peers = [peer for peer in options.peers.split(",") if peer]
-    options.carriers = options.carriers.split(",")
+    options.wires = [wire.strip() for wire in options.wires.split(";")]
     options.elements = int(options.megabytes * 1e6) // 4
     return options
 
@@ -88,21 +91,22 @@ def bound(options: argparse.Namespace, rate_bytes: float) -> float:
 
 
 def print_table(options: argparse.Namespace, systems: list[Measured], bound_s: float) -> None:
+    width = max(20, *(len(system.name) + 2 for system in systems))
     print(
         f"\nsum of {options.elements * 4 / 1e6:.0f} MB over {options.machines} machines at {options.rate}: "
         f"wire bound {bound_s * 1e3:.0f} ms, {options.rounds} rounds, median"
     )
-    print(f"{'system':<20}{'ms':>8}{'of bound':>10}{'CPU ms/machine':>16}{'exact':>7}")
+    print(f"{'system':<{width}}{'ms':>8}{'of bound':>10}{'CPU ms/machine':>16}{'exact':>7}")
     for system in systems:
         median_s = statistics.median(system.seconds)
         print(
-            f"{system.name:<20}{median_s * 1e3:>8.0f}{bound_s / median_s:>10.1%}"
+            f"{system.name:<{width}}{median_s * 1e3:>8.0f}{bound_s / median_s:>10.1%}"
             f"{system.cpu_ms_per_rank:>16.0f}{'yes' if system.is_exact else 'NO':>7}"
         )
 
 
 def write_report(path: Path, options: argparse.Namespace, systems: list[Measured], bound_s: float) -> None:
-    facts = {name: getattr(options, name) for name in ("machines", "rate", "megabytes", "chunk_kb", "rounds")}
+    facts = {name: getattr(options, name) for name in ("machines", "rate", "megabytes", "rounds")}
     figures = [vars(system) | {"of_bound": bound_s / statistics.median(system.seconds)} for system in systems]
     path.write_text(json.dumps(facts | {"bound_s": bound_s, "cpus": os.cpu_count(), "systems": figures}, indent=1))
 
@@ -112,7 +116,7 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    systems: dict[str, System] = {f"poseidon, {carrier}": ShardedSum(options, carrier) for carrier in options.carriers}
+    systems: dict[str, System] = {f"poseidon {wire}": ShardedSum(options, wire) for wire in options.wires}
     for peer in options.peers:
         systems[f"{peer} allreduce"] = Allreduce(options, peer)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -175,11 +179,13 @@ class System(Protocol):
         """End what was begun."""
 
 
+@cache
 def own_values(elements: int, rank: int) -> np.ndarray:
     """Return a rank's buffer: small whole numbers, whose sums are exact in any order."""
     return (np.arange(elements) % 1021 + rank).astype(np.float32)
 
 
+@cache
 def all_sums(elements: int, size: int) -> np.ndarray:
     """Return what the sum of all ranks' buffers must be."""
     return own_values(elements, 0) * size + size * (size - 1) // 2
@@ -188,7 +194,7 @@ def all_sums(elements: int, size: int) -> np.ndarray:
 class ShardedSum:
     """Chunks go to the ranks that own them, are summed there in rank order, and come back."""
 
-    def __init__(self, options: argparse.Namespace, carrier: str) -> None:
+    def __init__(self, options: argparse.Namespace, wire: str) -> None:
         import torch.distributed as dist
 
         from poseidon.server.chunks import cut, owned_by
@@ -196,20 +202,23 @@ class ShardedSum:
         from poseidon.server.shard import Shard
         from poseidon.wire.message import Kind
         from poseidon.wire.open import open_transport
-        from poseidon.wire.settings import WireSettings
+        from poseidon.wire.settings import PREFIX, WireSettings
 
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._values = own_values(options.elements, self._rank)
         self._result = np.zeros_like(self._values)
         self._expected = all_sums(options.elements, self._size)
-        (self._chunks,) = units = cut([options.elements], range(self._size), options.chunk_kb * 256)
+        words = dict(word.split("=") for word in wire.split(",") if word)
+        chunk_bytes = int(words.pop("chunk_kb", CHUNK_KB)) << 10
+        (self._chunks,) = units = cut([options.elements], range(self._size), chunk_bytes // 4)
         self._clock = 0
         self._left = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
         secret = [os.urandom(32) if self._rank == 0 else None]
         dist.broadcast_object_list(secret)
-        settings = WireSettings.from_environment(interface="eth0", carrier=carrier)
+        environment = {PREFIX + name.upper(): value for name, value in words.items()}
+        settings = WireSettings.from_environment(environment, interface="eth0")
         self._transport = open_transport(self._rank, self._size, secret[0], settings)
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._service = ShardService(

@@ -11,7 +11,7 @@ import time
 from poseidon.errors import ConfigError
 
 FRAMING = 1.023
-"""Bytes charged for each byte handed to TCP. With the usual 1500-byte MTU a full segment is 1514 bytes of which 1448 are
+"""Bytes charged for each byte handed to TCP. With the usual MTU of 1500 a full segment is 1514 bytes, of which 1448 are
 payload, 4.6 % more; but interfaces that cut segments themselves count the headers once per 64 KB. Half of it keeps
 either count within 2.5 % of the cap."""
 

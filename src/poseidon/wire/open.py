@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from poseidon.errors import ConfigError
 from poseidon.wire.network import NetworkTransport
 from poseidon.wire.settings import WireSettings
 
@@ -13,8 +14,10 @@ def open_transport(rank: int, size: int, secret: bytes, settings: WireSettings |
     """
     settings = settings or WireSettings()
     if settings.carrier == "zeromq" or settings.encrypt:
-        from poseidon.wire.zeromq import ZeroMQTransport
-
+        try:
+            from poseidon.wire.zeromq import ZeroMQTransport
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"the zeromq carrier needs {error.name}: pip install pyzmq") from None
         return ZeroMQTransport(rank, size, secret, settings)
     from poseidon.wire.tcp import TcpTransport
 

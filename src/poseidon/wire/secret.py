@@ -10,9 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-import zmq
-from zmq.utils import z85
-
 from poseidon.errors import ConfigError
 
 SHORTEST_SECRET = 16
@@ -42,6 +39,10 @@ class JobSecret:
 
     def keys(self, role: str, nonce: str, rank: int) -> tuple[bytes, bytes]:
         """Return the public and the secret CURVE key of ``rank`` as ``role`` ("listener" or "sender")."""
+        # Only the carrier that encrypts needs ZeroMQ.
+        import zmq
+        from zmq.utils import z85
+
         secret_key = z85.encode(self._derive(role, nonce, rank))
         return zmq.curve_public(secret_key), secret_key
 
