@@ -312,14 +312,13 @@ class Engine:
         if stopwatch is None or planned is None:
             return
         items = planned.collectives
-        mine = [round(stopwatch.read_s(item) * 1e6) for item in items]
+        rate, machines = self.cluster.between.bytes_per_s, self.cluster.machines
+        guessed_s = [item.wire_bytes(machines) / rate for item in items]
+        seconds = [*map(stopwatch.ready_s, items), *(stopwatch.wire_s(items) or guessed_s)]
+        everybody = self.team.gather_ints([round(value * 1e6) for value in seconds], "the times of gradients")
         # A collective leaves when the slowest worker is ready for it.
-        ready_s = [
-            max(times) / 1e6 for times in zip(*self.team.gather_ints(mine, "the times of gradients"), strict=True)
-        ]
-        rate = self.cluster.between.bytes_per_s
-        machines = self.cluster.machines
-        planned.reorder(order_by_need(ready_s, [item.wire_bytes(machines) / rate for item in items]))
+        slowest_s = [max(times) / 1e6 for times in zip(*everybody, strict=True)]
+        planned.reorder(order_by_need(slowest_s[: len(items)], slowest_s[len(items) :]))
 
     def _never_added(self) -> list[nn.Parameter]:
         return [parameter for parameter, count in (self._expected or {}).items() if count == 0]

@@ -145,7 +145,7 @@ class Scheduler:
 
     def _complete(self, item: Item) -> None:
         if self.stopwatch is not None:
-            self.stopwatch.mark(item)
+            self.stopwatch.mark_ready(item)
         if item not in self._in_order:
             self._items[item] = self._start(item)
 
@@ -153,8 +153,10 @@ class Scheduler:
         for number, queue in enumerate(self._queues):
             while self._nexts[number] < len(queue) and self._missing[queue[self._nexts[number]]] == 0:
                 item = queue[self._nexts[number]]
-                self._items[item] = self._start(item)
+                flight = self._items[item] = self._start(item)
                 self._nexts[number] += 1
+                if self.stopwatch is not None:
+                    self.stopwatch.mark_landed(item, flight.exchange.join_stream)
 
     def _start(self, item: Item) -> Flight:
         if isinstance(item, Bucket):

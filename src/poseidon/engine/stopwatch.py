@@ -1,41 +1,65 @@
-"""Measures when things become ready in one backward, on the device's own clock."""
+"""Measures when things become ready and when they have landed in one backward, on the device's own clock."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 
 Key = TypeVar("Key", bound=Hashable)
+_Moment = float | torch.cuda.Event
 
 
 class Stopwatch(Generic[Key]):
-    """Marks moments since it was made; on CUDA these are moments of the current stream, not of the host."""
+    """Marks moments since it was made; on CUDA these are moments of the device, not of the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._observer = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._start = self._now()
-        self._marks: dict[Key, float | torch.cuda.Event] = {}
+        self._ready: dict[Key, _Moment] = {}
+        self._landed: dict[Key, _Moment] = {}
 
-    def mark(self, key: Key) -> None:
-        """Take the time for ``key``."""
-        self._marks[key] = self._now()
+    def mark_ready(self, key: Key) -> None:
+        """Take the time at which ``key`` is ready on the current stream."""
+        self._ready[key] = self._now()
 
-    def read_s(self, key: Key) -> float:
-        """Return the seconds between the start and the mark; on CUDA this waits for the device."""
-        start, end = self._start, self._marks[key]
-        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3
-        assert isinstance(start, float)
-        assert isinstance(end, float)
-        return end - start
+    def mark_landed(self, key: Key, wait: Callable[[], None]) -> None:
+        """Take the time at which ``wait()``, which makes the current stream wait for ``key``, is over; CUDA only."""
+        if self._observer is None:
+            return
+        with torch.cuda.stream(self._observer):
+            wait()
+            self._landed[key] = self._now()
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._is_cuda:
+    def ready_s(self, key: Key) -> float:
+        """Return the seconds from the start until ``key`` was ready; on CUDA this waits for the device."""
+        return self._seconds(self._ready[key])
+
+    def wire_s(self, keys: Sequence[Key]) -> list[float] | None:
+        """Return how long each of ``keys`` took on a wire that carried them one after the other; None if unknown."""
+        if any(key not in self._landed for key in keys):
+            return None
+        times = []
+        free_s = 0.0
+        for key in keys:
+            landed_s = self._seconds(self._landed[key])
+            times.append(max(0.0, landed_s - max(free_s, self.ready_s(key))))
+            free_s = landed_s
+        return times
+
+    def _now(self) -> _Moment:
+        if self._observer is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def _seconds(self, moment: _Moment) -> float:
+        if isinstance(self._start, torch.cuda.Event) and isinstance(moment, torch.cuda.Event):
+            moment.synchronize()
+            return float(self._start.elapsed_time(moment)) / 1e3
+        assert isinstance(self._start, float)
+        assert isinstance(moment, float)
+        return moment - self._start

@@ -53,6 +53,10 @@ class _FlatExchange(Exchange):
     def finish(self) -> None:
         self._team.wait_for(self._work, self._flat, self._name)
 
+    def join_stream(self) -> None:
+        if self._flat.is_cuda and self._team.is_nccl:
+            self._work.wait()
+
 
 def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:
     """Average ``.grad`` of a few parameters at once and blocking: for the rare part that no other route carries."""

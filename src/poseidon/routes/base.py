@@ -86,3 +86,6 @@ class Exchange(ABC):
         On CUDA it is enough that the work is queued on the current stream. Raises
         :class:`poseidon.errors.WorkerLostError` if a worker it waits for does not answer in time.
         """
+
+    def join_stream(self) -> None:  # noqa: B027 - nothing to do is the rule
+        """On CUDA, make the current stream wait for the exchange and do nothing else; elsewhere do nothing."""

@@ -87,6 +87,10 @@ class GatherExchange(Exchange):
             average_now(self._team, unit.parameters, unit.name)
         add_gradients(unit, rebuild(self._team, unit, self._everybody.view(self._dtype)))
 
+    def join_stream(self) -> None:  # noqa: D102 - as in the contract
+        if self._everybody.is_cuda:
+            self._work.wait()
+
     def _rescue_pieces(self) -> None:
         """Read this worker's own rows back, if they were given away in the belief that everybody's would fit."""
         if self._fits:
