@@ -43,7 +43,8 @@ def launch(script: str, size: int, folder: Path, options: AutoOptions, *argument
     cluster = folder / "cluster.json"
     Cluster(machines=size, between=SLOW, inside=SLOW).save(cluster)
     env = {"MASTER_PORT": "1", "POSEIDON_CLUSTER": str(cluster)}
-    statuses = run_ranks(worker, size, script, str(folder), options, arguments, env=env)
+    # pytest's own limit ends a run that hangs.
+    statuses = run_ranks(worker, size, script, str(folder), options, arguments, env=env, timeout_s=600)
     cluster.unlink()
     problems = "".join((folder / f"err{rank}").read_text() for rank in range(size))
     assert statuses == [0] * size, problems
@@ -64,7 +65,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 def saved(script: str, file: str, tmp_path: Path, size: int = 2, *arguments: str, **options: Any) -> list[Any]:
     """Return what each of ``size`` workers saves in ``file``."""
-    chosen = AutoOptions(**{"batch": "total", "files": "each", "timeout_s": 60.0, **options})
+    chosen = AutoOptions(**{"batch": "total", "files": "each", "timeout_s": 100.0, **options})
     launch(script, size, tmp_path, chosen, *arguments)
     return [torch.load(tmp_path / str(rank) / file) for rank in range(size)]
 
@@ -184,3 +185,15 @@ def test_shared_evaluation_gives_the_same_metrics(evaluation: str, plain: Plain,
     assert_close(ours, torch.load(plain("early_stopping.py") / "wine.pt"), FLOAT)
     how = {"shard": "shared between the workers", "first": "computed by worker 0 for all"}[evaluation]
     assert f"Sequential: evaluation {how}" in (tmp_path / "err0").read_text()
+
+
+def test_layers_unfrozen_later_checkpoints_and_gradients_by_hand(plain: Plain, tmp_path: Path) -> None:
+    ours = same_on_all("fine_tuning.py", "tuned.pt", tmp_path)
+    assert_close(ours, torch.load(plain("fine_tuning.py") / "tuned.pt"), FLOAT)
+    assert "SGD: gradients that did not come from backward() are averaged in step()" in (tmp_path / "err0").read_text()
+
+
+def test_a_loss_that_is_a_sum(plain: Plain, tmp_path: Path) -> None:
+    words = "--reduction", "sum"
+    ours = same_on_all("fine_tuning.py", "tuned.pt", tmp_path, 3, *words, loss="sum")
+    assert_close(ours, torch.load(plain("fine_tuning.py", *words) / "tuned.pt"), FLOAT)

@@ -27,20 +27,21 @@ def test_everybody_gets_equally_many_batches_and_every_sample_counts_once(
     assert len(hands[0]) == Dealer(0, size, divides).count_batches(len(batches))
     seen: set[int] = set()
     for parts in zip(*hands, strict=True):
-        assert sum(part.weight for part in parts) == pytest.approx(size)
-        counted = [item for part in parts if part.weight > 0 for item in set(part.items)]
+        assert sum(part.mean_weight for part in parts) == pytest.approx(size)
+        counted = [item for part in parts if part.added for item in set(part.items)]
         assert not seen & set(counted)
         seen |= set(counted)
-        # The weighted mean over workers is the mean over the step's samples.
-        mean = sum(part.weight * sum(part.items) / len(part.items) for part in parts) / size
+        # The weighted mean over workers is the mean, or the sum, over the step's samples.
+        mean = sum(part.mean_weight * sum(part.items) / len(part.items) for part in parts) / size
         assert mean == pytest.approx(sum(counted) / len(counted))
+        assert sum(part.sum_weight * sum(part.items) for part in parts) / size == pytest.approx(sum(counted))
     assert seen == set(range(total))
 
 
 def test_a_divided_batch_is_split_in_order() -> None:
     hands = deal([[1, 2, 3, 4, 5]], 2, divides=True)
     assert [hand[0].items for hand in hands] == [[1, 2], [3, 4, 5]]
-    assert [hand[0].weight for hand in hands] == [pytest.approx(0.8), pytest.approx(1.2)]
+    assert [hand[0].mean_weight for hand in hands] == [pytest.approx(0.8), pytest.approx(1.2)]
 
 
 def test_whole_batches_stay_whole_and_the_end_is_split() -> None:
@@ -57,7 +58,7 @@ def test_drop_last_leaves_out_a_round_that_not_everybody_can_join() -> None:
 def test_a_worker_that_would_go_without_repeats_a_sample_that_counts_nothing() -> None:
     hands = deal([[1, 2, 3, 4], [7]], 3, divides=True)
     assert [hand[1].items for hand in hands] == [[7], [7], [7]]
-    assert sorted(hand[1].weight for hand in hands) == [0.0, 0.0, 3.0]
+    assert sorted(hand[1].mean_weight for hand in hands) == [0.0, 0.0, 3.0]
 
 
 def test_an_endless_stream_is_dealt_as_it_comes() -> None:
@@ -75,4 +76,4 @@ def test_a_streams_end(drop_last: bool, expected: int) -> None:
 def test_items_that_are_batches_are_taken_in_turn() -> None:
     hands = [list(Dealer(rank, 2, False).items("abc")) for rank in range(2)]
     assert [[part.items for part in hand] for hand in hands] == [[["a"], ["c"]], [["b"], ["c"]]]
-    assert [hand[1].weight for hand in hands] == [2.0, 0.0]
+    assert [hand[1].mean_weight for hand in hands] == [2.0, 0.0]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from poseidon.errors import ConfigError
@@ -31,11 +33,12 @@ def test_no_script_is_said_so() -> None:
         ({"evaluation": "none"}, "unknown --eval 'none'; known: first, full, shard"),
         ({"timeout_s": 0.0}, "--timeout is 0.0"),
         ({"seed": -1}, "--seed is -1"),
+        ({"whole": ("a", "b"), "deal": ("b",)}, "b is in --whole and in --deal"),
     ],
 )
-def test_values_that_cannot_work(fields: dict[str, str], message: str) -> None:
+def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        AutoOptions(**fields)  # type: ignore[arg-type]
+        AutoOptions(**fields)
 
 
 def test_the_first_line_says_how_the_script_is_run() -> None:

@@ -1,7 +1,7 @@
 """Which samples of a batch are whose: pure functions that every worker computes alike.
 
 Nobody ever gets fewer batches than the others. Where the end of an epoch does not suffice for everybody, it is split as
-evenly as possible, a worker that would go without gets a sample again, and each part carries a *weight*: its loss
+evenly as possible, a worker that would go without gets a sample again, and each part knows its *weight*: its loss
 counts for as many samples as it really adds, so that the mean over workers is the mean over samples.
 """
 
@@ -20,8 +20,22 @@ class Part(Generic[T]):
     """One worker's part of what all workers train on in one step."""
 
     items: list[T]
-    weight: float
-    """Factor of this worker's gradient in the mean over workers: 1 if all parts are equally large."""
+    added: int
+    """How many of the items are this worker's own; the others repeat some, to fill up."""
+    total: int
+    """Items that all parts add together."""
+    size: int
+    """Number of workers."""
+
+    @property
+    def mean_weight(self) -> float:
+        """Factor of a loss that is a mean over items, so that the mean over workers is the mean over all items."""
+        return self.added * self.size / self.total
+
+    @property
+    def sum_weight(self) -> float:
+        """Factor of a loss that is a sum over items, so that the mean over workers is the sum over all items."""
+        return self.added * self.size / len(self.items)
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ class Dealer:
             if len(group) < self.size and self.drop_last:
                 return
             is_mine = self.rank < len(group)
-            yield Part([group[self.rank if is_mine else 0]], self.size / len(group) if is_mine else 0.0)
+            yield Part([group[self.rank if is_mine else 0]], int(is_mine), len(group), self.size)
 
     def count_batches(self, batches: int) -> int:
         """Return how many parts each worker gets of so many batches of the script."""
@@ -80,16 +94,14 @@ class Dealer:
             usual = usual or len(group[0])
             if len(group) == self.size:
                 mine = group[self.rank]
-                weight = len(mine) * self.size / sum(map(len, group))
-                yield Part(_at_least_two(mine, usual), weight)
+                yield Part(_at_least_two(mine, usual), len(mine), sum(map(len, group)), self.size)
             elif not self.drop_last:
                 yield self._part([item for batch in group for item in batch], usual)
 
     def _part(self, pool: list[T], usual: int) -> Part[T]:
         start, stop = self.bounds(len(pool))
         mine = pool[start:stop]
-        weight = len(mine) * self.size / len(pool)
-        return Part(_at_least_two(mine or pool[:1], usual), weight)
+        return Part(_at_least_two(mine or pool[:1], usual), len(mine), len(pool), self.size)
 
 
 def _at_least_two(items: list[T], usual: int) -> list[T]:

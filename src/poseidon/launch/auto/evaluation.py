@@ -18,19 +18,20 @@ from torch import Tensor, nn
 
 from poseidon.engine.outputs import map_tensors, tensors_in
 from poseidon.launch.auto.averaging import are_alike
-from poseidon.launch.auto.gradients import Gradients, Step
+from poseidon.launch.auto.engines import Engines
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
+from poseidon.launch.auto.step import Step
 from poseidon.team.team import Team
 
 
 class SharedEvaluation:
     """Replaces calls of trained models in evaluation by shared ones."""
 
-    def __init__(self, team: Team, is_first_only: bool, gradients: Gradients, step: Step, report: Report) -> None:
+    def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: Report) -> None:
         self._team = team
         self._is_first_only = is_first_only
-        self._gradients = gradients
+        self._engines = engines
         self._step = step
         self._report = report
         self._trusted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -52,7 +53,7 @@ class SharedEvaluation:
         if self._is_inside or torch.is_grad_enabled() or module.training or not self._step.is_shared:
             return original(module, *args, **kwargs)
         count = next((len(tensor) for tensor in tensors_in((args, kwargs)) if tensor.ndim), 0)
-        if count < self._team.size or not any(module is root for root in self._gradients.roots):
+        if count < self._team.size or not any(module is root for root in self._engines.roots):
             return original(module, *args, **kwargs)
         self._is_inside = True
         try:

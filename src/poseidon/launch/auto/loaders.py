@@ -17,12 +17,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 from poseidon.engine.outputs import tensors_in
-from poseidon.launch.auto.dealing import Dealer
-from poseidon.launch.auto.gradients import Gradients, Step
+from poseidon.launch.auto.dealing import Dealer, Part
+from poseidon.launch.auto.engines import Engines
 from poseidon.launch.auto.naming import find_name
+from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
+from poseidon.launch.auto.step import Step
 from poseidon.launch.auto.streams import ALIKE, APART, Streams, WorkerSeeds
+from poseidon.team.team import Team
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")
 
@@ -30,12 +33,13 @@ _EVALUATION_WORDS = ("val", "test", "eval", "dev")
 class Deal:
     """How one loader is dealt out; lives as long as the loader."""
 
-    def __init__(self, loader: DataLoader[Any], rank: int, size: int, divides: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], rank: int, size: int, options: AutoOptions) -> None:
         batch = loader.batch_size
         custom = batch is None and loader.batch_sampler is not None
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.is_batched = loader.batch_sampler is not None
-        self.divides = divides and self.is_batched
+        self.divides = options.batch == "total" and self.is_batched
+        self._is_sum = options.loss == "sum"
         self.batch: int | None = None if custom or not self.is_batched else batch
         self.dealer = Dealer(rank, size, self.divides, bool(loader.drop_last))
         self.is_dealt = False
@@ -44,6 +48,10 @@ class Deal:
         """Whether the loader was iterated before, so that what it is for is known."""
         self.weights: deque[float] = deque()
         """Of the batches that are on their way, in their order."""
+
+    def weigh(self, part: Part[Any]) -> float:
+        """Return the factor of this worker's loss on a part."""
+        return part.sum_weight if self._is_sum else part.mean_weight
 
     def local_batch(self) -> int:
         """Return how many samples of a full batch are this worker's."""
@@ -62,6 +70,7 @@ class DealtSampler:
 
     def __iter__(self) -> Iterator[Any]:
         deal = self._deal
+        weights = deal.weights
         drawn = self._draw()
         if not deal.is_dealt:
             yield from drawn
@@ -70,15 +79,16 @@ class DealtSampler:
                 yield batch[: max(1, deal.local_batch())] if deal.batch is not None else batch
         elif deal.is_batched:
             for part in deal.dealer.batches(drawn):
-                deal.weights.append(part.weight)
+                weights.append(deal.weigh(part))
                 yield part.items
         else:
             for part in deal.dealer.items(drawn):
-                deal.weights.append(part.weight)
+                weights.append(deal.weigh(part))
                 yield part.items[0]
 
     def __len__(self) -> int:
-        return len(self._original)
+        count = len(self._original)
+        return self._deal.dealer.count_batches(count) if self._deal.is_dealt else count
 
     def _draw(self) -> Iterator[Any]:
         """Draw from the script's sampler, with the numbers that all workers share."""
@@ -117,23 +127,26 @@ class DealtStream(IterableDataset[Any]):
         if not deal.is_dealt:
             yield from source
             return
+        weights = deal.weights
         parts = deal.dealer.items(source) if deal.batch is None else deal.dealer.stream(source, deal.batch)
         for part in parts:
             # A loader process cannot tell us the weights; there a short end counts like a full batch.
             if get_worker_info() is None:
-                deal.weights.append(part.weight)
+                weights.append(deal.weigh(part))
             yield from part.items
 
 
 class Delivery:
     """Iterates over a loader on behalf of the script and keeps account of what it was given."""
 
-    def __init__(self, batches: Iterator[Any], deal: Deal, step: Step, streams: Streams) -> None:
+    def __init__(self, batches: Iterator[Any], deal: Deal, engines: Engines, step: Step, streams: Streams) -> None:
         self._batches = batches
+        self._engines = engines
         self._deal = deal
         self._step = step
         self._streams = streams
         self._is_dealt = deal.is_dealt
+        self._weights = deal.weights
 
     def __iter__(self) -> Delivery:
         return self
@@ -148,11 +161,13 @@ class Delivery:
             self._step.weight = 1.0
             raise
         tensors = list(tensors_in(batch))
-        self._step.weight = self._deal.weights.popleft() if self._is_dealt and self._deal.weights else 1.0
+        self._step.weight = self._weights.popleft() if self._is_dealt and self._weights else 1.0
         self._step.samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         self._step.values = sum(tensor.numel() for tensor in tensors)
         self._step.is_shared = not self._is_dealt
         self._step.has_dealt |= self._is_dealt
+        if self._is_dealt:
+            self._engines.look_for_strangers()
         return batch
 
     def __len__(self) -> int:
@@ -166,19 +181,11 @@ class Loaders:
     """Decides for each iteration of each loader how it is read."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        divides: bool,
-        whole: tuple[str, ...],
-        gradients: Gradients,
-        step: Step,
-        streams: Streams,
-        report: Report,
+        self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: Report
     ) -> None:
-        self._rank, self._size, self._divides = rank, size, divides
-        self._whole = whole
-        self._gradients = gradients
+        self._rank, self._size = team.rank, team.size
+        self._options = options
+        self._engines = engines
         self._step = step
         self._streams = streams
         self._report = report
@@ -192,7 +199,7 @@ class Loaders:
     def _iterate(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
         deal = self._deal_of(loader)
         name = find_name(loader) or "a loader"
-        deal.is_dealt = name not in self._whole and self._is_training()
+        deal.is_dealt = self._is_for_training(loader, name)
         deal.is_decided = True
         deal.weights = deque()
         self._tell(loader, deal, name)
@@ -200,7 +207,7 @@ class Loaders:
             batches = original(loader)
         if deal.is_dealt:
             self._streams.part()
-        return Delivery(batches, deal, self._step, self._streams)
+        return Delivery(batches, deal, self._engines, self._step, self._streams)
 
     def _count(self, original: Callable[..., int], loader: DataLoader[Any]) -> int:
         count = original(loader)
@@ -216,24 +223,30 @@ class Loaders:
 
     def _deal_of(self, loader: DataLoader[Any]) -> Deal:
         if loader not in self._deals:
-            self._deals[loader] = Deal(loader, self._rank, self._size, self._divides)
+            self._deals[loader] = Deal(loader, self._rank, self._size, self._options)
         return self._deals[loader]
 
-    def _is_training(self) -> bool:
-        if not torch.is_grad_enabled():
+    def _is_for_training(self, loader: DataLoader[Any], name: str) -> bool:
+        if name in self._options.whole or not torch.is_grad_enabled():
             return False
-        roots = self._gradients.roots
+        if name in self._options.deal:
+            return True
+        # Reading too much is only slow; reading too little is wrong. So a name that speaks of evaluation is believed.
+        return not _sounds_like_evaluation(loader, name) and self._is_training()
+
+    def _is_training(self) -> bool:
+        gc.collect()  # what only waits to be freed may be gone on one worker and not yet on another
+        roots = self._engines.roots
         if roots:
             return any(root.training for root in roots)
-        return self._gradients.has_optimizer or _is_anything_trainable()
+        return self._engines.has_optimizer or _is_anything_trainable()
 
     def _guess(self, loader: DataLoader[Any]) -> bool:
         """Say whether a loader that was never iterated is for training: someone asks for its length beforehand."""
         name = find_name(loader) or ""
-        if name in self._whole or not torch.is_grad_enabled():
+        if name in self._options.whole or not torch.is_grad_enabled():
             return False
-        is_shuffled = not isinstance(getattr(loader, "sampler", None), SequentialSampler)
-        return is_shuffled or not any(word in name.lower() for word in _EVALUATION_WORDS)
+        return name in self._options.deal or not _sounds_like_evaluation(loader, name)
 
     def _tell(self, loader: DataLoader[Any], deal: Deal, name: str) -> None:
         try:
@@ -242,12 +255,12 @@ class Loaders:
             samples = None
         count = "" if samples is None else f"{samples:,} samples"
         if not deal.is_dealt:
-            why = "as --whole says" if name in self._whole else "not for training"
+            why = "as --whole says" if name in self._options.whole else "not for training"
             self._report.say(f"{name}: whole on every worker ({why}){', ' + count if count else ''}")
             return
         each = "" if samples is None else f", {count} -> about {samples // self._size:,} each"
         self._report.say(f"{name}: dealt out{each}, {self._say_batch(deal)}")
-        if self._divides and not deal.divides:
+        if self._options.batch == "total" and not deal.divides:
             self._report.say(
                 f"{name}: yields whole batches, which cannot be divided; each worker takes every one in turn"
             )
@@ -278,6 +291,11 @@ class _standing_in:  # noqa: N801 - reads as a statement in `with`
 
     def __exit__(self, *_: object) -> None:
         self._fields.update(self._before)
+
+
+def _sounds_like_evaluation(loader: DataLoader[Any], name: str) -> bool:
+    is_in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
+    return is_in_order and any(word in name.lower() for word in _EVALUATION_WORDS)
 
 
 def _is_anything_trainable() -> bool:

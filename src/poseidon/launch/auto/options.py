@@ -37,6 +37,8 @@ class AutoOptions:
     """Whose output is shown."""
     whole: tuple[str, ...] = ()
     """Names of loaders that every worker reads as a whole."""
+    deal: tuple[str, ...] = ()
+    """Names of loaders that are dealt out whenever gradients are on."""
     timeout_s: float = 600.0
     """How long to wait for another worker."""
 
@@ -50,6 +52,8 @@ class AutoOptions:
         ):
             if value not in known:
                 raise unknown_name(what, value, known)
+        if twice := sorted(set(self.whole) & set(self.deal)):
+            raise ConfigError(f"{twice[0]} is in --whole and in --deal; it can be in one of them")
         if self.timeout_s <= 0:
             raise ConfigError(f"--timeout is {self.timeout_s}; it must be positive")
         if self.seed is not None and self.seed < 0:
@@ -75,6 +79,7 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", choices=WRITERS, default="first", help="whose files are kept")
     parser.add_argument("--output", choices=WRITERS, default="first", help="whose output is shown")
     parser.add_argument("--whole", default="", metavar="NAMES", help="loaders to leave whole, separated by commas")
+    parser.add_argument("--deal", default="", metavar="NAMES", help="loaders to deal out, separated by commas")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for another worker")
 
 
@@ -101,6 +106,11 @@ def options_of(known: argparse.Namespace) -> AutoOptions:
         seed=known.seed,
         files=known.files,
         output=known.output,
-        whole=tuple(name.strip() for name in known.whole.split(",") if name.strip()),
+        whole=_names(known.whole),
+        deal=_names(known.deal),
         timeout_s=known.timeout,
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())

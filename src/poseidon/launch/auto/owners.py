@@ -33,7 +33,7 @@ class Holding:
 
     def describe(self) -> str:
         """Name the modules and count the parameters."""
-        names = [type(root).__name__ for root in self.roots] + [f"{len(self.loose)} tensors"] * bool(self.loose)
+        names = [root._get_name() for root in self.roots] + [f"{len(self.loose)} tensors"] * bool(self.loose)
         count = sum(parameter.numel() for _, parameter in self.named())
         return f"{', '.join(names)}, {count:,} parameters"
 
@@ -70,7 +70,7 @@ def find_holding(parameters: Sequence[Tensor]) -> Holding:
     roots = find_roots(parameters)
     units: list[LiveUnit] = []
     kept: list[nn.Module] = []
-    labels = Counter(type(root).__name__ for root in roots)
+    labels = Counter(root._get_name() for root in roots)
     seen: Counter[str] = Counter()
     for root in roots:
         ignored = [name for name, p in root.named_parameters(remove_duplicate=False) if id(p) not in wanted]
@@ -78,7 +78,7 @@ def find_holding(parameters: Sequence[Tensor]) -> Holding:
         if not found:
             continue
         kept.append(root)
-        label = type(root).__name__
+        label = root._get_name()
         seen[label] += 1
         prefix = f"{label}{seen[label]}" if labels[label] > 1 else label
         units += [_named(unit, prefix, len(units) + i) for i, unit in enumerate(found)]

@@ -16,14 +16,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from poseidon.errors import ConfigError
+from poseidon.launch.auto.engines import Engines
 from poseidon.launch.auto.evaluation import SharedEvaluation
 from poseidon.launch.auto.files import Overlay
-from poseidon.launch.auto.gradients import Gradients, Step
+from poseidon.launch.auto.gradients import Gradients
 from poseidon.launch.auto.loaders import Loaders
 from poseidon.launch.auto.options import AutoOptions, Target
 from poseidon.launch.auto.output import silence
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
+from poseidon.launch.auto.step import Step
 from poseidon.launch.auto.streams import Streams
 from poseidon.launch.environment import World, init
 from poseidon.launch.local import follow_launcher
@@ -48,7 +50,7 @@ def run(options: AutoOptions, target: Target) -> int:
             gradients = _install(world, team, options, patches)
             status = _run_script(target)
             if status == 0:
-                gradients.verify()
+                gradients.conclude()
                 # Nobody leaves before everybody is done: worker 0 holds the job's store.
                 team.gather_ints([0], "the others to end the script")
             patches.undo()
@@ -70,16 +72,15 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
     seed = team.gather_ints([seed], "the seed")[0][0]
     streams, step = Streams(world.rank, seed), Step()
     rate = float(world.size) if options.scale_lr else 1.0
-    factor = float(world.size) if options.loss == "sum" else 1.0
-    gradients = Gradients(team, step, streams, report, rate, factor)
-    divides = options.batch == "total"
-    loaders = Loaders(world.rank, world.size, divides, options.whole, gradients, step, streams, report)
+    engines = Engines(team, step, streams, report)
+    gradients = Gradients(team, engines, step, streams, report, rate)
+    loaders = Loaders(team, options, engines, step, streams, report)
     report.say(describe(world.size, options, seed))
     streams.install(patches)
     gradients.install(patches)
     loaders.install(patches)
     if options.evaluation != "full":
-        SharedEvaluation(team, options.evaluation == "first", gradients, step, report).install(patches)
+        SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
     return gradients
 
 
