@@ -30,6 +30,10 @@ def profile_prototxt(path: str | Path, batch: int, flops: float, is_measured: bo
     net = _build(path, batch if is_measured else 1)
     units = find_net_units(net)
     if not units:
+        # A deploy net has no loss, so by itself nothing in it learns.
+        net = _build(path, batch if is_measured else 1, force_backward=True)
+        units = find_net_units(net)
+    if not units:
         raise ConfigError(f"{path}: no layer of this net learns anything, so there is nothing to exchange")
     forward, backward = _measure(net) if is_measured else _estimate(net, flops)
     made = []
@@ -53,13 +57,14 @@ def profile_prototxt(path: str | Path, batch: int, flops: float, is_measured: bo
     return profile if is_measured else replace(profile.with_batch(batch), source="estimated")
 
 
-def _build(path: str | Path, batch: int) -> Net:
+def _build(path: str | Path, batch: int, force_backward: bool = False) -> Net:
     from poseidon.caffe.net import Net
     from poseidon.caffe.schema import TRAIN
     from poseidon.caffe.upgrade import read_net
 
     param = read_net(path)
     param.state.phase = TRAIN
+    param.force_backward = param.force_backward or force_backward
     for layer in param.layer:
         _take_input(layer, batch)
     try:

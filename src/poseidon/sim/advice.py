@@ -71,7 +71,7 @@ def _find_limit(setting: Setting, outcome: Outcome) -> tuple[str, str]:
     if share < WORTH:
         return "compute", "the exchange hides behind computation almost completely"
     text = {
-        "wire": f"{share:.0%} of a step waits for the wire, which is busy {outcome.busy_s / outcome.step_s:.0%} of it",
+        "wire": f"it costs {share:.0%} of a step, and is busy {outcome.busy_s / outcome.step_s:.0%} of it",
         "latency": f"{share:.0%} of a step waits for small messages to arrive",
         "slow machine": f"{share:.0%} of a step waits for the slowest machine",
     }

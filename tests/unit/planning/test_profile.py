@@ -105,6 +105,15 @@ def test_a_prototxt_needs_no_database(tmp_path):
     assert profile.batch == 32
 
 
+def test_a_deploy_net_can_be_planned_too(tmp_path):
+    path = tmp_path / "deploy.prototxt"
+    head = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 9 dim: 3 dim: 16 dim: 16 } } }'
+    path.write_text(head + NET[NET.index('layer { name: "conv"') : NET.index('layer { name: "loss"')])
+    profile = profile_prototxt(path, 32, 1e9)
+    assert [one.unit.name for one in profile.units] == ["conv", "fc"]
+    assert profile.loads["fc"].rows == 32
+
+
 def test_a_prototxt_can_be_measured(tmp_path):
     path = tmp_path / "net.prototxt"
     path.write_text(NET)
