@@ -237,13 +237,15 @@ class Table:
             contents = deltas if columns is None else [SparseRow(np.asarray(columns), np.asarray(deltas))]
             self._worker.inc(self._cache, self._sparse_changes(numbers, contents))
             return
-        values = np.asarray(deltas, self.spec.dtype).reshape(-1, self.spec.width) if np.size(deltas) else np.empty(0)
-        if columns is not None or len(values) != len(numbers) or np.shape(deltas)[-1:] != (self.spec.width,):
+        values = np.asarray(deltas, self.spec.dtype)
+        expected = (self.spec.width,) if np.ndim(rows) == 0 else (len(numbers), self.spec.width)
+        if columns is not None or values.shape != expected:
             raise ConfigError(
-                f"table {self.spec.name!r}: changes of shape {np.shape(deltas)} for {len(numbers)} rows "
-                f"of width {self.spec.width}"
+                f"table {self.spec.name!r}: changes of shape {values.shape}"
+                f"{' with columns' if columns is not None else ''} for {len(numbers)} rows of width {self.spec.width}; "
+                f"expected {expected}"
             )
-        self._worker.inc(self._cache, combine(numbers, values))
+        self._worker.inc(self._cache, combine(numbers, values.reshape(-1, self.spec.width)))
 
     def clock(self) -> int:
         """Finish a step: send all changes, and return the new clock. Does not wait; the next :meth:`get` may."""

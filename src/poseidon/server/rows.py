@@ -79,11 +79,10 @@ def sparse_patch(rows: Index, contents: Sequence[tuple[Index, Array]], like: Arr
 
 
 def combine(rows: Index, values: Array) -> Patch:
-    """Return dense changes with repeated rows added up, in the order given."""
+    """Return dense changes with repeated rows added up, in the order given; shares ``values`` where it can."""
+    if bool(np.all(rows[1:] > rows[:-1])):
+        return Patch(rows, values)
     unique, inverse = np.unique(rows, return_inverse=True)
-    if len(unique) == len(rows):
-        order = np.argsort(rows)
-        return Patch(rows[order], values[order])
     total = np.zeros((len(unique), values.shape[1]), values.dtype)
     np.add.at(total, inverse, values)
     return Patch(unique, total)
