@@ -4,6 +4,7 @@
 
     python benchmarks/kill_rounds.py --rounds 20             # on this machine
     python benchmarks/kill_rounds.py --rounds 20 --ssh       # on 4 emulated machines over ssh (needs root)
+    python benchmarks/kill_rounds.py --rounds 20 --pretend   # without PyTorch: the launcher alone, in 15 minutes
     python benchmarks/kill_rounds.py --rounds 1 --faults kill --whens middle
 
 Each job trains with Poseidon's engine on 2 workers (``--ssh``: on 4 machines); one of them fails. A job is wrong when
@@ -57,11 +58,12 @@ class Place:
         return "localhost" if self.lab is None else f"machine{rank}"
 
 
-def one_job(place: Place, fault: str, when: str, rank: int) -> tuple[list[str], float]:
+def one_job(place: Place, fault: str, when: str, rank: int, pretend: bool) -> tuple[list[str], float]:
     """Run one job; return what was wrong, and the seconds from the failure to the job's end."""
     acted = "machine" if fault in ("cut", "agent") else fault
-    hang = HANG_TIMEOUT_S if fault in ("hang", "stop") else 0
+    hang = (HANG_TIMEOUT_S / 5 if pretend else HANG_TIMEOUT_S) if fault in ("hang", "stop") else 0
     words = ["--hang-timeout", str(hang), PROGRAM, "--fault", acted, "--rank", str(rank), "--when", when]
+    words += ["--pretend"] if pretend else []
     job = place.start(words)
     try:
         job.wait_for(f"now: {acted}", limit_s=120)
@@ -113,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ssh", action="store_true", help="4 emulated machines with real ssh servers")
+    parser.add_argument("--pretend", action="store_true", help="without PyTorch: the launcher alone, much faster")
     parser.add_argument("--faults", help=f"of {', '.join(OVER_SSH)}; default: all that are possible")
     parser.add_argument("--whens", default=",".join(WHENS))
     parser.add_argument("--seed", type=int, default=0, help="chooses which worker fails")
@@ -131,7 +134,7 @@ def main() -> int:
                 for when in arguments.whens.split(","):
                     # The machine of rank 0 is where the launcher runs: cutting that off is another matter.
                     rank = chance.randrange(1 if fault in ("cut", "agent") else 0, place.workers)
-                    wrong, seconds = one_job(place, fault, when, rank)
+                    wrong, seconds = one_job(place, fault, when, rank, arguments.pretend)
                     jobs += 1
                     failures += bool(wrong)
                     slowest[fault] = max(seconds, slowest.get(fault, 0.0))

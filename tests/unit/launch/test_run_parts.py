@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from poseidon.launch.job.lines import LONGEST, LineCutter
 from poseidon.launch.job.output import Output, prefixes, wants_colour
 from poseidon.launch.job.places import Meeting, passed_on, place_workers, worker_environment
 from poseidon.launch.job.script import check_module, check_script
+from poseidon.launch.stopping import Stopping
 
 PLACES = place_workers([Host("ape", slots=2), Host("bee")])
 MEETING = Meeting("10.0.0.1", 29500, "s3cret", "run1", restart=2)
@@ -202,6 +204,18 @@ def test_ports_are_free_or_refused() -> None:
     assert free_port("127.0.0.1", port) == port
     with pytest.raises(ConfigError, match=r"address 192\.0\.2\.200 cannot be used here"):
         free_port("192.0.2.200")
+
+
+def test_a_request_to_stop_is_noted_and_does_not_interrupt() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Stopping(every=2) as stop:
+        assert not stop.agreed()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.is_requested
+        assert stop.agreed()
+        assert not stop.agreed(), "asked every second time only"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_worker_tells_the_launcher_through_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,12 @@ Next to it: :mod:`poseidon.launch.run`, which reads the settings and restarts a 
 
 from __future__ import annotations
 
-import queue
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
 
 from poseidon import __version__
 from poseidon.errors import ConfigError
@@ -22,20 +19,16 @@ from poseidon.launch.hosts import Host
 from poseidon.launch.job import cause as causes
 from poseidon.launch.job import protocol
 from poseidon.launch.job.cause import Death
-from poseidon.launch.job.link import CLOSED, Events, Link
+from poseidon.launch.job.fleet import Fleet
+from poseidon.launch.job.link import CLOSED
 from poseidon.launch.job.output import Output
 from poseidon.launch.job.places import SECRET, Meeting, Place, passed_on, place_workers, worker_environment
 from poseidon.launch.job.protocol import Message
 from poseidon.launch.job.watching import Watching
 from poseidon.launch.join import Share
 
-PREPARE_S = 40.0
-"""Longest time for logins and a look around on all machines."""
 STOP_GRACE_S = 3.0
 """Between asking the other workers of a failed job to end and killing them."""
-SWEEP_CONNECT_S = 2
-SWEEP_S = 4.0
-"""For a second look at a machine whose agent was lost: to log in there, and in all."""
 INTERRUPTED = 130
 
 
@@ -81,15 +74,11 @@ class Launcher:
         self._output = output
         self._restart = restart
         self._run = secrets.token_hex(8)
-        self._events: Events = queue.Queue(maxsize=4096)
-        self._links: list[Link] = []
+        self._fleet = Fleet(settings.hosts, settings.directory, settings.ssh, self._run, self._take)
         self._places = place_workers(settings.hosts)
         self._ready: dict[int, Message] = {}
-        self._ended: dict[int, list[int]] = {}
-        """Machines whose agents have finished: what they could not end."""
         self._interrupts = 0
         self._watching = Watching(self._places, settings.hang_timeout_s, time.monotonic())
-        self._closing = threading.Event()
 
     def run(self) -> Ending:
         """Start the workers, follow them to the end, clean up; raise :class:`ConfigError` if nothing could start."""
@@ -99,75 +88,31 @@ class Launcher:
         # A launcher that stands still would be taken for gone, and its workers would be ended.
         handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._refuse_to_pause)
         try:
-            self._connect()
+            self._prepare()
             meeting = self._agree_on_meeting()
             self._output.open_logs()
             self._start_workers(meeting)
             ending = self._follow()
             self._report(ending)
-            self._end(0.0 if self._interrupts > 1 else STOP_GRACE_S)
+            self._fleet.end(0.0 if self._interrupts > 1 else STOP_GRACE_S, lambda: self._interrupts > 1)
+            self._say_what_is_left()
             return ending
         finally:
-            self._closing.set()
-            for link in self._links:
-                link.close()
+            self._fleet.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     # Starting.
 
-    def _connect(self) -> None:
-        settings = self._settings
-        for number, host in enumerate(settings.hosts):
-            link = Link(number, host, ssh.is_here(host), host.directory or settings.directory, settings.ssh)
-            self._links.append(link)
-            link.listen(self._events)
-            link.send(
-                protocol.PREPARE,
-                directory=host.directory or settings.directory,
-                script=settings.script,
-                interface=host.interface,
-                via_ssh=not link.is_local,
-            )
-        threading.Thread(target=self._show_life, daemon=True).start()
-        self._ready = self._await(protocol.READY, PREPARE_S)
+    def _prepare(self) -> None:
+        self._fleet.start(self._settings.script)
+        self._ready = self._fleet.answers(protocol.READY, check=self._stop_if_interrupted)
         for number, answer in self._ready.items():
             if answer["version"] != __version__:
                 raise ConfigError(
-                    f"{settings.hosts[number].name} has Poseidon {answer['version']}, this machine {__version__}; "
-                    "install the same version on all"
+                    f"{self._settings.hosts[number].name} has Poseidon {answer['version']}, but {__version__} is here; "
+                    "install the same version on all machines"
                 )
-
-    def _await(self, kind: str, limit_s: float, machines: list[int] | None = None) -> dict[int, Message]:
-        """Return what each agent answered; raise one error that names every machine that did not."""
-        waited = set(range(len(self._links)) if machines is None else machines)
-        answers: dict[int, Message] = {}
-        failures: dict[str, list[str]] = {}
-        deadline = time.monotonic() + limit_s
-        while waited:
-            if self._interrupts:
-                raise KeyboardInterrupt
-            try:
-                number, message = self._events.get(timeout=min(0.2, max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
-                if time.monotonic() < deadline:
-                    continue
-                failures[f"no answer within {limit_s:g} s"] = [self._settings.hosts[number].name for number in waited]
-                break
-            if message["kind"] == kind:
-                answers[number] = message
-            elif message["kind"] == protocol.REFUSED:
-                failures.setdefault(str(message["reason"]), []).append(self._settings.hosts[number].name)
-            elif message["kind"] == CLOSED and number in waited:
-                failures[self._links[number].why()] = []
-            else:
-                self._take(number, message)
-                continue
-            waited.discard(number)
-        if failures:
-            lines = [f"{', '.join(sorted(names))}: {why}" if names else why for why, names in failures.items()]
-            raise ConfigError(lines[0] if len(lines) == 1 else "\n  ".join(["cannot start:", *lines]))
-        return answers
 
     def _agree_on_meeting(self) -> Meeting:
         first = self._settings.hosts[0]
@@ -177,8 +122,8 @@ class Launcher:
             secret = self._settings.environ.get(SECRET, "")
             return Meeting(share.address, share.port, secret, self._run, self._restart)
         wanted = self._settings.port or first.service_port
-        self._links[0].send(protocol.PORT, address=self._address(0), wanted=wanted)
-        port = self._await(protocol.PORT, PREPARE_S, [0])[0]["port"]
+        self._fleet.links[0].send(protocol.PORT, address=self._address(0), wanted=wanted)
+        port = self._fleet.answers(protocol.PORT, [0], self._stop_if_interrupted)[0]["port"]
         return Meeting(self._address(0), int(port), secrets.token_hex(32), self._run, self._restart)
 
     def _address(self, number: int) -> str:
@@ -186,7 +131,7 @@ class Launcher:
         said = str(self._ready[number]["address"])
         if said or self._settings.share is not None:
             return said
-        if self._links[number].is_local:
+        if self._fleet.links[number].is_local:
             seen = (str(answer["seen_from"]) for answer in self._ready.values() if answer["seen_from"])
             return next(seen, "127.0.0.1")
         raise ConfigError(
@@ -196,9 +141,9 @@ class Launcher:
 
     def _start_workers(self, meeting: Meeting) -> None:
         settings, share = self._settings, self._settings.share
-        machines = len(self._links) if share is None else share.machines
+        machines = len(self._fleet.links) if share is None else share.machines
         size = len(self._places) if share is None else share.machines * share.workers
-        for link in self._links:
+        for link in self._fleet.links:
             base = dict(settings.env) if link.is_local else passed_on(settings.environ, settings.env)
             base |= dict(link.host.env)
             if link.is_local:
@@ -218,16 +163,12 @@ class Launcher:
             ]
             link.send(
                 protocol.START,
-                run=self._mark(link.number),
+                run=self._fleet.mark(link.number),
                 directory=answer["directory"],
                 address=self._address(link.number),
                 workers=workers,
             )
-        self._await(protocol.STARTED, PREPARE_S)
-
-    def _mark(self, machine: int) -> str:
-        # Machines may share their process table (containers, emulated ones): each sees to its own workers only.
-        return f"{self._run}.{machine}"
+        self._fleet.answers(protocol.STARTED, check=self._stop_if_interrupted)
 
     def _in_whole_job(self, place: Place) -> Place:
         share = self._settings.share
@@ -241,11 +182,7 @@ class Launcher:
         """Return when the job is over: all workers have ended, or one has failed and its cause is clear."""
         asked_at = 0.0
         while True:
-            try:
-                self._take(*self._events.get(timeout=0.1))
-                is_idle = False
-            except queue.Empty:
-                is_idle = True
+            is_idle = not self._fleet.take_next(0.1)
             now = time.monotonic()
             if is_idle:
                 self._notice_silence()
@@ -278,16 +215,14 @@ class Launcher:
             self._watching.read_report(int(message["rank"]), message["facts"], now)
         elif kind == protocol.EXIT:
             self._watching.exited(int(message["rank"]), int(message["status"]), now)
-        elif kind == protocol.ENDED:
-            self._ended[number] = list(message["left"])
         elif kind == protocol.REFUSED:
             self._watching.machine_lost(number, str(message["reason"]), now)
-        elif kind == CLOSED and number not in self._ended:
-            self._watching.machine_lost(number, self._links[number].why_lost(), now)
+        elif kind == CLOSED and number not in self._fleet.left:
+            self._watching.machine_lost(number, self._fleet.links[number].why_lost(), now)
 
     def _notice_silence(self) -> None:
         # Asked only when nothing is waiting to be read: a terminal that stood still must not look like lost machines.
-        for link in self._links:
+        for link in self._fleet.links:
             if not link.is_closed and link.is_silent():
                 reason = f"{link.host.name} has given no sign of life for {protocol.SILENCE_S:g} s"
                 self._watching.machine_lost(link.number, reason, time.monotonic())
@@ -300,14 +235,14 @@ class Launcher:
         self._output.say(
             f"stopping: workers have {self._settings.grace_s:g} s to end in order (Ctrl-C again ends them at once)"
         )
-        self._send_all(protocol.SIGNAL, number=int(signal.SIGINT))
+        self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGINT))
 
     def _show_stacks(self) -> None:
         """Make every worker say where it stands, which ends it."""
         self._watching.note_hang(time.monotonic())
-        self._send_all(protocol.SIGNAL, number=int(signal.SIGABRT))
+        self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGABRT))
         # One that was stopped must go on to show it.
-        self._send_all(protocol.SIGNAL, number=int(signal.SIGCONT))
+        self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGCONT))
 
     # Ending.
 
@@ -316,57 +251,9 @@ class Launcher:
             others = self._watching.where_others_stood(ending.cause.rank, time.monotonic())
             self._output.say(causes.explain(ending.cause, others))
 
-    def _end(self, grace_s: float) -> None:
-        """End what is left everywhere, and say so of each machine where that could not be done or seen."""
-        alive = [link for link in self._links if not link.is_closed and not link.is_silent()]
-        for link in alive:
-            link.send(protocol.STOP, grace_s=grace_s)
-        checks = self._start_sweeps([link for link in self._links if link not in alive])
-        deadline = time.monotonic() + grace_s + 12.0
-        while any(link.number not in self._ended and not link.is_closed for link in alive):
-            if self._interrupts > 1 and grace_s > 0:
-                grace_s = 0.0
-                for link in alive:
-                    link.close()
-            try:
-                self._take(*self._events.get(timeout=0.1))
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    break
-        checks += self._start_sweeps([link for link in alive if link.is_closed])
-        for check in checks:
-            check.join(2 * SWEEP_S)
-        self._say_what_is_left()
-
-    def _start_sweeps(self, lost: list[Link]) -> list[threading.Thread]:
-        links = [link for link in lost if link.number not in self._ended]
-        checks = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in links]
-        for check in checks:
-            check.start()
-        return checks
-
-    def _sweep(self, lost: Link) -> None:
-        """Ask a machine whose agent was lost, through a new agent, to end what the old one left."""
-        settings = replace(self._settings.ssh, connect_timeout_s=SWEEP_CONNECT_S)
-        events: Events = queue.Queue()
-        link = Link(lost.number, lost.host, lost.is_local, lost.host.directory or self._settings.directory, settings)
-        link.listen(events)
-        link.send(protocol.STOP, grace_s=0.0, run=self._mark(lost.number))
-        deadline = time.monotonic() + SWEEP_S
-        while time.monotonic() < deadline:
-            try:
-                _, message = events.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if message["kind"] == protocol.ENDED:
-                self._ended[lost.number] = list(message["left"])
-            if message["kind"] in (protocol.ENDED, CLOSED):
-                break
-        link.close()
-
     def _say_what_is_left(self) -> None:
-        for link in self._links:
-            left = self._ended.get(link.number)
+        for link in self._fleet.links:
+            left = self._fleet.left.get(link.number)
             if left is None:
                 self._output.say(
                     f"{link.host.name} could not be asked whether anything is left there; "
@@ -375,19 +262,14 @@ class Launcher:
             elif left:
                 self._output.say(f"{link.host.name}: processes {left} did not end even when killed; see to them there")
 
-    # Signals and signs of life.
+    # Signals.
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self._interrupts += 1
 
+    def _stop_if_interrupted(self) -> None:
+        if self._interrupts:
+            raise KeyboardInterrupt
+
     def _refuse_to_pause(self, _number: int, _frame: FrameType | None) -> None:
         self._output.say("a job over several processes cannot be paused; Ctrl-C ends it")
-
-    def _show_life(self) -> None:
-        while not self._closing.wait(protocol.ALIVE_S):
-            self._send_all(protocol.ALIVE)
-
-    def _send_all(self, kind: str, **content: Any) -> None:
-        for link in self._links:
-            if not link.is_closed:
-                link.send(kind, **content)
