@@ -32,8 +32,6 @@ from run_jobs import EXPECTED, PROGRAM, Started, check  # noqa: E402
 WHENS = ("start", "middle", "end")
 HERE = ("exit", "raise", "kill", "segv", "orphan", "hang", "stop")
 OVER_SSH = (*HERE, "cut", "agent")
-HANG_TIMEOUT_S = 15.0
-"""Longer than the start takes, in which workers are quiet too."""
 LIMIT_S = 15.0
 """From the failure to the end of the job."""
 
@@ -58,10 +56,10 @@ class Place:
         return "localhost" if self.lab is None else f"machine{rank}"
 
 
-def one_job(place: Place, fault: str, when: str, rank: int, pretend: bool) -> tuple[list[str], float]:
+def one_job(place: Place, fault: str, when: str, rank: int, hang_s: float, pretend: bool) -> tuple[list[str], float]:
     """Run one job; return what was wrong, and the seconds from the failure to the job's end."""
     acted = "machine" if fault in ("cut", "agent") else fault
-    hang = (HANG_TIMEOUT_S / 5 if pretend else HANG_TIMEOUT_S) if fault in ("hang", "stop") else 0
+    hang = hang_s if fault in ("hang", "stop") else 0.0
     words = ["--hang-timeout", str(hang), PROGRAM, "--fault", acted, "--rank", str(rank), "--when", when]
     words += ["--pretend"] if pretend else []
     job = place.start(words)
@@ -116,6 +114,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ssh", action="store_true", help="4 emulated machines with real ssh servers")
     parser.add_argument("--pretend", action="store_true", help="without PyTorch: the launcher alone, much faster")
+    parser.add_argument(
+        "--hang-timeout", type=float, help="seconds; longer than the start takes, in which workers are quiet too"
+    )
     parser.add_argument("--faults", help=f"of {', '.join(OVER_SSH)}; default: all that are possible")
     parser.add_argument("--whens", default=",".join(WHENS))
     parser.add_argument("--seed", type=int, default=0, help="chooses which worker fails")
@@ -125,6 +126,7 @@ def main() -> int:
     if not set(faults) <= set(known):
         parser.error(f"--faults must be of {', '.join(known)}")
     assert set(EXPECTED) >= set(HERE)
+    hang_s = arguments.hang_timeout or (3.0 if arguments.pretend else 15.0)
     chance = random.Random(arguments.seed)
     jobs = failures = 0
     slowest: dict[str, float] = {}
@@ -134,7 +136,7 @@ def main() -> int:
                 for when in arguments.whens.split(","):
                     # The machine of rank 0 is where the launcher runs: cutting that off is another matter.
                     rank = chance.randrange(1 if fault in ("cut", "agent") else 0, place.workers)
-                    wrong, seconds = one_job(place, fault, when, rank, arguments.pretend)
+                    wrong, seconds = one_job(place, fault, when, rank, hang_s, arguments.pretend)
                     jobs += 1
                     failures += bool(wrong)
                     slowest[fault] = max(seconds, slowest.get(fault, 0.0))
