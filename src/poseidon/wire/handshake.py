@@ -60,9 +60,10 @@ def read_exactly(connection: socket.socket, size_bytes: int) -> bytes:
 
 def read_into(connection: socket.socket, view: memoryview) -> int:
     """Fill ``view`` from the connection; return how many bytes came before it ended."""
-    filled = 0
-    while filled < view.nbytes:
-        # One call for all of it: the kernel gathers the pieces while Python's other threads run.
+    # One call for all of it: the kernel gathers the pieces while Python's other threads run.
+    filled = connection.recv_into(view, 0, socket.MSG_WAITALL) if view.nbytes else 0
+    while 0 < filled < view.nbytes:
+        # Cut short by a signal or a time limit of the socket; or at its end, which the next call tells.
         count = connection.recv_into(view[filled:], 0, socket.MSG_WAITALL)
         if not count:
             break

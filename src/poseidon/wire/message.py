@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,11 @@ class Kind(IntEnum):
     """The request could not be fulfilled; the payload says why, as UTF-8."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a message says about itself; the fields after ``sender`` mean what its kind says they mean."""
+class Header(NamedTuple):
+    """What a message says about itself; the fields after ``sender`` mean what its kind says they mean.
+
+    A tuple, because every message makes two: a frozen dataclass takes five times as long to make.
+    """
 
     kind: Kind
     sender: int

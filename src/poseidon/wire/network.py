@@ -6,7 +6,6 @@ import secrets
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 
 from poseidon.errors import WireError
 from poseidon.wire.allocation import keep_memory
@@ -53,5 +52,5 @@ class NetworkTransport(Transport):
     def _head(self, header: Header, payload: memoryview) -> bytes:
         """Return the packed header, with the payload's checksum where the settings ask for it."""
         if self._settings.payload_checksum and payload.nbytes:
-            header = replace(header, flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
+            header = header._replace(flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
         return pack(header)
