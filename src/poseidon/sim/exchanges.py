@@ -118,10 +118,11 @@ def _by_need(setting: Setting, exchanges: list[Exchange], place: Mapping[int, in
     """Return the exchanges with collectives in the order that the engine settles when forward need not wait for all."""
     profile = setting.profile
     ready_s = list(itertools.accumulate(profile.units[i].backward_s for i in profile.ready_order))
+    per_byte = setting.collectives.seconds_per_byte(setting.wire_bytes_per_s(0))
     collectives = [exchange for exchange in exchanges if exchange.is_collective]
     order = order_by_need(
         [ready_s[max(place[unit] for unit in exchange.units)] for exchange in collectives],
-        [exchange.out_bytes / setting.cluster.between.bytes_per_s for exchange in collectives],
+        [exchange.out_bytes * per_byte for exchange in collectives],
     )
     return [*(collectives[number] for number in order), *(each for each in exchanges if not each.is_collective)]
 
@@ -163,10 +164,10 @@ def _collectives(setting: Setting, units: Sequence[int]) -> list[Exchange]:
 
 def _pack(setting: Setting, sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
     if setting.system.packing == "engine":
-        return assign_buckets(sizes, setting.bucket_bytes)
+        return assign_buckets(sizes, setting.system.bucket_bytes)
     if setting.system.packing == "whole":
         return [list(range(len(sizes)))] if sizes else []
-    return ddp_buckets([size for _, size in sizes], setting.bucket_bytes)
+    return ddp_buckets([size for _, size in sizes], setting.system.bucket_bytes)
 
 
 def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20) -> list[list[int]]:
@@ -212,7 +213,7 @@ def _served(setting: Setting, units: Sequence[int]) -> list[Exchange]:
     if setting.system.packing == "units":
         packed = [[at for at, (i, _) in enumerate(members) if i == unit] for unit in units]
     else:
-        packed = assign_buckets(sizes, min(setting.bucket_bytes, SERVED_BYTES))
+        packed = assign_buckets(sizes, min(setting.system.bucket_bytes, SERVED_BYTES))
     items = [sizes[bucket[0]][0] for bucket in packed]
     elements = [sum(members[at][1].numel for at in bucket) for bucket in packed]
     rounds = MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8

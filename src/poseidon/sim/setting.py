@@ -34,7 +34,6 @@ class Setting:
     """Size of a chunk of the sharded route."""
     in_flight_bytes: int = 1024 * 1024
     """What a card has been given and cannot be overtaken any more."""
-    bucket_bytes: int = 25 * 2**20
     staging_bytes_per_s: float = math.inf
     """Between a device and the host memory from which messages are sent; taken by turns with sending."""
     incast_exponent: float = 0.0

@@ -24,6 +24,8 @@ class System:
     """The next forward waits unit by unit, and what it needs first goes first."""
     packing: Literal["engine", "ddp", "whole", "units"] = "engine"
     """Which gradients travel together: as Poseidon's engine packs, as torch's DDP does, all in one, or none."""
+    bucket_bytes: int = 25 * 2**20
+    """Most bytes that share a collective, as torch's and Poseidon's wrappers have it by default."""
 
     @property
     def has_server(self) -> bool:
@@ -60,6 +62,7 @@ SYSTEMS = {
             dense="planned",
             special="planned",
             overlaps_forward=True,
+            bucket_bytes=8 * 2**20,
         ),
     )
 }
