@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -104,8 +105,10 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
         stream.flush()
-    except BrokenPipeError:
-        # Whoever read this (`| head`) has seen enough; the job goes on, and its logs do.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # Whoever read this has seen enough (`| head`), or the terminal is gone; the job goes on, and its logs do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
