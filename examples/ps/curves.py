@@ -76,9 +76,10 @@ def plot(path: Path, title: str, curves: list[Curve]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for curve in curves:
         label = f"staleness {curve.staleness}" + (" (BSP)" if curve.staleness == 0 else "")
-        left.plot(np.arange(1, len(curve.errors) + 1), curve.errors, label=label)
-        right.plot(curve.seconds, curve.errors, label=label)
-    left.set(xlabel="clocks", ylabel=title, yscale="log")
+        smooth = [np.mean(curve.errors[max(0, clock - 7) : clock + 1]) for clock in range(len(curve.errors))]
+        left.plot(np.arange(1, len(smooth) + 1), smooth, label=label)
+        right.plot(curve.seconds, smooth, label=label)
+    left.set(xlabel="clocks", ylabel=title, ylim=(0, None))
     right.set(xlabel="seconds, with stragglers")
     right.legend()
     figure.tight_layout()
