@@ -28,6 +28,7 @@ from poseidon.wire.outbox import Outgoing
 from poseidon.wire.settings import WireSettings
 
 HANDSHAKE_S = 10.0
+RETRY_S = 0.2
 STRANGERS = 64
 """Connections that may be proving themselves at a time; further ones are closed unheard."""
 
@@ -194,24 +195,35 @@ class TcpTransport(NetworkTransport):
 
     def _open(self, peer: int, address: Address, deadline: float) -> socket.socket:
         """Return a connection to ``peer`` that both sides trust."""
-        with contextlib.ExitStack() as undo:
+        place = f"{address.ip}:{address.ports[0]}"
+        while True:
             try:
-                connection = undo.enter_context(
-                    socket.create_connection(
-                        (address.ip, address.ports[0]),
-                        timeout=max(0.1, deadline - time.monotonic()),
-                        source_address=(listening_ip(self._settings), 0),
-                    )
-                )
-                claim(connection, self._secret, self.rank, peer)
+                return self._try_to_open(peer, address, deadline)
             except FrameError as error:
-                raise WireError(f"{error}; give all workers the same") from None
+                if error.reason != "handshake":
+                    raise WireError(f"{error}; give all workers the same") from None
+                problem: Exception = error
             except OSError as error:
+                problem = error
+            # A crowd at the door is sent away after HANDSHAKE_S; anything else will not mend itself sooner either.
+            if isinstance(problem, OSError) or time.monotonic() + RETRY_S > deadline:
                 raise WireError(
-                    f"rank {self.rank} reached no connection to rank {peer} at {address.ip}:{address.ports[0]} within "
-                    f"{self._settings.connect_timeout_s:g} s: {error}; check that its machine is up and that no "
+                    f"rank {self.rank} reached no connection to rank {peer} at {place} within "
+                    f"{self._settings.connect_timeout_s:g} s: {problem}; check that its machine is up and that no "
                     "firewall is between"
                 ) from None
+            time.sleep(RETRY_S)
+
+    def _try_to_open(self, peer: int, address: Address, deadline: float) -> socket.socket:
+        with contextlib.ExitStack() as undo:
+            connection = undo.enter_context(
+                socket.create_connection(
+                    (address.ip, address.ports[0]),
+                    timeout=max(0.1, deadline - time.monotonic()),
+                    source_address=(listening_ip(self._settings), 0),
+                )
+            )
+            claim(connection, self._secret, self.rank, peer)
             undo.pop_all()
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.send_buffer_bytes)
@@ -307,7 +319,7 @@ class Line:
         payload = message.payload
         if self._bucket is not None:
             self._bucket.spend(SIZE + payload.nbytes)
-        sent = connection.sendmsg([message.head, payload]) - len(message.head)
+        sent = connection.sendmsg([message.head, payload], [], socket.MSG_NOSIGNAL) - len(message.head)
         if sent < 0:
             raise OSError("the connection was cut inside a header")
         if sent < payload.nbytes:
