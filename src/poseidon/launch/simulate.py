@@ -22,7 +22,8 @@ from poseidon.planning.cluster import format_rate, parse_rate
 from poseidon.planning.source import find_profile
 from poseidon.planning.table import format_bytes
 from poseidon.server.clocks import Consistency
-from poseidon.sim.picture import draw_speedups
+from poseidon.sim.outcome import Outcome
+from poseidon.sim.picture import draw_speedups, draw_timelines
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.sweep import Axes, Point, format_points, sweep
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", type=Path, help="write all figures to this file")
     out.add_argument("--picture", type=Path, help="write speedup curves to this PNG file")
+    out.add_argument("--timeline", type=Path, help="write what device and card do there to this PNG file")
     out.add_argument("--trace", type=Path, help="write a timeline of the largest cluster (Chrome trace, for Perfetto)")
 
 
@@ -104,30 +106,34 @@ def _write(args: argparse.Namespace, base: Setting, axes: Axes, points: list[Poi
              "points": [point.to_dict() for point in points]},
         )  # fmt: skip
         print(f"figures: {args.json}")
+    largest = f"{max(axes.machines)} machines at {format_rate(axes.rates_bits[-1])}"
+    timelines = _timelines(base, axes) if args.trace or args.timeline else {}
     if args.trace:
-        _write_trace(args.trace, base, axes)
+        write_trace(args.trace, {f"{name}, {largest}": outcome for name, outcome in timelines.items()})
         print(f"timeline: {args.trace} (open in ui.perfetto.dev)")
-    if args.picture:
-        try:
+    try:
+        if args.picture:
             draw_speedups(points, args.picture, f"{base.profile.model}, simulated")
             print(f"picture: {args.picture}")
-        except ConfigError as error:
-            print(f"picture left out: {error}", file=sys.stderr)
+        if args.timeline:
+            draw_timelines(timelines, args.timeline, f"{base.profile.model}, {largest}, simulated")
+            print(f"picture: {args.timeline}")
+    except ConfigError as error:
+        print(f"picture left out: {error}", file=sys.stderr)
 
 
-def _write_trace(path: Path, base: Setting, axes: Axes) -> None:
+def _timelines(base: Setting, axes: Axes) -> dict[str, Outcome]:
+    """Return every system on the largest cluster with its last link speed, spans kept."""
     count, rate = max(axes.machines), axes.rates_bits[-1]
 
-    def spans_of(system: System) -> Setting:
+    def setting_of(system: System) -> Setting:
         cluster = replace(base.cluster, machines=count)
         slow = () if not base.slowdowns else (1.0,) * (count - 1) + (base.slowdowns[-1],)
         return replace(
             base, cluster=cluster, system=system, slowdowns=slow, steps=3,
         ).with_rate(rate)  # fmt: skip
 
-    title = f"{count} machines at {format_rate(rate)}"
-    outcomes = {f"{system.name}, {title}": simulate(spans_of(system), keep_spans=True) for system in axes.systems}
-    write_trace(path, outcomes)
+    return {system.name: simulate(setting_of(system), keep_spans=True) for system in axes.systems}
 
 
 def _words(text: str) -> list[str]:

@@ -1,13 +1,14 @@
-"""Speedup over machines as a picture: one line per system, one panel per link speed and batch."""
+"""Simulations as pictures: speedups over machines, and one machine's timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import format_rate
+from poseidon.sim.outcome import Outcome, Span
 from poseidon.sim.sweep import Point
 
 PANELS_PER_ROW = 3
@@ -23,14 +24,19 @@ STYLES: dict[str, dict[str, Any]] = {
     "distribute": {"color": "tab:green", "marker": "*", "linewidth": 2.2},
 }
 
+PHASES = {"forward": "tab:blue", "backward": "tab:orange", "rebuild": "tab:purple", "update": "tab:green"}
+WIRE = "tab:red"
 
-def new_figure(panels: int, width: float = 4.6, height: float = 4.0) -> tuple[Any, list[Any]]:
+
+def new_figure(
+    panels: int, width: float = 4.6, height: float = 4.0, columns: int = PANELS_PER_ROW
+) -> tuple[Any, list[Any]]:
     """Return a figure and its axes; raises :class:`ConfigError` where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("matplotlib is not installed; install poseidon-dl[lab] for pictures") from None
-    columns = min(panels, PANELS_PER_ROW)
+    columns = min(panels, columns)
     rows = -(-panels // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flatten())
@@ -48,6 +54,40 @@ def draw_speedups(points: Sequence[Point], path: Path, title: str) -> None:
         _draw_panel(axis, chosen)
         axis.set_title(f"{format_rate(rate)}, batch {batch} per worker", fontsize=10)
     figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+
+
+def draw_timelines(outcomes: Mapping[str, Outcome], path: Path, title: str) -> None:
+    """Write what the first machine's device and card do in two steps, one panel per system, all on one scale."""
+    figure, axes = new_figure(len(outcomes), width=9.0, height=1.5, columns=1)
+    steps = 2
+    longest_ms = max(outcome.step_s for outcome in outcomes.values()) * steps * 1e3
+    for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):
+        for phase, colour in PHASES.items():
+            _draw_bars(axis, 1.0, colour, [span for span in outcome.spans if span.route == phase])
+        _draw_bars(axis, 0.0, WIRE, [span for span in outcome.spans if span.place == "out"])
+        axis.set_yticks((0.0, 1.0), ("card", "device"))
+        axis.set(xlim=(0, longest_ms), ylim=(-0.5, 1.5))
+        axis.set_title(f"{name}: {outcome.step_s * 1e3:.0f} ms per step", fontsize=10, loc="left")
+    axes[-1].set_xlabel("ms")
+    handles = [_patch(colour, name) for name, colour in {**PHASES, "sending": WIRE}.items()]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside upper right", fontsize=8)
+    figure.suptitle(title, fontsize=11, x=0.02, horizontalalignment="left")
+    _save(figure, path)
+
+
+def _draw_bars(axis: Any, row: float, colour: str, spans: Sequence[Span]) -> None:
+    bars = [(span.start_s * 1e3, (span.end_s - span.start_s) * 1e3) for span in spans]
+    axis.broken_barh(bars, (row - 0.35, 0.7), facecolor=colour)
+
+
+def _patch(colour: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

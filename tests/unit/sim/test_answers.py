@@ -117,14 +117,15 @@ def test_plan_and_simulate_work_from_a_profile_alone(saved, tmp_path, capsys):
 
 
 def test_simulate_writes_figures_a_picture_and_a_timeline(saved, tmp_path, capsys):
-    names = {name: str(tmp_path / name) for name in ("f.json", "f.png", "f.trace")}
+    names = {name: str(tmp_path / name) for name in ("f.json", "f.png", "f.trace", "t.png")}
     options = ["--machines", "1,2,8", "--rate", "1gbit,10gbit", "--batch", "16,32", "--systems", "ring,poseidon,adam"]
     outputs = ["--json", names["f.json"], "--picture", names["f.png"], "--trace", names["f.trace"]]
+    outputs += ["--timeline", names["t.png"]]
     assert main(["simulate", saved, *options, *outputs]) == 0
     assert "Gbit/s" in capsys.readouterr().out
     data = json.loads((tmp_path / "f.json").read_text())
     assert len(data["points"]) == 3 * 2 * 2 * 3
-    assert (tmp_path / "f.png").stat().st_size > 5000
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("f.png", "t.png"))
     events = json.loads((tmp_path / "f.trace").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     backward = [event for event in spans if event["pid"] == 2 and event["cat"] == "backward"]
