@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -258,6 +259,24 @@ def test_under_torchrun_it_joins(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained 2 steps") == 2
+
+
+def test_as_tasks_of_slurm_it_joins(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    step = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "MASTER_PORT": str(port),
+    }
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    places = [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    tasks = [Started([PROGRAM, "--steps", "2"], tmp_path, place) for place in places]
+    for task in tasks:
+        ended = task.end()
+        assert ended.status == 0, ended.err
+        assert ended.out.count("trained 2 steps") == 1, "as it is: no prefix, no other worker"
 
 
 def test_in_a_pod_it_runs_the_machines_share(tmp_path: Path) -> None:
