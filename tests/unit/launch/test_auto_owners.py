@@ -9,7 +9,8 @@ from torch import nn
 from poseidon.launch.auto.leaves import find_leaves
 from poseidon.launch.auto.naming import find_name
 from poseidon.launch.auto.output import Tail
-from poseidon.launch.auto.owners import find_holding, find_roots
+from poseidon.launch.auto.owners import Census, find_holding, find_roots
+from poseidon.launch.auto.patches import Patches
 
 
 class Pair(nn.Module):
@@ -20,15 +21,20 @@ class Pair(nn.Module):
 
 
 def test_parameters_are_found_in_their_outermost_module() -> None:
+    patches, census = Patches(), Census()
+    earlier = nn.Linear(1, 1)
+    census.install(patches)
     pair, other = Pair(), nn.Linear(2, 2)
     kept = copy.deepcopy(pair)
-    assert find_roots([*other.parameters(), *pair.parameters()]) == [other, pair]
-    assert find_roots(list(kept.left.parameters())) == [kept]
+    patches.undo()
+    assert find_roots([*other.parameters(), *pair.parameters()], census.living()) == [other, pair]
+    assert find_roots(list(kept.left.parameters()), census.living()) == [kept]
+    assert find_roots([earlier.bias], census.living()) == [earlier]
 
 
 def test_an_optimizer_of_one_part_holds_that_part_only() -> None:
     pair = Pair()
-    holding = find_holding(list(pair.left.parameters()))
+    holding = find_holding(list(pair.left.parameters()), [pair, *pair.children()])
     assert holding.roots == (pair,)
     assert [unit.name for unit in holding.units] == ["Pair.left"]
     assert [name for name, _ in holding.named()] == ["Pair.left.weight", "Pair.left.bias"]
@@ -38,7 +44,7 @@ def test_an_optimizer_of_one_part_holds_that_part_only() -> None:
 def test_modules_of_one_class_and_loose_tensors_have_names_of_their_own() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     loose = torch.zeros(3, requires_grad=True)
-    holding = find_holding([*one.parameters(), *two.parameters(), loose])
+    holding = find_holding([*one.parameters(), *two.parameters(), loose], [two, one])
     assert [unit.name for unit in holding.units] == ["Linear1.(root)", "Linear2.(root)", "tensor0"]
     assert [unit.index for unit in holding.units] == [0, 1, 2]
     assert holding.describe() == "Linear, Linear, 1 tensors, 15 parameters"

@@ -26,7 +26,7 @@ from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.launch.auto.averaging import take_over
 from poseidon.launch.auto.buffers import Buffers
-from poseidon.launch.auto.owners import Holding, find_holding, find_roots, holding_tensors
+from poseidon.launch.auto.owners import Census, Holding, find_holding, find_roots, holding_tensors
 from poseidon.launch.auto.report import Report
 from poseidon.launch.auto.step import Step
 from poseidon.launch.auto.streams import Streams
@@ -82,8 +82,8 @@ class Owner:
     front_ends: list[AutoFrontEnd] = field(default_factory=list)
     known: set[int] = field(default_factory=set)
     """Identities of the parameters that this or another owner's engines have taken."""
-    guessed_roots: list[nn.Module] | None = None
-    """The modules, as long as there is no engine that knows them."""
+    guessed_roots: Sequence[nn.Module] = ()
+    """The outermost modules when the optimizer was made, as long as there is no engine that knows better."""
     is_fresh: bool = False
     """Whether gradients were exchanged since the last step."""
     steps: int = 0
@@ -102,12 +102,10 @@ class Owner:
         """Return the parameters of the engines, with their names."""
         return [pair for front_end in self.front_ends for pair in front_end.holding.named()]
 
-    def roots(self) -> list[nn.Module]:
+    def roots(self) -> Sequence[nn.Module]:
         """Return the outermost modules of the parameters."""
         if self.front_ends:
             return [root for front_end in self.front_ends for root in front_end.holding.roots]
-        if self.guessed_roots is None:
-            self.guessed_roots = find_roots(self.parameters())
         return self.guessed_roots
 
     def close(self) -> None:
@@ -120,8 +118,9 @@ class Owner:
 class Engines:
     """The engines of all optimizers, in the order in which these were made."""
 
-    def __init__(self, team: Team, step: Step, streams: Streams, report: Report) -> None:
+    def __init__(self, team: Team, census: Census, step: Step, streams: Streams, report: Report) -> None:
         self._team = team
+        self._census = census
         self._step = step
         self._streams = streams
         self._report = report
@@ -141,6 +140,8 @@ class Engines:
     @property
     def roots(self) -> list[nn.Module]:
         """The outermost modules that are trained, as far as optimizers or backwards have told."""
+        if len(self._owners) > 1:
+            gc.collect()  # an optimizer that only waits to be freed may be gone on one worker and not yet on another
         return list({id(root): root for owner in self.living() for root in owner.roots()}.values())
 
     def living(self) -> list[Owner]:
@@ -213,7 +214,7 @@ class Engines:
 
     def verify(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same parameters. Collective."""
-        gc.collect()  # what only waits to be freed may be gone on one worker and not yet on another
+        gc.collect()
         self._compare([pair for owner in self.living() for pair in owner.named()])
 
     def close(self) -> None:
@@ -240,8 +241,9 @@ class Engines:
         owner = Owner(type(optimizer).__name__, parameters, reference)
         self._owners.append(owner)
         # At once, and once more before the first forward: a model may still change between the two.
+        owner.guessed_roots = find_roots(parameters(), self._census.living())
         with self._aside():
-            take_over(self._team, holding_tensors(parameters(), find_roots(parameters())))
+            take_over(self._team, holding_tensors(parameters(), owner.guessed_roots))
         self.expect(owner)
         return owner
 
@@ -269,7 +271,8 @@ class Engines:
                     owner.front_ends[-1].leave_layers_plain()
 
     def _attach(self, owner: Owner, parameters: Sequence[Tensor]) -> None:
-        holding = find_holding(parameters)
+        holding = find_holding(parameters, self._census.living())
+        owner.guessed_roots = ()
         # Engines work at the same time, so each has channels of its own: nothing orders one's messages with another's.
         team = Team(dist.new_group(), self._team.timeout_s)
         check_same_model(team, describe(holding.named()))

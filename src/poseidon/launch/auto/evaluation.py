@@ -53,7 +53,7 @@ class SharedEvaluation:
         if self._is_inside or torch.is_grad_enabled() or module.training or not self._step.is_shared:
             return original(module, *args, **kwargs)
         count = next((len(tensor) for tensor in tensors_in((args, kwargs)) if tensor.ndim), 0)
-        if count < self._team.size or not any(module is root for root in self._engines.roots):
+        if count < self._team.size or not self._is_trained(module):
             return original(module, *args, **kwargs)
         self._is_inside = True
         try:
@@ -64,6 +64,9 @@ class SharedEvaluation:
             return original(module, *args, **kwargs)
         finally:
             self._is_inside = False
+
+    def _is_trained(self, module: nn.Module) -> bool:
+        return any(module is root for owner in self._engines.living() for root in owner.roots())
 
     def _try(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, count: int) -> Any:
         full = original(module, *args, **kwargs)

@@ -235,7 +235,6 @@ class Loaders:
         return not _sounds_like_evaluation(loader, name) and self._is_training()
 
     def _is_training(self) -> bool:
-        gc.collect()  # what only waits to be freed may be gone on one worker and not yet on another
         roots = self._engines.roots
         if roots:
             return any(root.training for root in roots)

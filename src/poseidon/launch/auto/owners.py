@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from poseidon.engine.discover import find_units
+from poseidon.launch.auto.patches import Patches
 from poseidon.routes.base import LiveUnit
 from poseidon.units import ParameterSpec, Unit
 
@@ -44,10 +47,33 @@ def holding_tensors(loose: Iterable[Tensor], roots: Iterable[nn.Module]) -> list
     return list({id(tensor): tensor for tensor in [*owned, *loose]}.values())
 
 
-def find_roots(parameters: Sequence[Tensor]) -> list[nn.Module]:
-    """Return the outermost living modules that own any of the parameters, in the order of the parameters."""
-    gc.collect()  # a module that only waits to be freed may be gone on one worker and not yet on another
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+class Census:
+    """Knows every living module."""
+
+    def __init__(self) -> None:
+        # By identity: a script's modules may compare in ways of their own.
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+    def install(self, patches: Patches) -> None:
+        """Count the modules that are there, and from now on those that are made, copied or read from a file."""
+        for found in gc.get_objects():
+            if issubclass(type(found), nn.Module):
+                self._modules[id(found)] = found
+        patches.wrap(nn.Module, "__init__", self._made)
+        patches.wrap(nn.Module, "__setstate__", self._made)
+
+    def living(self) -> list[nn.Module]:
+        """Return the modules that are in use."""
+        gc.collect()  # a module that only waits to be freed may be gone on one worker and not yet on another
+        return list(self._modules.values())
+
+    def _made(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        self._modules[id(module)] = module
+
+
+def find_roots(parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the outermost of the modules that own any of the parameters, in the order of the parameters."""
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     owning: list[tuple[int, int, nn.Module]] = []
     for module in modules:
@@ -64,10 +90,10 @@ def _parameters_of(module: nn.Module) -> Iterable[Tensor]:
     return module.parameters() if "_parameters" in module.__dict__ else ()
 
 
-def find_holding(parameters: Sequence[Tensor]) -> Holding:
+def find_holding(parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> Holding:
     """Cut parameters into units: what a layer owns travels together, by the routes that layer allows."""
     wanted = {id(parameter) for parameter in parameters}
-    roots = find_roots(parameters)
+    roots = find_roots(parameters, modules)
     units: list[LiveUnit] = []
     kept: list[nn.Module] = []
     labels = Counter(root._get_name() for root in roots)

@@ -23,6 +23,7 @@ from poseidon.launch.auto.gradients import Gradients
 from poseidon.launch.auto.loaders import Loaders
 from poseidon.launch.auto.options import AutoOptions, Target
 from poseidon.launch.auto.output import silence
+from poseidon.launch.auto.owners import Census
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.launch.auto.step import Step
@@ -72,10 +73,12 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
     seed = team.gather_ints([seed], "the seed")[0][0]
     streams, step = Streams(world.rank, seed), Step()
     rate = float(world.size) if options.scale_lr else 1.0
-    engines = Engines(team, step, streams, report)
+    census = Census()
+    engines = Engines(team, census, step, streams, report)
     gradients = Gradients(team, engines, step, streams, report, rate)
     loaders = Loaders(team, options, engines, step, streams, report)
     report.say(describe(world.size, options, seed))
+    census.install(patches)
     streams.install(patches)
     gradients.install(patches)
     loaders.install(patches)
