@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 BUCKET_BYTES = 25 << 20
-CHUNK_KB = 1024
+CHUNK_KB = 2048
 LONGEST_S = 60.0
 
 
