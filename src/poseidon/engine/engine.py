@@ -187,7 +187,8 @@ class Engine:
             self.team.watch.note(self.step, "in backward")
             self._my_call = RollCall(self.step, int(is_dense), self.batch, int(self.is_joined))
             self._roll_call = self._start_roll_call(unused)
-            self._scheduler = Scheduler(self._current, self._routes, self.step, self._make_stopwatch())
+            stopwatch = self._make_stopwatch()
+            self._scheduler = Scheduler(self._current, self._routes, self.step, self.options.defers, stopwatch)
             self._waiting = dict.fromkeys(self._unit_of)
             self._missing_of = {unit.index: len(unit.parameters) for unit in self.units}
             self._ready_order: list[int] = []
@@ -236,7 +237,7 @@ class Engine:
         # In the order in which gradients came, where a static graph is still being learnt.
         for parameter in [*(p for p in self._additions if p in self._waiting), *forgotten]:
             self._settle(parameter)
-        self._scheduler.close(self.options.defers)
+        self._scheduler.close()
         self._current = None
         self._is_landing = True
         self._has_local_gradients = False

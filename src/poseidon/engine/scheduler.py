@@ -85,7 +85,14 @@ class Scheduler:
     Not thread-safe; the engine holds a lock around it.
     """
 
-    def __init__(self, schedule: Schedule, routes: Routes, step: int, stopwatch: Stopwatch[Item] | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        routes: Routes,
+        step: int,
+        compares_flags: bool = False,
+        stopwatch: Stopwatch[Item] | None = None,
+    ) -> None:
         self._schedule = schedule
         self.stopwatch = stopwatch
         """Takes the times at which items become complete, if they are wanted."""
@@ -99,7 +106,11 @@ class Scheduler:
         self._in_order = {item for queue in self._queues for item in queue}
         self._messages: dict[int, Flight] = {}
         self._items: dict[Item, Flight] = {}
-        self._closing: PendingGather | None = None
+        gathers = sum(isinstance(item, Gather) for item in schedule.collectives)
+        messages = sum(route in ("factors", "rows") for route in schedule.route_of.values()) - gathers
+        self._unflagged = gathers + messages if compares_flags or gathers else 0
+        """Flights still to leave before the workers can tell each other what is out of the ordinary about them."""
+        self._flags: PendingGather | None = None
 
     def ready(self, unit: LiveUnit) -> None:
         """Take note that every gradient of the unit is final, and start whatever that completes."""
@@ -115,20 +126,17 @@ class Scheduler:
         route = self._routes.factors if is_factors else self._routes.rows
         flags = int(unit.has_dense)
         self._messages[unit.index] = Flight(unit.parameters, route.start(unit, self._step), flags=flags)
+        self._count_flags()
 
-    def close(self, compares_flags: bool) -> None:
-        """Nothing more will leave in this backward. With ``compares_flags`` the workers tell each other their flags."""
+    def close(self) -> None:
+        """Nothing more will leave in this backward."""
         assert not any(self._missing.values()), "a unit was never reported ready"
-        flags = [flight.flags for flight in self._flagged()]
-        if flags and (compares_flags or self._gathers()):
-            # On the host, which is far ahead of the device here.
-            self._closing = self._routes.team.start_gather(flags)
 
     def hear_flags(self) -> bool:
-        """Learn what all workers said when they closed; true if anything was out of the ordinary."""
-        if self._closing is None:
+        """Learn what all workers said about their flights; true if anything was out of the ordinary."""
+        if self._flags is None:
             return False
-        by_flight = list(zip(*self._closing("the end of backward"), strict=True))
+        by_flight = list(zip(*self._flags("the others' flags"), strict=True))
         for flight, flags in zip(self._flagged(), by_flight, strict=True):
             if isinstance(flight.exchange, GatherExchange):
                 flight.exchange.heed(flags)
@@ -155,6 +163,8 @@ class Scheduler:
                 item = queue[self._nexts[number]]
                 flight = self._items[item] = self._start(item)
                 self._nexts[number] += 1
+                if isinstance(item, Gather):
+                    self._count_flags()
                 if self.stopwatch is not None:
                     self.stopwatch.mark_landed(item, flight.exchange.join_stream)
 
@@ -169,8 +179,15 @@ class Scheduler:
         gather = self._routes.gather.start(item.unit, self._step, item.capacity, item.value_bytes)
         return Flight(item.unit.parameters, gather, flags=int(gather.flags))
 
-    def _gathers(self) -> list[Flight]:
-        return [self._items[item] for item in self._schedule.collectives if isinstance(item, Gather)]
+    def _count_flags(self) -> None:
+        """Once the last flight that has flags has left, tell the others, long before anybody needs to know.
+
+        At the end of backward a message would queue behind all the gradients that are still under way.
+        """
+        self._unflagged -= 1
+        if self._unflagged == 0:
+            self._flags = self._routes.team.start_gather([flight.flags for flight in self._flagged()])
 
     def _flagged(self) -> list[Flight]:
-        return [flight for _, flight in sorted(self._messages.items())] + self._gathers()
+        gathers = [self._items[item] for item in self._schedule.collectives if isinstance(item, Gather)]
+        return [flight for _, flight in sorted(self._messages.items())] + gathers
