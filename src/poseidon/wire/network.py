@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from poseidon.errors import WireError
-from poseidon.wire.allocation import keep_memory
 from poseidon.wire.message import CHECKED, Header, pack
 from poseidon.wire.secret import JobSecret
 from poseidon.wire.settings import WireSettings
@@ -32,8 +31,6 @@ class NetworkTransport(Transport):
         """Ranks that said goodbye or were reported lost."""
         self._is_connected = False
         self._is_closed = False
-        if settings.keep_memory_bytes:
-            keep_memory(settings.keep_memory_bytes)
 
     @abstractmethod
     def connect(self, addresses: Sequence[str]) -> None:

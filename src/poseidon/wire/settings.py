@@ -50,8 +50,6 @@ class WireSettings:
     """A peer whose machine does not answer for so long is lost."""
     close_timeout_s: float = 10.0
     """How long ``close`` tries to send what is queued."""
-    keep_memory_bytes: int = 256 << 20
-    """Memory the process keeps for coming messages instead of returning it to the system each time."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -66,7 +64,6 @@ class WireSettings:
             ("connect_timeout_s", 0),
             ("lost_after_s", 1),
             ("close_timeout_s", 0),
-            ("keep_memory_bytes", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"wire setting {name} is {getattr(self, name)}; it must be at least {least}")
