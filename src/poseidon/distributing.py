@@ -1,14 +1,19 @@
 """``poseidon.distribute``: a model and its optimizer, with exchanges that run into the next forward.
 
 :class:`DeferredDataParallel` is :class:`~poseidon.api.DistributedDataParallel` with an
-:class:`~poseidon.engine.update.Updater` between the engine and the optimizer.
+:class:`~poseidon.engine.update.Updater` between the engine and the optimizer. :class:`RelaxedDataParallel` shares
+parameters through a table of the parameter server, with bounded staleness or none.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
+import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,28 +23,50 @@ from torch.optim import Optimizer
 from poseidon.api import DistributedDataParallel
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.relaxed import WIDTH, Ledger, RelaxedUpdater
 from poseidon.engine.update import Updater, check_optimizer, defer
-from poseidon.errors import UnsupportedError
+from poseidon.errors import ConfigError, UnsupportedError, unknown_name
+from poseidon.ps import connect
+from poseidon.wire.settings import WireSettings
 
 
 def distribute(
-    model: nn.Module, optimizer: Optimizer, *, max_grad_norm: float | None = None, **options: Any
-) -> tuple[DeferredDataParallel, Optimizer]:
-    """Train ``model`` on all workers; ``optimizer.step()`` returns at once. Collective.
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    consistency: str = "bsp",
+    staleness: int = 0,
+    max_grad_norm: float | None = None,
+    **options: Any,
+) -> tuple[DeferredDataParallel | RelaxedDataParallel, Optimizer]:
+    """Train ``model`` on all workers; returns the wrapped model and the same optimizer object. Collective.
 
-    Returns the wrapped model and the same optimizer object, whose ``step()`` only notes what is due: each layer is
-    updated when its gradient has arrived and its next use comes, so the exchange hides behind the next forward too.
-    Reading a parameter, its ``.grad``, a ``state_dict()`` or the optimizer's state waits for just what it reads and
-    sees a finished step. The parameters are bit for bit those of :class:`~poseidon.DistributedDataParallel` with the
-    same plan.
-
-    ``max_grad_norm`` clips the norm of all gradients together, which must all be there first. Other ``options`` are
-    those of :class:`~poseidon.DistributedDataParallel`. Arrays made from a parameter earlier
+    With ``consistency="bsp"`` every step uses everybody's gradients, and ``optimizer.step()`` returns at once: each
+    layer is updated when its gradient has arrived and its next use comes, so the exchange hides behind the next
+    forward too. Reading a parameter, its ``.grad``, a ``state_dict()`` or the optimizer's state waits for just what it
+    reads and sees a finished step. The parameters are bit for bit those of
+    :class:`~poseidon.DistributedDataParallel` with the same options. Arrays made from a parameter earlier
     (``p.detach().numpy()``) share its memory and are not waited for.
+
+    With ``"ssp"`` a worker may be ``staleness`` steps ahead of the slowest, with ``"asp"`` any number: nobody waits
+    for a straggler, a worker that dies is reported and the others go on, and replicas differ by the updates they have
+    not seen yet. ``engine/relaxed.py`` says how steps are taken then.
+
+    ``max_grad_norm`` clips the norm of all gradients together (under ssp and asp: of the worker's own). Other
+    ``options`` are those of :class:`~poseidon.DistributedDataParallel`, or of :class:`RelaxedDataParallel`.
     """
     check_optimizer(optimizer)
-    wrapped = DeferredDataParallel(model, optimizer, max_grad_norm, options)
-    return wrapped, optimizer
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive")
+    if consistency not in ("bsp", "ssp", "asp"):
+        raise unknown_name("consistency", consistency, ("bsp", "ssp", "asp"))
+    if staleness < 0 or (staleness and consistency != "ssp"):
+        raise ConfigError(
+            f"staleness={staleness} with consistency={consistency!r}: only ssp has one, and it is not negative"
+        )
+    if consistency == "bsp":
+        return DeferredDataParallel(model, optimizer, max_grad_norm, options), optimizer
+    return RelaxedDataParallel(model, optimizer, consistency, staleness, max_grad_norm, **options), optimizer
 
 
 class DeferredDataParallel(DistributedDataParallel):
@@ -132,6 +159,77 @@ class DeferredDataParallel(DistributedDataParallel):
         completions, self._half_synced = self._half_synced, []
         for complete in completions:
             complete()
+
+
+class RelaxedDataParallel(nn.Module):
+    """What :func:`distribute` returns for bounded staleness and none: use it as the model.
+
+    Call :meth:`close` when training is over, or leave it to the interpreter's exit: it waits for the other workers,
+    which may need the parameters held here. Buffers (running statistics) are each worker's own after the first step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        consistency: str,
+        staleness: int,
+        max_grad_norm: float | None = None,
+        *,
+        timeout_s: float = 60.0,
+        managed: bool = False,
+        settings: WireSettings | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
+        self._job = connect(timeout_s=timeout_s, settings=settings)
+        try:
+            self._table = self._job.table(
+                "parameters",
+                ledger.rows,
+                WIDTH,
+                ledger.dtype_name,
+                consistency=consistency,
+                staleness=staleness,
+                managed=managed,
+            )
+            workers = len(self._job.workers)
+            self._updater: RelaxedUpdater | None = RelaxedUpdater(
+                optimizer, ledger, self._table, workers, max_grad_norm
+            )
+        except BaseException:
+            self._job.__exit__(*sys.exc_info())
+            raise
+        defer(optimizer, self._updater)
+        atexit.register(self.close)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model on the parameters as this worker last saw them."""
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in the exact wrapper; here gradients never leave their worker, so it changes nothing."""
+        yield
+
+    @property
+    def staleness_seen(self) -> Counter[int]:
+        """How many rows of parameters were read at which staleness, in clocks."""
+        return self._table.staleness_seen
+
+    @property
+    def losses(self) -> dict[int, int]:
+        """Workers that died, each with its last step known here."""
+        return self._job.losses
+
+    def close(self) -> None:
+        """Wait until the others are done as well, and give model and optimizer back as they were."""
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
+            atexit.unregister(self.close)
+            self._job.close()
 
 
 class _Turns:

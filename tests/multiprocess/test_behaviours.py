@@ -828,7 +828,9 @@ def _exactly(function: Any, *args: Any) -> Any:
 @pytest.mark.parametrize("behaviour", SIDE_BY_SIDE, ids=lambda function: function.__name__)
 def test_side_by_side_with_torch(behaviour: Any, workers: int) -> None:
     routes = run_ranks(_exactly, workers, behaviour)[0]
-    assert SIDE_BY_SIDE[behaviour] <= set(routes.values()), routes
+    # Between more than two machines the parameter server has fewer hops, so full gradients take it there.
+    full = {"sharded" if workers > 2 and route == "allreduce" else route for route in SIDE_BY_SIDE[behaviour]}
+    assert full <= set(routes.values()), routes
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", [True, False])

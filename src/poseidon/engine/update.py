@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -36,7 +36,7 @@ class Updater:
         """Finish every backward before it returns, as without this class."""
         self.is_updating = False
         self._max_grad_norm = max_grad_norm
-        self._plain = type(optimizer)
+        self.plain = type(optimizer)
         self._lock = threading.RLock()
         self._parameters = [p for unit in engine.units for p in unit.parameters]
         self._is_open = False
@@ -117,7 +117,7 @@ class Updater:
         if self._due is not None:
             self._update(parameters, self._due)
             if self._clears is not None:
-                _clear(parameters, self._clears)
+                clear_gradients(parameters, self._clears)
         if not self._pending:
             self._is_open = self._is_settled = False
             self._due = self._clears = None
@@ -149,7 +149,7 @@ class Updater:
             else:
                 self._clears = set_to_none
             members = [p for group in self.optimizer.param_groups for p in group["params"]]
-            _clear([p for p in members if p not in self._pending], set_to_none)
+            clear_gradients([p for p in members if p not in self._pending], set_to_none)
 
     def close(self) -> None:
         """Finish what is under way, give the optimizer its own class back, and close the engine."""
@@ -160,7 +160,7 @@ class Updater:
             for parameter in self._pending:
                 make_plain(parameter)
             self.optimizer.__dict__.pop("_poseidon_updater", None)
-            self.optimizer.__class__ = self._plain
+            self.optimizer.__class__ = self.plain
             self.engine.close()
 
     def _check_failure(self) -> None:
@@ -186,7 +186,7 @@ class Updater:
         real, optimizer.param_groups = optimizer.param_groups, shadows
         self.is_updating = True
         try:
-            plain_step(self._plain)(optimizer)
+            plain_step(self.plain)(optimizer)
         finally:
             self.is_updating = False
             optimizer.param_groups = real
@@ -194,12 +194,13 @@ class Updater:
             for key in shadow:
                 if shadow[key] is not old.get(key):
                     raise UnsupportedError(
-                        f"{self._plain.__name__} changes its own option {key!r} in step(), so its parameters cannot be "
+                        f"{self.plain.__name__} changes its own option {key!r} in step(), so its parameters cannot be "
                         "updated one by one; use poseidon.DistributedDataParallel with it"
                     )
 
 
-def _clear(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+def clear_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """Drop gradients, or fill them with zeros."""
     for parameter in parameters:
         if set_to_none:
             parameter.grad = None
@@ -227,10 +228,28 @@ def plain_step(plain: type[Optimizer]) -> Any:
     return getattr(plain.step, "__wrapped__", plain.step)
 
 
+class StepTaker(Protocol):
+    """Who takes an optimizer's steps in its stead."""
+
+    plain: type[Optimizer]
+    """The optimizer's own class."""
+    is_updating: bool
+    """Whether the optimizer's state may be read as it is."""
+
+    def step(self) -> None:
+        """Take a step, or write down that it is due."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients."""
+
+    def land_all(self) -> None:
+        """Finish the step under way."""
+
+
 class Deferring:
     """Mixed into an optimizer's class: same object, same state, but steps are deferred."""
 
-    _poseidon_updater: Updater
+    _poseidon_updater: StepTaker
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""
@@ -266,7 +285,7 @@ class Deferring:
         # Copies are plain optimizers: they have no model to wait for.
         self._poseidon_updater.land_all()
         state = {key: value for key, value in self.__dict__.items() if key not in ("_poseidon_updater", "step")}
-        return object.__new__, (self._poseidon_updater._plain,), state
+        return object.__new__, (self._poseidon_updater.plain,), state
 
 
 def _deferred_step(self: Any, closure: Any = None) -> None:
@@ -287,8 +306,8 @@ def _deferring_class(plain: type) -> type:
     return type(plain.__name__, (Deferring, plain), {"step": step})
 
 
-def defer(optimizer: Optimizer, updater: Updater) -> None:
-    """Make the optimizer's ``step()`` return at once. Schedulers and references to it go on working."""
+def defer(optimizer: Optimizer, updater: StepTaker) -> None:
+    """Let ``updater`` take the optimizer's steps. Schedulers and references to it go on working."""
     optimizer.__dict__.pop("step", None)  # a scheduler's wrapper around the plain step
     optimizer._poseidon_updater = updater  # type: ignore[attr-defined]
     plain: type = type(optimizer)

@@ -1,0 +1,115 @@
+"""Bounded staleness for a model: workers read parameters that may miss the others' latest updates.
+
+Each worker steps the user's own optimizer on its own gradients. The change this makes, divided by the number of
+workers, goes into a table of the parameter server (``poseidon/ps.py``), and the parameters become what the table holds:
+everybody's changes up to the allowed staleness, and all of this worker's own. With staleness 0, SGD and momentum give
+the updates of the mean gradient; other optimizers come close to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poseidon.engine.update import check_optimizer, clear_gradients, plain_step
+from poseidon.errors import UnsupportedError
+from poseidon.ps import Table
+
+WIDTH = 1024
+"""Parameters per row of the table."""
+
+_TYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+class Ledger:
+    """All parameters of a model as the rows of a table."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        dtypes = {parameter.dtype for parameter in parameters}
+        if not dtypes <= set(_TYPES):
+            odd = next(dtype for dtype in dtypes if dtype not in _TYPES)
+            raise UnsupportedError(
+                f"parameters of {odd} cannot be shared with bounded staleness; keep them in float32 and use autocast"
+            )
+        self.parameters = list(parameters)
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        count = sum(parameter.numel() for parameter in parameters)
+        self.rows = -(-count // WIDTH)
+
+    @property
+    def dtype_name(self) -> str:
+        """The table's number format."""
+        return _TYPES[self.dtype]
+
+    @torch.no_grad()
+    def read(self) -> np.ndarray[Any, Any]:
+        """Return a copy of all parameters, as rows."""
+        flat = torch.zeros(self.rows * WIDTH, dtype=self.dtype, device="cpu")
+        torch._foreach_copy_(self._views(flat), [parameter.detach() for parameter in self.parameters])
+        rows: np.ndarray[Any, Any] = flat.view(self.rows, WIDTH).numpy()
+        return rows
+
+    @torch.no_grad()
+    def write(self, rows: np.ndarray[Any, Any]) -> None:
+        """Set all parameters."""
+        flat = torch.from_numpy(np.ascontiguousarray(rows)).view(-1)
+        torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self._views(flat))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        views = []
+        start = 0
+        for parameter in self.parameters:
+            views.append(flat[start : start + parameter.numel()].view(parameter.shape))
+            start += parameter.numel()
+        return views
+
+
+class RelaxedUpdater:
+    """What the optimizer's methods become; see :class:`~poseidon.engine.update.Deferring`."""
+
+    is_updating = True
+    """The optimizer's state is always that of a finished step."""
+
+    def __init__(
+        self, optimizer: Optimizer, ledger: Ledger, table: Table, workers: int, max_grad_norm: float | None
+    ) -> None:
+        check_optimizer(optimizer)
+        self.plain = type(optimizer)
+        self._optimizer = optimizer
+        self._ledger = ledger
+        self._table = table
+        self._workers = workers
+        self._max_grad_norm = max_grad_norm
+        self._every_row = np.arange(ledger.rows)
+        table.start_from(ledger.read())
+        ledger.write(table.get(self._every_row))
+
+    def step(self) -> None:
+        """Update here, tell the table, and take over what the others have told it; waits for who is too far behind."""
+        before = self._ledger.read()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._ledger.parameters, self._max_grad_norm)
+        plain_step(self.plain)(self._optimizer)
+        change = self._ledger.read()
+        change -= before
+        change /= self._workers
+        self._table.inc(self._every_row, change)
+        self._table.clock()
+        self._ledger.write(self._table.get(self._every_row))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        clear_gradients([p for group in self._optimizer.param_groups for p in group["params"]], set_to_none)
+
+    def land_all(self) -> None:
+        """Nothing is ever under way here."""
+
+    def close(self) -> None:
+        """Give the optimizer its own class back."""
+        self._optimizer.__dict__.pop("_poseidon_updater", None)
+        self._optimizer.__class__ = self.plain

@@ -1,0 +1,120 @@
+"""``poseidon.distribute`` with bounded staleness: what a worker may miss, and what it never misses."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import poseidon
+import twins
+from poseidon.errors import ConfigError, UnsupportedError
+from ranks import run_ranks
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    generator = twins.seed_of_rank(number)
+    x = torch.randn(8, 12, generator=generator, dtype=torch.get_default_dtype())
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _no_staleness() -> None:
+    torch.set_default_dtype(torch.float64)
+    exact = twins.wrap(_net())
+    optimizer = _sgd(exact)
+    for number in range(8):
+        _step(exact, optimizer, number)
+    model, optimizer = _relaxed(0)
+    for number in range(8):
+        _step(model, optimizer, number)
+    assert set(model.staleness_seen) == {0}
+    # The changes of all workers are added up here, and their gradients there: other roundings, nothing else.
+    for ours, theirs in zip(model.module.parameters(), exact.module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    model.close()
+    assert type(optimizer) is torch.optim.SGD
+
+
+def _relaxed(staleness: int, consistency: str = "ssp", **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = _net()
+    return poseidon.distribute(model, _sgd(model), consistency=consistency, staleness=staleness, **options)
+
+
+def test_without_staleness_it_is_the_exact_wrapper() -> None:
+    run_ranks(_no_staleness, 2)
+
+
+def _bounded(staleness: int) -> tuple[int, float]:
+    model, optimizer = _relaxed(staleness)
+    losses = [_step(model, optimizer, number).item() for number in range(60)]
+    seen = max(model.staleness_seen)
+    model.close()
+    return seen, sum(losses[-5:]) / 5 - sum(losses[:5]) / 5
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_no_read_is_staler_than_allowed_and_training_works(staleness: int) -> None:
+    for seen, change in run_ranks(_bounded, 3, staleness):
+        assert seen <= staleness
+        assert change < -0.1
+
+
+def _lonely(consistency: str) -> tuple[list[int], float]:
+    model, optimizer = _relaxed(2 if consistency == "ssp" else 0, consistency, timeout_s=20)
+    loss = _step(model, optimizer, 0)
+    dist.barrier()  # so that nobody dies before all have begun
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for number in range(1, 30):
+        loss = _step(model, optimizer, number)
+    model.close()
+    return sorted(model.losses), loss.item()
+
+
+@pytest.mark.parametrize("consistency", ["ssp", "asp"])
+def test_others_go_on_when_a_worker_dies(consistency: str) -> None:
+    results = run_ranks(_lonely, 3, consistency, lost=[2])
+    for losses, loss in results[:2]:
+        assert losses == [2]
+        assert loss < 1.2
+
+
+def _refusals() -> None:
+    model = _net()
+    with pytest.raises(ConfigError, match="unknown consistency 'sometimes'; known: asp, bsp, ssp"):
+        poseidon.distribute(model, _sgd(model), consistency="sometimes")
+    with pytest.raises(ConfigError, match="only ssp has one"):
+        poseidon.distribute(model, _sgd(model), consistency="asp", staleness=2)
+    half = _net().bfloat16()
+    with pytest.raises(UnsupportedError, match="float32"):
+        poseidon.distribute(half, _sgd(half), consistency="asp")
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    _refusals()
+
+
+def test_alone_it_trains_as_it_is() -> None:
+    model, optimizer = _relaxed(4)
+    before = model.module[0].weight.detach().clone()
+    loss = nn.functional.mse_loss(model(torch.ones(2, 12)), torch.zeros(2, 3))
+    loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.module[0].weight, before)
+    model.close()
