@@ -62,11 +62,12 @@ class Node:
         return self.rank in self.workers
 
     def leave(self) -> None:
-        """Finish as a worker, and serve until all workers have."""
+        """Finish as a worker, and serve until all workers have; raises what kept them from it."""
         if self.is_worker and self._post.failure is None:
             self.worker.leave()
         self.serve()
         self._post.close()
+        self._post.check()
 
     def abandon(self) -> None:
         """Go away in the middle of the work: the others are told at once that this rank is lost."""
