@@ -110,7 +110,7 @@ class Engine:
         """Under join(): average over the workers that still have input, not over all."""
         self.plan: Plan | None = None
         is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
-        self._routes = Routes(team, is_cuda, options.gather_factors)
+        self._routes = Routes(team, is_cuda, options.gather_factors, cluster.between)
         # NCCL moves gradients from device to device; the server would carry them through host memory.
         self._offers_server = not team.is_nccl and all(can_be_served(p) for unit in units for p in unit.parameters)
         self._unit_of = {p: unit for unit in units for p in unit.parameters}

@@ -17,12 +17,14 @@ from torch import nn
 from poseidon.engine.buckets import Bucket
 from poseidon.engine.schedule import Box, Gather, Item, Schedule
 from poseidon.engine.stopwatch import Stopwatch
+from poseidon.planning.cluster import Link
 from poseidon.routes.allreduce import AllreduceRoute
 from poseidon.routes.base import Exchange, LiveUnit
 from poseidon.routes.factors import FactorsRoute
 from poseidon.routes.gather import GatherExchange, GatherRoute
 from poseidon.routes.pairs import Pairs
 from poseidon.routes.rows import RowsRoute
+from poseidon.server.slots import chunk_bytes_for
 from poseidon.team.team import PendingGather, Team
 
 if TYPE_CHECKING:
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 
 
 class Routes:
-    """One instance of each route, for one team."""
+    """One instance of each route, for one team; ``link`` is the one between machines."""
 
-    def __init__(self, team: Team, is_cuda: bool, gather_factors: bool | None) -> None:
+    def __init__(self, team: Team, is_cuda: bool, gather_factors: bool | None, link: Link) -> None:
         self.team = team
+        self._link = link
         pairs = Pairs(team, pin_memory=is_cuda)
         self._pairs = pairs
         self.allreduce = AllreduceRoute(team)
@@ -48,10 +51,10 @@ class Routes:
     def sharded(self) -> ShardedRoute:
         """The parameter server. Its connections are made when it is first asked for, which is collective."""
         if self._sharded is None:
-            # Imported here: it needs ZeroMQ, which plans without a server can do without.
+            # Imported here: plans without a server can do without the wire.
             from poseidon.routes.sharded import ShardedRoute
 
-            self._sharded = ShardedRoute(self.team, self._is_cuda)
+            self._sharded = ShardedRoute(self.team, self._is_cuda, chunk_bytes_for(self._link.bytes_per_s))
         return self._sharded
 
     def close(self) -> None:

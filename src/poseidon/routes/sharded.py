@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poseidon.errors import PoseidonError
+from poseidon.errors import FrameError, PoseidonError
 from poseidon.routes.base import Exchange
 from poseidon.routes.levels import Levels, LevelsExchange
 from poseidon.server.chunks import Chunk, owned_by
@@ -46,12 +46,12 @@ class ShardedRoute:
     Only :meth:`book` is collective. On CUDA tensors are staged in pinned memory on a side stream.
     """
 
-    def __init__(self, team: Team, is_cuda: bool) -> None:
+    def __init__(self, team: Team, is_cuda: bool, chunk_bytes: int) -> None:
         self._team = team
         topology = team.topology
         use_levels = topology.has_levels and topology.is_even and not is_cuda
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
-        self._exchange = _ShardedSum(team, self._members)
+        self._exchange = _ShardedSum(team, self._members, chunk_bytes)
         self._levels = Levels(team) if use_levels else None
         self._stager = _Stager() if is_cuda else None
 
@@ -91,9 +91,10 @@ class ShardedRoute:
 class _ShardedSum:
     """Sums arrays over ``members`` through their shards."""
 
-    def __init__(self, team: Team, members: Sequence[int]) -> None:
+    def __init__(self, team: Team, members: Sequence[int], chunk_bytes: int) -> None:
         self._team = team
         self._members = members
+        self._chunk_bytes = chunk_bytes
         self._transport: Transport = connect_wire(team, members)
         self._rank = self._transport.rank
         self._slots = 0
@@ -110,12 +111,12 @@ class _ShardedSum:
             on_result=self._land,
             priority=self._priorities.__getitem__,
         )
-        self._transport.listen(Kind.RESULT, self._receive)
+        self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._transport.listen_lost(self._lost)
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         itemsizes = [dtype.itemsize for dtype in dtypes]
-        slots = make_slots(self._slots, sizes, itemsizes, len(self._members))
+        slots = make_slots(self._slots, sizes, itemsizes, len(self._members), self._chunk_bytes)
         self._slots += len(slots)
         formats = {slot.number: _FORMATS[dtype][0] for slot, dtype in zip(slots, dtypes, strict=True)}
         for slot in slots:
@@ -144,18 +145,26 @@ class _ShardedSum:
     def close(self) -> None:
         self._transport.close()
 
-    def _receive(self, header: Header, payload: memoryview) -> None:
+    def _place(self, header: Header) -> memoryview:
+        """Let a sum be received where this worker's own part lies, which its owner must have had to make it."""
         total = self._under_way.get(header.unit)
-        if total is None:
-            self._fail(RuntimeError(f"rank {header.sender} sent a sum of bucket {header.unit}, which is not under way"))
-            return
-        self._land(header.unit, header.chunk, header.clock, np.frombuffer(payload, total.values.dtype))
+        chunks = self._chunks.get(header.unit, ())
+        if total is None or header.chunk >= len(chunks):
+            raise FrameError("out of turn", f"{header} came, but no such sum is under way")
+        return total.part(chunks[header.chunk]).data.cast("B")
+
+    def _receive(self, header: Header, _: memoryview) -> None:
+        self._count(header.unit)
 
     def _land(self, number: int, index: int, _: int, result: np.ndarray[Any, Any]) -> None:
-        total = self._under_way[number]
-        chunk = self._chunks[number][index]
-        np.copyto(total.values[chunk.start : chunk.stop], result)
+        np.copyto(self._under_way[number].part(self._chunks[number][index]), result)
+        self._count(number)
+
+    def _count(self, number: int) -> None:
         with self._lock:
+            total = self._under_way.get(number)
+            if total is None:  # it failed meanwhile
+                return
             total.missing -= 1
             if total.missing:
                 return
@@ -180,6 +189,9 @@ class _Sum:
         self.arrival = Arrival()
         if missing == 0:
             self.arrival.succeed(None)
+
+    def part(self, chunk: Chunk) -> np.ndarray[Any, Any]:
+        return self.values[chunk.start : chunk.stop]
 
 
 class _PeerLostError(PoseidonError):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poseidon.server.chunks import Chunk, cut
 
-CHUNK_BYTES = 256 * 1024
-"""An urgent chunk waits for one that is being sent, so chunks are small; much smaller ones cost more per byte."""
+CHUNK_S = 10e-3
+"""An urgent chunk waits for the one that is being sent, so a chunk takes about this long..."""
+SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**18, 2**21
+"""... but smaller ones cost too much processor time per byte, and larger ones gain nothing."""
+
+
+def chunk_bytes_for(bytes_per_s: float) -> int:
+    """Return a chunk size for links of this speed: a power of two."""
+    wanted = min(max(bytes_per_s * CHUNK_S, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
+    return int(2 ** math.floor(math.log2(wanted)))
 
 
 @dataclass(frozen=True)
@@ -21,9 +30,7 @@ class Slot:
     """Lower is more urgent."""
 
 
-def make_slots(
-    first: int, sizes: Sequence[int], itemsizes: Sequence[int], owners: int, chunk_bytes: int = CHUNK_BYTES
-) -> list[Slot]:
+def make_slots(first: int, sizes: Sequence[int], itemsizes: Sequence[int], owners: int, chunk_bytes: int) -> list[Slot]:
     """Return slots numbered from ``first`` for buckets of so many elements, in the order they become ready.
 
     What becomes ready last in backward is needed first in the next forward, so it is the most urgent.

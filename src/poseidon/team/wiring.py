@@ -9,21 +9,22 @@ from collections.abc import Sequence
 
 from poseidon.errors import WireError
 from poseidon.team.team import Team
+from poseidon.wire.network import NetworkTransport
+from poseidon.wire.open import open_transport
 from poseidon.wire.settings import WireSettings
-from poseidon.wire.zeromq import ZeroMQTransport
 
 SECRET = "POSEIDON_SECRET"
 """Environment variable with the job's secret, as a launcher sets it; without it worker 0 draws one."""
 
 
-def connect_wire(team: Team, members: Sequence[int], settings: WireSettings | None = None) -> ZeroMQTransport:
+def connect_wire(team: Team, members: Sequence[int], settings: WireSettings | None = None) -> NetworkTransport:
     """Return this worker's transport among ``members`` (ranks in the team, itself included). Collective in the team.
 
     Ranks of the transport are positions in ``members``.
     """
     settings = settings or WireSettings.from_environment(os.environ, **default_place())
     secret = _agree_on_secret(team)
-    transport = ZeroMQTransport(members.index(team.rank), len(members), secret, settings)
+    transport = open_transport(members.index(team.rank), len(members), secret, settings)
     try:
         addresses = team.gather_json(transport.address)
         transport.connect([addresses[member] for member in members])
