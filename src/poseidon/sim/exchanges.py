@@ -217,7 +217,7 @@ def _served(setting: Setting, units: Sequence[int]) -> list[Exchange]:
     items = [sizes[bucket[0]][0] for bucket in packed]
     elements = [sum(members[at][1].numel for at in bucket) for bucket in packed]
     rounds = MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8
-    chunk_bytes = max(setting.chunk_bytes, sum(size for _, size in sizes) // (rounds * machines))
+    chunk_bytes = max(setting.least_chunk_bytes, sum(size for _, size in sizes) // (rounds * machines))
     slots = make_slots(0, elements, items, machines, chunk_bytes)
     return [
         _round(setting, [members[at][0] for at in bucket], chunks, slot.priority, itemsize)

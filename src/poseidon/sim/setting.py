@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.profile import Profile
-from poseidon.server.slots import CHUNK_BYTES
+from poseidon.server.slots import chunk_bytes_for
 from poseidon.sim.systems import System
 from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS, Transport
 
@@ -30,8 +30,8 @@ class Setting:
     """The planner may choose the parameter server, as the engine lets it where NCCL is not."""
     gathers_factors: bool = True
     """Factors and rows go by collectives, as between GPUs, where whole gradients do; else by direct messages."""
-    chunk_bytes: int = CHUNK_BYTES
-    """Size of a chunk of the sharded route."""
+    chunk_bytes: int | None = None
+    """Size of a chunk of the sharded route; None: as the engine chooses for the link."""
     in_flight_bytes: int = 1024 * 1024
     """What a card has been given and cannot be overtaken any more."""
     staging_bytes_per_s: float = math.inf
@@ -54,7 +54,9 @@ class Setting:
     """Routes insisted on, as the planner takes them."""
 
     def __post_init__(self) -> None:
-        for name in ("payload", "chunk_bytes", "in_flight_bytes", "staging_bytes_per_s", "wire_share"):
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be positive")
+        for name in ("payload", "in_flight_bytes", "staging_bytes_per_s", "wire_share"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
         if not self.switch_bits_per_s > 0:
@@ -80,6 +82,11 @@ class Setting:
     def simulated_machines(self) -> int:
         """How many machines have to be followed one by one."""
         return 1 if self.is_symmetric or self.system.dense == "none" else self.cluster.machines
+
+    @property
+    def least_chunk_bytes(self) -> int:
+        """Size of a chunk, unless the simulation takes larger ones to save events."""
+        return self.chunk_bytes or chunk_bytes_for(self.cluster.between.bytes_per_s)
 
     @property
     def uses_gathers(self) -> bool:

@@ -45,6 +45,7 @@ class _Run:
         for machine in self.machines:
             machine.begin_step()
         self.agenda.run()
+        assert all(len(machine.ends) == setting.steps for machine in self.machines), "a machine waits for ever"
         ends = [max(machine.ends[step] for machine in self.machines) for step in range(setting.steps)]
         # With random delays the mean is what counts; otherwise the last step, when the first one's idle wire is over.
         is_random = setting.straggle > 0
