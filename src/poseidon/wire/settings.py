@@ -34,6 +34,10 @@ class WireSettings:
     with the kernel's buffer to bridge the gap between two."""
     send_buffer_bytes: int = 64 << 10
     """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
+    congestion: str = "cubic"
+    """The kernel's congestion control for tcp connections, where it has it; empty: the system's own. BBR sends at the
+    rate it saw before, and is slow to see that a link is free again when urgent messages go now to one peer, now to
+    another."""
     receive_queue: int = 8
     """Messages each connection may hold that no handler has seen; then its sender must wait."""
     max_message_bytes: int = 64 << 20

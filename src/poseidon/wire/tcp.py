@@ -228,6 +228,10 @@ class TcpTransport(NetworkTransport):
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.send_buffer_bytes)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._settings.congestion:
+            # A kernel that has not this one, or keeps it for the privileged, goes on with its own.
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._settings.congestion.encode())
         self._set_patience(connection)
         return connection
 
