@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedDataParallel", "Plan", "distribute", "init", "plan"]
+__all__ = ["DistributedDataParallel", "Plan", "distribute", "init", "plan", "ps"]
 
 _HOME = {
     "DistributedDataParallel": "poseidon.api",
@@ -22,12 +22,15 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from poseidon import ps
     from poseidon.api import DistributedDataParallel, init, plan
     from poseidon.distributing import distribute
     from poseidon.planning.planner import Plan
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ps":
+        return importlib.import_module("poseidon.ps")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'poseidon' has no attribute {name!r}")

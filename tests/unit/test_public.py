@@ -8,7 +8,7 @@ from torch import nn
 import poseidon
 from poseidon import errors
 
-NAMES = ["DistributedDataParallel", "Plan", "distribute", "init", "plan"]
+NAMES = ["DistributedDataParallel", "Plan", "distribute", "init", "plan", "ps"]
 
 
 def test_the_public_names_are_these() -> None:
