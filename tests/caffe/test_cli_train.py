@@ -17,7 +17,7 @@ import pytest
 from poseidon.errors import ConfigError, PoseidonError
 from poseidon.launch.environment import World
 from poseidon.launch.local import run_workers, worker_environment
-from poseidon.launch.train import read_hostfile, worker_count, worker_flags
+from poseidon.launch.train import add_arguments, launch_flags, worker_count, worker_flags
 
 LOGS = pytest.mark.parametrize("case", [pytest.param(("formats", "logs"), id="logs")], indirect=True)
 # The same as `poseidon train ...`, for a process of its own.
@@ -134,7 +134,7 @@ def test_gflags_spellings():
         ([], "--solver is missing"),
         (["--solver=s", "--snapshot=a", "--weights=b"], "but not both"),
         (["--solver=s", "--table_staleness=1"], "bounded staleness is not available yet"),
-        (["--solver=s", "--num_clients=2"], "2 machines are asked for"),
+        (["--solver=s", "--num_clients=2"], "needs --hostfile"),
         (["--solver=s", "--consistency_model=X"], "none of SSPPush"),
         (["--solver=s", "--gpu=x"], "--gpu 'x' is not understood"),
         (["--solver=s", "--workers=0"], "--workers is 0"),
@@ -150,12 +150,20 @@ def test_wrong_flags_are_refused(flags, message):
 def test_host_files(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("0 10.0.0.1 9999 # first\n\n1 10.0.0.2 9999\n")
-    assert read_hostfile(str(path)) == [(0, "10.0.0.1", 9999), (1, "10.0.0.2", 9999)]
-    with pytest.raises(PoseidonError, match="2 machines are asked for"):
-        poseidon("train", "--solver=s", f"--hostfile={path}")
-    path.write_text("0 10.0.0.1\n")
-    with pytest.raises(ConfigError, match=r"hosts:1: '0 10\.0\.0\.1' is not `id ip port`"):
-        read_hostfile(str(path))
+    for flags, message in (
+        (["--num_clients=3"], "names 2 machine"),
+        (["--client_id=1"], "on the first machine alone"),
+    ):
+        with pytest.raises(PoseidonError, match=message):
+            poseidon("train", "--solver=s", f"--hostfile={path}", *flags)
+    with pytest.raises(PoseidonError, match="needs --hostfile"):
+        poseidon("train", "--solver=s", "--num_clients=2")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = launch_flags(parser.parse_args(["--solver=s.prototxt", f"--hostfile={path}", "--num_clients=2"]))
+    assert flags[:6] == ["run", "--hostfile", str(path), "-m", "poseidon.launch.cli", "train"]
+    assert "--solver=s.prototxt" in flags
+    assert not any(flag.startswith(("--hostfile=", "--num_clients", "--client_id", "--workers")) for flag in flags)
 
 
 def test_how_many_workers():

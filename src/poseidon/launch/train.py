@@ -8,6 +8,7 @@ import sys
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.launch.caffe_flags import add_bool_flag, add_caffe_flags, add_flag, need, stages_of
 from poseidon.launch.environment import World
+from poseidon.launch.hosts import read_hostfile
 from poseidon.launch.local import follow_launcher, run_workers
 
 _SHOWN = ("solver", "snapshot", "weights", "gpu", "level", "stage", "sigint_effect", "sighup_effect")
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(several, "cluster", str, "", "JSON file of link and device speeds, instead of a measurement")
     add_flag(several, "timeout_s", float, 300.0, "seconds to wait for another worker (default 300)")
     original = parser.add_argument_group("flags of the original Poseidon")
-    add_flag(original, "hostfile", str, "", "machines, a line `id ip port` each")
+    add_flag(original, "hostfile", str, "", "machines to train on, over ssh: lines `id ip port` or `host slots=n`")
     add_flag(original, "num_clients", int, 1, "number of machines")
     add_flag(original, "client_id", int, 0, "number of this machine")
     add_flag(original, "table_staleness", int, 0, "how far workers may run ahead of each other; only 0 is available")
@@ -57,7 +58,12 @@ def run(args: argparse.Namespace) -> int:
         cluster=args.cluster,
         timeout_s=args.timeout_s,
     )
-    count = worker_count(args.workers, settings.gpus, World.from_environment())
+    world = World.from_environment()
+    if args.hostfile and world.size == 1:
+        from poseidon.launch.cli import main
+
+        return main(launch_flags(args))
+    count = worker_count(args.workers, settings.gpus, world)
     if count > 1:
         command = [sys.executable, "-m", "poseidon.launch.cli", "train", *worker_flags(args)]
         return run_workers(command, count)
@@ -86,7 +92,7 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
 
 
 def check_original_flags(args: argparse.Namespace) -> None:
-    """Raise an error for what the original's flags ask and this version does not do."""
+    """Raise an error for what the original's flags ask and this version does not do, or what contradicts itself."""
     if args.table_staleness:
         raise UnsupportedError(
             f"--table_staleness {args.table_staleness}: bounded staleness is not available yet; "
@@ -94,28 +100,21 @@ def check_original_flags(args: argparse.Namespace) -> None:
         )
     if args.consistency_model not in _CONSISTENCY:
         raise ConfigError(f"--consistency_model {args.consistency_model!r} is none of {', '.join(_CONSISTENCY)}")
-    machines = max(args.num_clients, len(read_hostfile(args.hostfile)) if args.hostfile else 1)
-    if machines > 1 and World.from_environment().size == 1:
+    if World.from_environment().size > 1 or (not args.hostfile and args.num_clients == 1):
+        return
+    if not args.hostfile:
+        raise ConfigError(f"--num_clients {args.num_clients} needs --hostfile, which names the machines")
+    if args.client_id:
         raise ConfigError(
-            f"{machines} machines are asked for (--num_clients, --hostfile), but this command starts workers on this "
-            f"machine only. Run on each of them: torchrun --nnodes {machines} --node-rank K --master-addr FIRST_IP "
-            "--master-port 29500 -m poseidon.launch.cli train --solver=...; "
-            "for several workers on this machine alone use --workers N"
+            f"--client_id {args.client_id}: give the command on the first machine alone; it starts the others over ssh"
         )
+    hosts = len(read_hostfile(args.hostfile))
+    if args.num_clients not in (1, hosts):
+        raise ConfigError(f"--num_clients {args.num_clients}, but {args.hostfile} names {hosts} machine(s)")
 
 
-def read_hostfile(path: str) -> list[tuple[int, str, int]]:
-    """Return the machines of a host file: a line ``id ip port`` each, ``#`` starts a comment."""
-    try:
-        with open(path, encoding="utf-8") as stream:  # noqa: PTH123
-            lines = [line.split("#")[0].split() for line in stream]
-    except OSError as error:
-        raise ConfigError(f"cannot read --hostfile {path}: {error.strerror}") from None
-    machines = []
-    for number, words in enumerate(lines, 1):
-        if not words:
-            continue
-        if len(words) != 3 or not (words[0].isdigit() and words[2].isdigit()):
-            raise ConfigError(f"{path}:{number}: {' '.join(words)!r} is not `id ip port`")
-        machines.append((int(words[0]), words[1], int(words[2])))
-    return machines
+def launch_flags(args: argparse.Namespace) -> list[str]:
+    """Return the arguments of ``poseidon`` that start this training on the machines of the host file. Pure."""
+    ours = ("workers", "hostfile", "num_clients", "client_id")
+    flags = [f"--{name}={value}" for name, value in vars(args).items() if name not in ours and value is not None]
+    return ["run", "--hostfile", args.hostfile, "-m", "poseidon.launch.cli", "train", *flags]
