@@ -110,7 +110,7 @@ def _ping(team: Team, first: int, second: int) -> dict[str, float]:
     tiny, large = (torch.zeros(count, device="cpu") for count in (1, _PROBE_BYTES // 4))
     latency = statistics.median([round_trip(tiny) for _ in range(_PINGS)][1:]) / 2
     total = statistics.median([round_trip(large) for _ in range(4)][1:]) / 2
-    # On a busy machine a ping may take as long as the probe; then most of the probe's time counts as transfer all the same.
+    # On a busy machine a ping may take as long as the probe, which is still mostly transfer.
     transfer_s = max(total - latency, total / 2)
     return {"bits_per_s": 8 * _PROBE_BYTES / transfer_s, "latency_s": max(latency, _LATENCY_FLOOR_S)}
 
