@@ -134,6 +134,7 @@ class DeferredDataParallel(DistributedDataParallel):
         defer(self._optimizer, self._updater)
         return AutogradFrontEnd(engine, _Turns(self, self._updater))
 
+    @torch.compiler.disable
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,6 +146,7 @@ class DeferredDataParallel(DistributedDataParallel):
         moved: tuple[tuple[Any, ...], dict[str, Any]] = super()._before_forward(inputs, kwargs)
         return moved
 
+    @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
         assert self._engine is not None
         super()._after_forward(outputs)

@@ -1,6 +1,8 @@
 """``poseidon.distribute`` gives the bits that the plain wrapper gives, whatever is read in between."""
 
 import copy
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import poseidon
 import twins
 from poseidon import zoo
-from poseidon.errors import UnsupportedError
+from poseidon.errors import UnsupportedError, WorkerLostError
 from ranks import run_ranks
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
@@ -309,6 +311,56 @@ def _own_pace() -> None:
 def test_what_cannot_be_deferred_is_refused() -> None:
     run_ranks(_refusals, 2)
     run_ranks(_own_pace, 2)
+
+
+def _compiled(part: str) -> None:
+    twins.quiet()
+    results = []
+    for kind in ("plain", "distribute"):
+        torch.manual_seed(3)
+        model = _net()
+        if part == "layers":
+            model[4] = torch.compile(model[4], backend="eager")
+        optimizer = OPTIMIZERS["momentum"](model)
+        if kind == "distribute":
+            wrapped, optimizer = poseidon.distribute(model, optimizer, cluster=twins.slow_cluster())
+        else:
+            wrapped = twins.wrap(model)
+        trained = torch.compile(wrapped, backend="eager") if part == "wrapper" else wrapped
+        for number in range(5):
+            _plain_loop(trained, optimizer, number)
+        results.append([p.detach().clone() for p in model.parameters()])
+        wrapped.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("part", ["wrapper", "layers"])
+def test_compiled_models_see_finished_parameters(part: str) -> None:
+    run_ranks(_compiled, 2, part)
+
+
+def _die_in_the_middle() -> str:
+    torch.manual_seed(3)
+    model = _net()
+    options: dict[str, Any] = {"cluster": twins.slow_cluster(), "routes": {"*": "sharded"}, "timeout_s": 20}
+    wrapped, optimizer = poseidon.distribute(model, OPTIMIZERS["sgd"](model), **options)
+
+    def train() -> None:
+        for number in range(10):
+            if number == 4 and dist.get_rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _plain_loop(wrapped, optimizer, number)
+
+    with pytest.raises(WorkerLostError) as caught:
+        train()
+    with pytest.raises(UnsupportedError, match="start again from a checkpoint"):
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_death_behind_the_server_is_named() -> None:
+    for message in run_ranks(_die_in_the_middle, 3, lost=[2])[:2]:
+        assert "rank 2" in message
 
 
 def test_alone_it_is_the_plain_loop() -> None:
