@@ -192,7 +192,8 @@ class RelaxedDataParallel(nn.Module):
                 ledger.rows,
                 WIDTH,
                 ledger.dtype_name,
-                consistency=consistency,
+                # Without staleness every read holds exactly the finished steps, which is what "bsp" promises.
+                consistency="bsp" if consistency == "ssp" and staleness == 0 else consistency,
                 staleness=staleness,
                 managed=managed,
             )

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -314,10 +315,10 @@ def autocast_bf16() -> dict[str, str]:
 
 def gradient_scaler() -> dict[str, str]:
     torch.set_default_dtype(torch.float32)
-    scalers: dict[int, Any] = {}
+    scalers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        scaler = scalers.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        scaler = scalers.setdefault(model, torch.amp.GradScaler("cpu", init_scale=2.0**10))
         x, y = batch(number)
         # One worker overflows in one step: all must skip it.
         if number == 3 and dist.get_rank() == 1:

@@ -79,7 +79,7 @@ def test_plan_of_a_users_model(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "neither module:callable nor in the zoo"),
+        (["nothing"], "neither module:callable nor a .prototxt"),
         (["no_such_module:make"], "cannot load no_such_module:make"),
         (["lenet", "--machines", "0"], "at least 1 machine"),
         (["lenet", "--rate", "fast"], "rate 'fast'"),

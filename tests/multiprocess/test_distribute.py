@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -170,7 +171,7 @@ def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: 
 
 
 def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    scaler = _SCALERS.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=1024.0))
+    scaler = _SCALERS.setdefault(model, torch.amp.GradScaler("cpu", init_scale=1024.0))
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = _loss(model, number)
@@ -179,7 +180,7 @@ def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
     scaler.update()
 
 
-_SCALERS: dict[int, torch.amp.GradScaler] = {}
+_SCALERS: weakref.WeakKeyDictionary[nn.Module, torch.amp.GradScaler] = weakref.WeakKeyDictionary()
 
 LOOPS: dict[str, Loop] = {
     "accumulating": _accumulating,

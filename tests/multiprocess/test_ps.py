@@ -74,7 +74,7 @@ def test_bsp_gives_all_workers_the_same_bits_every_time() -> None:
 
 def die(victim: int, servers: list[int] | None, consistency: str, how: str) -> Any:
     # Only a stopped worker is found out by the deadline; the others should not be taken for one on a busy machine.
-    with poseidon.ps.connect(servers=servers, timeout_s=5 if how == "stop" else 20) as job:
+    with poseidon.ps.connect(servers=servers, timeout_s=12 if how == "stop" else 20) as job:
         if not job.is_worker:
             return None
         table = job.table("t", 16, 4, consistency=consistency, staleness=1 if consistency == "ssp" else 0)
