@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +39,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def unreached(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters on which none of the outputs depends, by walking the autograd graph."""
-    reached: set[int] = set()
+def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves of the autograd graph behind ``outputs``, in an order that follows from the graph alone."""
+    found: dict[int, Tensor] = {}
     seen: set[Node] = set()
     stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while stack:
@@ -51,8 +51,14 @@ def unreached(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> 
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            reached.add(id(leaf))
+            found.setdefault(id(leaf), leaf)
         stack.extend(following for following, _ in node.next_functions if following is not None)
+    return list(found.values())
+
+
+def unreached(outputs: Sequence[Tensor], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters on which none of the outputs depends."""
+    reached = {id(leaf) for leaf in find_leaves(outputs)}
     reached.update(id(tensor) for tensor in outputs if isinstance(tensor, nn.Parameter))
     return [parameter for parameter in parameters if id(parameter) not in reached]
 

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from poseidon.launch.auto.leaves import find_leaves
+from poseidon.engine.outputs import find_leaves
 from poseidon.launch.auto.naming import find_name
 from poseidon.launch.auto.output import Tail
 from poseidon.launch.auto.owners import Census, find_holding, find_roots

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from poseidon.engine.outputs import find_leaves
 from poseidon.launch.auto.averaging import are_alike, average_gradients, average_number
 from poseidon.launch.auto.engines import Engines
-from poseidon.launch.auto.leaves import find_leaves
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.launch.auto.step import Step
