@@ -33,10 +33,10 @@ def test_a_home_directory_is_left_to_the_remote_shell() -> None:
 
 
 def test_the_remote_interpreter() -> None:
-    assert remote_python(Host("a"), "/work") == sys.executable
-    assert remote_python(Host("a", python="python3"), "/work") == "python3"
-    assert remote_python(Host("a", python=".venv/bin/python"), "/work") == "/work/.venv/bin/python"
-    assert remote_python(Host("a", python="~/v/bin/python"), "/work") == "~/v/bin/python"
+    assert remote_python(Host("a"), "/job") == sys.executable
+    assert remote_python(Host("a", python="python3"), "/job") == "python3"
+    assert remote_python(Host("a", python=".venv/bin/python"), "/job") == "/job/.venv/bin/python"
+    assert remote_python(Host("a", python="~/v/bin/python"), "/job") == "~/v/bin/python"
 
 
 def test_more_options_come_from_the_environment() -> None:
