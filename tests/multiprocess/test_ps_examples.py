@@ -24,7 +24,6 @@ def run_example(name: str, arguments: list[str]) -> Any:
 
 @pytest.mark.parametrize(("name", "gain"), [("matrix_factorisation", 1.6), ("logistic_regression", 2.0)])
 def test_examples_learn_at_every_staleness(name: str, gain: float, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     picture = tmp_path / "curves.png"
     results = run_ranks(run_example, 2, name, ["--clocks", "40", "--staleness", "0", "3", "--plot", str(picture)])
     for mine in results:

@@ -69,7 +69,8 @@ def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> Non
     data = {
         "poseidon": __version__,
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["poseidon", *sys.argv[1:]]),
+        # Without folders: where this machine keeps its files says nothing on another one.
+        "command": shlex.join(["poseidon", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])]),
         "hardware": describe_hardware(),
         "settings": asdict(settings),
         "cells": cells_to_json(cells),

@@ -19,7 +19,7 @@ from zmq.utils import z85
 from poseidon.errors import FrameError, WireError
 from poseidon.wire.address import Address, listening_ip
 from poseidon.wire.guard import Guard
-from poseidon.wire.message import SIZE, Buffer, Header, Kind, check_payload, pack, unpack
+from poseidon.wire.message import SIZE, Header, Kind, check_payload, pack, unpack
 from poseidon.wire.network import LAST, NetworkTransport
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.sending import Pacer, Sender
@@ -83,20 +83,8 @@ class ZeroMQTransport(NetworkTransport):
                 )
         self._is_connected = True
 
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        payload: Buffer | None = None,
-        *,
-        priority: int = 0,
-        on_sent: Callable[[], None] | None = None,
-    ) -> None:
-        """Queue a message and return at once; see ``Transport.send``."""
-        view = self._payload_view(peer, header, payload)
-        self._check_sendable(peer, header)
-        self.stats.count_sent(view.nbytes)
-        self._senders[peer].send(Outgoing(self._head(header, view), view, priority, on_sent))
+    def _queue(self, peer: int, message: Outgoing) -> None:
+        self._senders[peer].send(message)
 
     def close(self) -> None:
         """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
