@@ -73,7 +73,8 @@ _WORDS = {"slots": int, "port": int, "service_port": int}
 _HOST_KEYS = tuple(item.name for item in fields(Host))
 _DEFAULT_KEYS = ("user", "port", "identity", "python", "directory", "interface", "slots", "env")
 """Keys that a cluster file may give once for all its hosts."""
-_ORIGINAL_KEYS = ("worker_nodes", "server_nodes", "master_node", "virtualenv", "username")
+ORIGINAL_KEYS = ("worker_nodes", "server_nodes", "master_node", "virtualenv", "username", "pem_file")
+"""What the original's cluster file may say."""
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -115,10 +116,14 @@ def parse_hostfile(text: str, source: str = "host file") -> tuple[Host, ...]:
 
 def read_cluster_file(path: str | Path) -> ClusterFile:
     """Return what a ``.json`` or ``.toml`` cluster file says."""
+    return parse_cluster(load_cluster_data(path), str(path))
+
+
+def load_cluster_data(path: str | Path) -> Any:
+    """Return what is written in a ``.json`` or ``.toml`` file, not checked yet."""
     path = Path(path)
     text = _read(path)
-    data = _load_toml(text, path) if path.suffix == ".toml" else _load_json(text, path)
-    return parse_cluster(data, str(path))
+    return _load_toml(text, path) if path.suffix == ".toml" else _load_json(text, path)
 
 
 def parse_cluster(data: Any, source: str = "cluster file") -> ClusterFile:
@@ -232,19 +237,22 @@ def _parse_worker_nodes(data: Mapping[str, Any], source: str) -> ClusterFile:
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, str) for node in nodes):
         raise ConfigError(f"{source}: worker_nodes is {nodes!r}; it must be a list of addresses")
     python = str(Path(str(data["virtualenv"])) / "bin" / "python") if data.get("virtualenv") else ""
-    hosts = []
+    hosts: dict[str, Host] = {}
     for node in nodes:
         name, _, port = node.partition(":")
         if port and not port.isdigit():
             raise ConfigError(f"{source}: worker node {node!r} is neither an address nor address:port")
-        hosts.append(
-            Host(name, user=str(data.get("username", "")), python=python, service_port=int(port) if port else None)
-        )
+        if name in hosts:
+            # Each entry is a worker; a machine that is named again runs one more.
+            hosts[name] = replace(hosts[name], slots=hosts[name].slots + 1)
+            continue
+        user, key = str(data.get("username", "")), str(data.get("pem_file", ""))
+        hosts[name] = Host(name, user=user, identity=key, python=python, service_port=int(port) if port else None)
     master = str(data.get("master_node") or "").partition(":")[0]
     # Where the original's master ran is where workers meet: the first host, if it is one that works.
-    hosts.sort(key=lambda host: host.name != master)
-    settings = {key: value for key, value in data.items() if key not in _ORIGINAL_KEYS}
-    return ClusterFile(check_hosts(tuple(hosts), source), settings)
+    ordered = sorted(hosts.values(), key=lambda host: host.name != master)
+    settings = {key: value for key, value in data.items() if key not in ORIGINAL_KEYS}
+    return ClusterFile(check_hosts(tuple(ordered), source), settings)
 
 
 def _read(path: Path) -> str:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = _read_cluster(args)
     chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
     settings = make_settings(args, program, cluster, chosen)
-    return _run_job(settings, chosen, args, program)
+    return run_job(settings, chosen, args, program)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def read_program(args: argparse.Namespace) -> Program:
     if words[0].startswith("-"):
         raise ConfigError(f"option {words[0]!r} is not known; `poseidon run --help` lists them")
     if args.auto and args.as_caffe:
-        raise ConfigError("--auto is for PyTorch scripts and --as-caffe for pycaffe's; use one of them")
+        raise ConfigError("--auto is for PyTorch and TensorFlow scripts, --as-caffe for pycaffe's; use one of them")
     given = [f"--{name.replace('_', '-')}" for name in _AUTO_OPTIONS if getattr(args, name)]
     if given and not args.auto:
         raise ConfigError(f"{', '.join(given)} needs --auto")
@@ -186,7 +186,8 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
 
 
-def _run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, program: Program) -> int:
+def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, program: Program) -> int:
+    """Start the job, again after failures if that is wanted, and follow it to its end."""
     log_dir = _log_dir(str(chosen["log_dir"].value), program.name)
     output = Output(place_workers(settings.hosts), log_dir)
     try:
@@ -249,4 +250,4 @@ def _join(joined: Joined, program: Program, args: argparse.Namespace) -> int:
     chosen = resolve(vars(args), {}, "", os.environ)
     cluster = ClusterFile((Host("localhost", slots=joined.share.workers),))
     settings = replace(make_settings(args, program, cluster, chosen), share=joined.share)
-    return _run_job(settings, chosen, args, program)
+    return run_job(settings, chosen, args, program)

@@ -42,6 +42,8 @@ class JobSettings:
     script: str | None
     """The script's path, if it is one that every machine must have."""
     directory: str
+    each: tuple[tuple[str, ...], ...] = ()
+    """What Python runs on each worker, by rank, where that differs; then ``argv`` is the first's."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """This process's environment."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +155,7 @@ class Launcher:
             workers = [
                 {
                     "rank": place.rank,
-                    "argv": list(settings.argv),
+                    "argv": list(settings.each[place.rank] if settings.each else settings.argv),
                     "env": worker_environment(
                         self._in_whole_job(place), size, machines, meeting, base, int(answer["cores"])
                     ),
