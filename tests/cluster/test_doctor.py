@@ -118,8 +118,10 @@ def test_a_healthy_cluster_is_found_healthy_and_measured(cluster):
         assert str(RENDEZVOUS) in pair["ports"]
         assert pair["path_mtu"] == 1500
         assert 0 < pair["latency_s"] < 0.1
-        # Nothing gets through faster than the shaped link lets it; that enough does is why nobody is called slow.
-        assert max(pair["one_stream_bits_per_s"], pair["many_stream_bits_per_s"]) < 1.1e8
+        # The shaped link was measured, not the kernel behind it, which carries a hundred times as much. A receiver
+        # that had to wait for its core sees some of the data at once, so nothing sharper can be said; that enough gets
+        # through is why nobody is called slow.
+        assert max(pair["one_stream_bits_per_s"], pair["many_stream_bits_per_s"]) < 3e8
 
 
 @of(4)

@@ -40,7 +40,6 @@ class Holder:
         post.listen(Kind.HELLO, self._open)
         post.listen(Kind.INC, self._inc)
         post.listen(Kind.GET, self._get)
-        post.listen(Kind.CLOCK, self._clock)
         post.listen_idle(self._send_early)
 
     @property
@@ -92,6 +91,15 @@ class Holder:
             self._saves.append((header, place))
             self._save_due()
 
+    def clock(self, header: Header, payload: memoryview) -> None:
+        """Handle a CLOCK: a worker has finished a step, or all of its work."""
+        if header.flags & Flag.LEAVE:
+            self._leave(header.sender)
+            return
+        place, _ = read_rows(payload)
+        if not self._postpone(header, payload, place):
+            self._reply(header.unit, place, self._server_of(header, place).clock(header.sender, header.clock))
+
     # Messages.
 
     def _open(self, header: Header, payload: memoryview) -> None:
@@ -125,14 +133,6 @@ class Holder:
         if not self._postpone(header, payload, place):
             replies = self._server_of(header, place).get(header.sender, header.clock, rows)
             self._reply(header.unit, place, replies)
-
-    def _clock(self, header: Header, payload: memoryview) -> None:
-        if header.flags & Flag.LEAVE:
-            self._leave(header.sender)
-            return
-        place, _ = read_rows(payload)
-        if not self._postpone(header, payload, place):
-            self._reply(header.unit, place, self._server_of(header, place).clock(header.sender, header.clock))
 
     def _leave(self, worker: int) -> None:
         self.left.add(worker)
@@ -210,7 +210,7 @@ class Holder:
         self._places[key] = self._adoptions.pop(key).server
         postponed, self._postponed = self._postponed, []
         for header, payload in postponed:
-            {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self._clock}[header.kind](header, payload)
+            {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
 
     def _postpone(self, header: Header, payload: memoryview, place: int) -> bool:
         if (header.unit, place) not in self._adoptions:

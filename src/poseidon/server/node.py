@@ -9,6 +9,7 @@ import numpy as np
 
 from poseidon.errors import ConfigError, ServerError, WorkerLostError
 from poseidon.server.adoption import successor
+from poseidon.server.doubts import Doubts
 from poseidon.server.holder import Holder
 from poseidon.server.post import Post
 from poseidon.server.table_messages import Flag
@@ -23,8 +24,8 @@ class Node:
     """The tables of a job, as one rank takes part in them.
 
     ``servers`` are the ranks that hold rows (default: all), ``workers`` those that use them (default: all, or those
-    that are no servers where servers are named). ``timeout_s`` is how long a read may wait before the workers it
-    waits for are given up.
+    that are no servers where servers are named). ``timeout_s`` is how long a read may wait before the ranks it waits
+    for are given up, if nothing is heard of them.
     """
 
     def __init__(
@@ -46,10 +47,15 @@ class Node:
         self.timeout_s = timeout_s
         self.losses: dict[int, int] = {}
         """Worker to its last clock, as far as this rank knows, for those that died."""
+        self._doubts = Doubts()
+        self._departed: set[int] = set()
+        """Ranks that will send nothing more."""
         self._holders = list(self.servers)
         """By place; changes when a server dies."""
         self.holder = Holder(self._post, self.workers, self.servers)
-        self.worker = Worker(self._post, self._holders, timeout_s, self._give_up)
+        self.worker = Worker(self._post, self._holders, timeout_s, self._doubt)
+        self._post.listen_all(self._hear)
+        self._post.listen(Kind.CLOCK, self._receive_clock)
         self._post.listen(Kind.STATE, self._receive_state)
         self._post.listen(Kind.LOST, self._receive_lost)
         self._post.listen(Kind.ERROR, self._receive_error)
@@ -66,13 +72,28 @@ class Node:
         if self.is_worker and self._post.failure is None:
             self.worker.leave()
         self.serve()
-        self._post.close()
+        self._part()
         self._post.check()
 
     def abandon(self) -> None:
         """Go away in the middle of the work: the others are told at once that this rank is lost."""
         self._announce_loss(self.rank, self.holder.clock_of(self.rank) if self.is_worker else 0)
-        self._post.close()
+        self._say_farewell()
+
+    def _part(self) -> None:
+        """Go when nobody will send anything here any more: a connection closed earlier could cut off what did leave."""
+        with self._post.news:
+            self._say_farewell()
+            others = set(range(self._post.size)) - {self.rank}
+            self._post.news.wait_for(
+                lambda: self._post.failure is not None or others <= self._departed | self._post.gone, self.timeout_s
+            )
+
+    def _say_farewell(self) -> None:
+        with self._post.news:
+            for rank in range(self._post.size):
+                self._post.send(rank, Kind.CLOCK, 0, 0, b"", Flag.LEAVE | Flag.LAST)
+            self._post.close()
 
     def serve(self) -> None:
         """Serve until all workers have left or died, or those that are left were silent too long."""
@@ -86,7 +107,7 @@ class Node:
     def _hears_more(self) -> bool:
         """Wait for one more message; return whether to wait for another."""
         heard = self._post.received
-        # A worker that waits says so after one deadline and gives up after two; then nobody is there any more.
+        # A worker that waits complains long before that; then nobody is there any more.
         patience_s = 3 * self.timeout_s
         is_news = self._post.news.wait_for(lambda: self._is_over() or self._post.received != heard, patience_s)
         return is_news and not self._is_over()
@@ -95,6 +116,17 @@ class Node:
         return self.holder.is_done or self._post.failure is not None
 
     # Messages that concern both sides.
+
+    def _hear(self, header: Header) -> None:
+        if header.kind is not Kind.LOST or header.flags & Flag.ANSWER:
+            # Who complains is alive; but two that wait for each other must not keep each other so.
+            self._doubts.hear(header.sender)
+
+    def _receive_clock(self, header: Header, payload: memoryview) -> None:
+        if header.flags & Flag.LAST:
+            self._departed.add(header.sender)
+        else:
+            self.holder.clock(header, payload)
 
     def _receive_state(self, header: Header, payload: memoryview) -> None:
         if header.flags & Flag.ANSWER:
@@ -108,13 +140,18 @@ class Node:
         )
 
     def _receive_lost(self, header: Header, payload: memoryview) -> None:
-        """Hear that a rank is lost, or (without a name) that a worker has waited too long."""
+        """Hear that a rank is lost, that (without a name) a worker complains, or that a server still lives."""
+        if header.flags & Flag.ANSWER:
+            return
         if payload.nbytes:
             lost, clock = np.frombuffer(payload, np.int64).tolist()
             self._lose(lost, f"rank {header.sender} says so", clock)
             return
+        self._post.send(header.sender, Kind.LOST, header.unit, header.clock, flags=Flag.ANSWER)
         for late in self.holder.awaited_by(header.unit, header.clock):
-            self._give_up(late, f"worker {header.sender} waited {self.timeout_s:g} s for it at clock {header.clock}")
+            if self._doubts.complain(late, header.sender):
+                waited = f"worker {header.sender} waited {self.timeout_s:g} s for it at clock {header.clock}"
+                self._give_up(late, waited)
 
     def _announce_loss(self, lost: int, clock: int) -> None:
         for rank in range(self._post.size):
@@ -125,7 +162,13 @@ class Node:
 
     def _lose_connection(self, rank: int, why: str) -> None:
         with self._post.news:
+            self._departed.add(rank)
             self._give_up(rank, why)
+            self._post.news.notify_all()
+
+    def _doubt(self, rank: int, why: str) -> None:
+        if self._doubts.complain(rank, self.rank):
+            self._give_up(rank, f"worker {self.rank} waited {self.timeout_s:g} s: {why}")
 
     def _give_up(self, rank: int, why: str) -> None:
         """Take ``rank`` for dead and see that everybody does; only servers know its last clock."""

@@ -38,6 +38,7 @@ class Post:
         self._is_closed = False
         self._transport = transport
         self._handlers: dict[Kind, Handler] = {}
+        self._on_message: list[Callable[[Header], None]] = []
         self._inboxes = {peer: Inbox[tuple[Header, memoryview]](peer) for peer in range(self.size)}
         self._numbers = dict.fromkeys(range(self.size), 0)
         self._under_way = dict.fromkeys(range(self.size), 0)
@@ -49,6 +50,10 @@ class Post:
     def listen(self, kind: Kind, handler: Handler) -> None:
         """Hand messages of ``kind`` to ``handler``, under the lock."""
         self._handlers[kind] = handler
+
+    def listen_all(self, handler: Callable[[Header], None]) -> None:
+        """Tell ``handler``, under the lock, of every message before it is handled."""
+        self._on_message.append(handler)
 
     def listen_idle(self, handler: Callable[[int], None]) -> None:
         """Tell ``handler``, under the lock, when all messages to a peer have left this process."""
@@ -99,6 +104,8 @@ class Post:
 
     def _deliver(self, header: Header, payload: memoryview) -> None:
         self.received += 1
+        for handler in self._on_message:
+            handler(header)
         self._handlers[header.kind](header, payload)
         self.news.notify_all()
 

@@ -27,9 +27,9 @@ class Flag(IntFlag):
     PUSH = 0x100
     """ROW: all rows of the place that the receiver holds are fresh now."""
     LEAVE = 0x200
-    """CLOCK: the sender is done."""
+    """CLOCK: the sender is done as a worker."""
     LAST = 0x400
-    """STATE: nothing follows."""
+    """STATE: nothing follows. CLOCK with LEAVE: nothing at all follows from this rank."""
     PUT = 0x800
     """STATE: these rows replace the server's."""
     SETTLED = 0x1000
@@ -37,7 +37,7 @@ class Flag(IntFlag):
     ADOPT = 0x2000
     """STATE: my copies of a place whose server died; the last one comes with my clock."""
     ANSWER = 0x4000
-    """STATE: from a server to the worker that asked."""
+    """STATE: from a server to the worker that asked. LOST: to one that complained; the sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from poseidon.errors import ConfigError
 from poseidon.server.cache import TableCache
+from poseidon.server.doubts import COMPLAINTS
 from poseidon.server.formats import Array
 from poseidon.server.holder import EARLY_BYTES, PIECE_BYTES
 from poseidon.server.post import Post
@@ -20,12 +21,12 @@ from poseidon.wire.message import Header, Kind
 class Worker:
     """The tables of one worker; ``holders`` says which rank holds each place, and changes when one dies.
 
-    Methods may be called from several threads. ``give_up`` is told, with the reason, of a rank that must be dead.
+    Methods may be called from several threads. ``doubt`` is told of a rank that does not answer, and how this came out.
     """
 
-    def __init__(self, post: Post, holders: list[int], timeout_s: float, give_up: Callable[[int, str], None]) -> None:
+    def __init__(self, post: Post, holders: list[int], timeout_s: float, doubt: Callable[[int, str], None]) -> None:
         self._post = post
-        self._give_up = give_up
+        self._doubt = doubt
         self._holders = holders
         self._timeout_s = timeout_s
         self._caches: dict[int, TableCache] = {}
@@ -154,25 +155,20 @@ class Worker:
     def _wait(self, is_done: Callable[[], bool], cache: TableCache, silent: Callable[[], set[int]]) -> None:
         """Wait until ``is_done``; ``silent`` tells which ranks have not answered yet.
 
-        After one deadline the servers are asked to give up the workers they wait for. One that says nothing until the
-        next deadline is dead itself.
+        After half the time a read may wait, this worker begins to complain to the servers. They answer that they are
+        alive, and doubt the workers they wait for themselves.
         """
 
         def is_over() -> bool:
             return self._post.failure is not None or is_done()
 
-        while not self._post.news.wait_for(is_over, self._timeout_s):
-            suspects = silent()
-            for rank in set(self._holders):
-                self._post.send(rank, Kind.LOST, cache.spec.ident, cache.clock)
-            if not self._post.news.wait_for(is_over, self._timeout_s):
-                # Whoever took a dead one's place meanwhile has had no time yet.
-                for rank in suspects & silent():
-                    self._give_up(
-                        rank,
-                        f"worker {self._post.rank} waited {2 * self._timeout_s:g} s for its answer about table "
-                        f"{cache.spec.name!r} at clock {cache.clock}",
-                    )
+        if not self._post.news.wait_for(is_over, self._timeout_s / 2):
+            while not is_over():
+                for rank in set(self._holders):
+                    self._post.send(rank, Kind.LOST, cache.spec.ident, cache.clock)
+                if not self._post.news.wait_for(is_over, self._timeout_s / 2 / (COMPLAINTS - 1)):
+                    for rank in silent():
+                        self._doubt(rank, f"it answers nothing about table {cache.spec.name!r} at clock {cache.clock}")
         self._post.check()
 
     def _receive_rows(self, header: Header, payload: memoryview) -> None:
