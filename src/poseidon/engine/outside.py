@@ -1,0 +1,307 @@
+"""The front end for frameworks with an autograd of their own, such as TensorFlow and JAX.
+
+It speaks numpy: gradients come in as arrays, means go out as arrays, and nothing here knows where they come from. The
+engine's parameters are mirrors that have a shape and a type but no memory of their own.
+
+One step, on each worker alike::
+
+    begin(samples)                                  before or during forward
+    give / give_factors / give_rows                 once per variable, as its gradient becomes final; any thread
+    finish()                                        blocks until all means have arrived
+    mean(position)                                  once per variable
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from poseidon.engine.assemble import assemble_engine
+from poseidon.engine.engine import Engine, Options
+from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes.base import LiveUnit
+from poseidon.team.agree import check_same_model
+from poseidon.team.mirror import mirror_all
+from poseidon.team.team import Team
+from poseidon.units import Kind, Load, ParameterSpec, Unit
+
+Array = np.ndarray[Any, Any]
+
+_TYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class OutsideVariable:
+    """A trainable variable of another framework."""
+
+    name: str
+    """Equal on all workers; errors use it."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Name of a floating-point type: float16, bfloat16, float32, float64."""
+
+
+@dataclass(frozen=True)
+class OutsideUnit:
+    """Variables that travel together, by their positions in the list of all variables."""
+
+    name: str
+    kind: Kind
+    """``linear``: one variable of shape (inputs, outputs), as Keras and TensorFlow lay out kernels. ``embedding``: one
+    table whose rows are looked up."""
+    positions: tuple[int, ...]
+    is_sparse: bool = False
+    """Embedding: the mean is wanted as rows too, so that a full gradient of the table never exists."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A gradient that is zero but for some rows: their numbers, ascending and distinct, and their values."""
+
+    numbers: Array
+    values: Array
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How workers exchange gradients, as the user chose it."""
+
+    routes: Mapping[str, str] | None = None
+    """Routes to insist on, by unit name or pattern."""
+    cluster: Cluster | str | Path | None = None
+    """Speeds of links and devices, or a file of them, instead of a measurement."""
+    timeout_s: float = 300.0
+    """How long to wait for another worker; one of them may be compiling its step or writing a checkpoint."""
+
+
+def check_alike(team: Team, variables: Sequence[OutsideVariable]) -> None:
+    """Raise :class:`~poseidon.errors.MismatchError`, naming the first difference, unless all models agree."""
+    check_same_model(team, [[v.name, list(v.shape), v.dtype, True, []] for v in variables])
+
+
+def take_from_first(team: Team, arrays: Sequence[Array], what: str = "the initial state") -> list[Array]:
+    """Return worker 0's arrays; all workers give arrays of the same shapes and types. Collective."""
+    copies = [np.array(array, order="C") for array in arrays]
+    mirror_all(team, [_as_bytes(copy) for copy in copies if copy.nbytes], 0, what)
+    return copies
+
+
+class OutsideFrontEnd:
+    """Exchanges the gradients of variables that live in another framework.
+
+    Making one is collective. Gradients are weighted by the samples they stand for, so that the mean is that of one
+    worker with all samples in one batch, however unevenly they were dealt out.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        variables: Sequence[OutsideVariable],
+        units: Sequence[OutsideUnit],
+        options: ExchangeOptions | None = None,
+    ) -> None:
+        options = options or ExchangeOptions()
+        self.team = team
+        self._variables = list(variables)
+        self._parameters = [_mirror(variable) for variable in variables]
+        self._units = [self._make_unit(number, unit) for number, unit in enumerate(units)]
+        self._unit_at = {position: self._units[n] for n, unit in enumerate(units) for position in unit.positions}
+        check_overrides([unit.spec for unit in self._units], dict(options.routes or {}))
+        settings = Options(keep_views=True, routes=options.routes)
+        self._engine = assemble_engine(self._units, team, torch.device("cpu"), settings, options.cluster)
+        self._lock = threading.Lock()
+        self._samples = 0
+        self._counts: Any = None
+        self._weight = 1.0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The routes in force; None before the end of the first step."""
+        return self._engine.plan
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it."""
+        return self._engine
+
+    def begin(self, samples: int, unused: Collection[int] = ()) -> None:
+        """Start a step for which this worker adds ``samples`` samples; never blocks.
+
+        0 is a worker that runs a batch only to keep the others company: its gradients do not count. ``unused`` are
+        positions for which no gradient will be given in this step, on any worker.
+        """
+        self._samples = samples
+        self._counts = self.team.start_gather([samples])
+        for unit in self._units:
+            if unit.spec.kind != "dense":
+                unit.weight.grad = None
+        self._engine.arm(True, samples)
+        self._engine.begin_backward([self._parameters[position] for position in unused])
+
+    @property
+    def weight(self) -> float:
+        """Factor of this worker's gradients in this step; waits until every worker has begun it."""
+        with self._lock:
+            if self._counts is not None:
+                counts = [row[0] for row in self._counts("the others to begin the step")]
+                self._counts = None
+                self._weight = _weight(self._samples, counts)
+            return self._weight
+
+    def give(self, position: int, gradient: Array) -> None:
+        """Hand over a full gradient; the array is copied."""
+        parameter, weight = self._parameters[position], self.weight
+        source = as_tensor(gradient)
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if weight == 1.0:
+            parameter.grad.copy_(source)
+        else:
+            torch.mul(source, weight, out=parameter.grad)
+        self._engine.parameter_ready(parameter, is_dense=True)
+
+    def give_factors(self, position: int, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Hand over a linear unit's inputs (K x N) and output gradients (K x M), a pair per call; arrays are copied."""
+        unit, weight = self._unit_at[position], self.weight
+        for x, g in pairs:
+            rows, gradient = as_tensor(x), as_tensor(g)
+            if weight != 1.0:
+                gradient = gradient * weight
+            if self._engine.is_observing:
+                self._engine.observe(unit, Load(rows.shape[0], rows.element_size()))
+            # The kernel is laid out as inputs x outputs, the transpose of what the engine takes: the factors swap.
+            unit.give(gradient, rows)
+        is_short = self._engine.collects(unit)
+        if not is_short:
+            unit.weight.grad = _product(unit)
+        self._engine.parameter_ready(unit.weight, is_dense=not is_short)
+
+    def give_rows(self, position: int, numbers: Array, values: Array) -> None:
+        """Hand over the rows of an embedding's gradient; numbers may repeat; the arrays are copied."""
+        unit, weight = self._unit_at[position], self.weight
+        where = as_tensor(numbers).reshape(-1).long()
+        rows = as_tensor(values).reshape(-1, unit.weight.shape[1])
+        if weight != 1.0:
+            rows = rows * weight
+        if self._engine.is_observing:
+            self._engine.observe(unit, Load(torch.unique(where).numel()))
+        is_short = unit.spec.is_sparse or self._engine.makes_rows(unit)
+        if is_short:
+            shape = unit.weight.shape
+            unit.weight.grad = torch.sparse_coo_tensor(where.unsqueeze(0), rows, shape, check_invariants=False)
+        else:
+            unit.weight.grad = torch.zeros(unit.weight.shape, dtype=unit.weight.dtype).index_add_(0, where, rows)
+        self._engine.parameter_ready(unit.weight, is_dense=not is_short)
+
+    def finish(self) -> None:
+        """Wait until the means of all variables have arrived."""
+        self._engine.end_backward()
+
+    def mean(self, position: int) -> Array | Rows:
+        """Return the mean of the finished step; :class:`Rows` for a sparse unit to which everybody gave rows.
+
+        The memory is used again in the next step; the caller may write into it.
+        """
+        gradient = self._parameters[position].grad
+        assert gradient is not None
+        if not gradient.is_sparse:
+            return _as_array(gradient, self._variables[position].dtype)
+        gradient = gradient.coalesce()
+        return Rows(gradient.indices()[0].numpy(), _as_array(gradient.values(), self._variables[position].dtype))
+
+    def close(self) -> None:
+        """End the background threads, and those of the team."""
+        self._engine.close()
+
+    def _make_unit(self, number: int, unit: OutsideUnit) -> LiveUnit:
+        if unit.kind != "dense" and (len(unit.positions) != 1 or len(self._variables[unit.positions[0]].shape) != 2):
+            raise ConfigError(f"unit {unit.name}: a {unit.kind} unit is one matrix, not {len(unit.positions)} variables")
+        parameters = tuple(self._parameters[position] for position in unit.positions)
+        specs = tuple(
+            ParameterSpec(self._variables[position].name, self._variables[position].shape, p.element_size())
+            for position, p in zip(unit.positions, parameters, strict=True)
+        )
+        return LiveUnit(number, Unit(unit.name, unit.kind, specs, unit.is_sparse), None, parameters)
+
+
+class SummingChannel:
+    """Small blocking sums in the middle of a step, such as the moments of a batch; a channel of its own.
+
+    Calls must come in the same order on all workers. Making one is collective.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._group = team.new_group()
+
+    def sum(self, array: Array, what: str) -> Array:
+        """Return the sum of everybody's array, the same bits everywhere; blocks."""
+        total = np.array(array, order="C")
+        self._team.wait(dist.all_reduce(as_tensor(total), group=self._group, async_op=True), what)
+        return total
+
+
+def as_tensor(array: Array) -> Tensor:
+    """Return a tensor over the array's memory, which the caller keeps alive; only strided arrays are copied."""
+    array = np.ascontiguousarray(array)
+    if array.dtype.name == "bfloat16":
+        return as_tensor(array.view(np.int16)).view(torch.bfloat16)
+    if not array.flags.writeable:
+        # torch warns of arrays that it may not write to. It will not write here, and a copy could be large.
+        memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+        tensor = torch.from_numpy(np.frombuffer(memory, array.dtype).reshape(array.shape))
+        tensor._poseidon_source = array  # type: ignore[attr-defined]
+        return tensor
+    return torch.from_numpy(array)
+
+
+def _as_bytes(array: Array) -> Tensor:
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def _as_array(tensor: Tensor, dtype: str) -> Array:
+    if dtype == "bfloat16":
+        return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
+    return tensor.numpy()
+
+
+def _mirror(variable: OutsideVariable) -> nn.Parameter:
+    if variable.dtype not in _TYPES:
+        raise UnsupportedError(
+            f"{variable.name} has type {variable.dtype}; gradients of {', '.join(_TYPES)} can be averaged"
+        )
+    # One value, seen as many: the values stay where they are, only shape and type matter here.
+    return nn.Parameter(torch.empty((), dtype=_TYPES[variable.dtype]).expand(variable.shape))
+
+
+def _weight(mine: int, counts: Sequence[int]) -> float:
+    """Return n_mine * workers / n_all. Pure."""
+    total = sum(counts)
+    if total == 0:
+        raise UnsupportedError("no worker has a sample in this step; give at least one worker a batch")
+    return 1.0 if len(set(counts)) == 1 else mine * len(counts) / total
+
+
+def _product(unit: LiveUnit) -> Tensor:
+    """Return the gradient that a unit's pieces stand for, and take them away."""
+    pieces, unit.pieces = unit.pieces, []
+    total = torch.zeros(unit.weight.shape, dtype=unit.weight.dtype)
+    for left, right in pieces:
+        total.addmm_(right.t().to(total.dtype), left.to(total.dtype))
+    return total
