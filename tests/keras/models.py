@@ -1,0 +1,155 @@
+"""Five small models, data for them, and the comparison of several workers with one; runs inside ranks.
+
+Keras is imported inside the functions: its backend is chosen per process, by the environment of the ranks. Everything
+is float64, where 10 steps of different summation orders stay within 1e-9; a wrong weight or a missed row shows at 1e-3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TOTAL_BATCH = 12
+SAMPLES = 9 * TOTAL_BATCH + 3
+"""Ten steps; the last batch is uneven on 2 workers, and on 4 one worker has nothing of it."""
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], Any]
+    inputs: Callable[[np.random.Generator, int], Any]
+    classes: int
+
+    def data(self, count: int = SAMPLES, seed: int = 7) -> tuple[Any, Any]:
+        generator = np.random.default_rng(seed)
+        return self.inputs(generator, count), generator.integers(0, self.classes, count)
+
+
+def _normal(*shape: int) -> Callable[[np.random.Generator, int], Any]:
+    return lambda generator, count: generator.normal(size=(count, *shape))
+
+
+def _words(vocabulary: int, length: int) -> Callable[[np.random.Generator, int], Any]:
+    return lambda generator, count: generator.integers(0, vocabulary, (count, length)).astype("int32")
+
+
+def build_mlp() -> Any:
+    from keras import Input, Sequential, layers
+
+    return Sequential(
+        [
+            Input((40,)),
+            layers.Dense(96, activation="relu"),
+            layers.Dense(80, activation="tanh", kernel_regularizer="l2"),
+            layers.Dense(64, activation="relu", use_bias=False),
+            layers.Dense(5),
+        ]
+    )
+
+
+def build_cnn() -> Any:
+    from keras import Input, Model, backend, layers
+
+    is_tensorflow = backend.backend() == "tensorflow"  # elsewhere Keras has no such option, and distribute() is asked
+
+    def normalize(x: Any) -> Any:
+        return layers.BatchNormalization(**({"synchronized": True} if is_tensorflow else {}))(x)
+
+    inputs = Input((8, 8, 3))
+    x = layers.Activation("relu")(normalize(layers.Conv2D(8, 3, padding="same", use_bias=False)(inputs)))
+    shortcut = normalize(layers.Conv2D(12, 1)(x))
+    x = layers.add([normalize(layers.Conv2D(12, 3, padding="same")(x)), shortcut])
+    x = layers.Flatten()(layers.MaxPooling2D()(x))
+    return Model(inputs, layers.Dense(6)(normalize(layers.Dense(48, activation="relu")(x))))
+
+
+def build_embedding() -> Any:
+    from keras import Input, Sequential, layers
+
+    return Sequential(
+        [Input((9,), dtype="int32"), layers.Embedding(5000, 16), layers.GlobalAveragePooling1D(), layers.Dense(4)]
+    )
+
+
+def build_lstm() -> Any:
+    from keras import Input, Sequential, layers
+
+    return Sequential([Input((7, 10)), layers.LSTM(12, return_sequences=True), layers.LSTM(8), layers.Dense(4)])
+
+
+def build_transformer() -> Any:
+    from keras import Input, Model, layers
+
+    inputs = Input((6,), dtype="int32")
+    x = layers.Embedding(50, 16)(inputs)
+    for _ in range(2):
+        x = layers.LayerNormalization()(layers.add([x, layers.MultiHeadAttention(2, 8)(x, x)]))
+        hidden = layers.Dense(64, activation="gelu")(x)
+        x = layers.LayerNormalization()(layers.add([x, layers.Dense(16)(hidden)]))
+    return Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+CASES: dict[str, Case] = {
+    "mlp": Case(build_mlp, _normal(40), 5),
+    "cnn": Case(build_cnn, _normal(8, 8, 3), 6),
+    "embedding": Case(build_embedding, _words(5000, 9), 4),
+    "lstm": Case(build_lstm, _normal(7, 10), 4),
+    "transformer": Case(build_transformer, _words(50, 6), 4),
+}
+
+
+def make_model(name: str, optimizer: Any = None, seed: int = 3, **compiled: Any) -> Any:
+    """Return the model, compiled, in float64, with weights that follow from the seed."""
+    import keras
+
+    keras.config.set_dtype_policy("float64")
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(seed)
+    model = CASES[name].build()
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9) if optimizer is None else optimizer
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compiled = {"metrics": ["accuracy"], **compiled}
+    model.compile(optimizer=optimizer, loss=loss, **compiled)
+    return model
+
+
+def train(model: Any, name: str, **settings: Any) -> Any:
+    """Train one epoch of ten steps, in order; ``batch_size`` is that of all workers together."""
+    x, y = CASES[name].data()
+    settings = {"batch_size": TOTAL_BATCH, "shuffle": False, "verbose": 0, **settings}
+    return model.fit(x, y, **settings)
+
+
+def difference(left: list[np.ndarray], right: list[np.ndarray]) -> float:
+    """Return the largest difference between two lists of weights."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True) if a.size)
+
+
+def digest(weights: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(w).tobytes() for w in weights)).hexdigest()
+
+
+def compare_with_one(name: str, **options: Any) -> tuple[float, str, dict[str, float]]:
+    """Train on all workers; return the difference from one worker (worker 0 computes it), a digest, the last logs."""
+    import poseidon.keras
+
+    rank = int(os.environ["RANK"])
+    model = make_model(name, seed=3 + rank)  # the workers start from different weights
+    reference = 0.0
+    alone = None
+    if rank == 0:
+        alone = make_model(name)
+        train(alone, name)
+    distributed = poseidon.keras.distribute(model, batch="total", **options)
+    history = train(model, name)
+    weights = model.get_weights()
+    if alone is not None:
+        reference = difference(alone.get_weights(), weights)
+    distributed.close()
+    return reference, digest(weights), {key: values[-1] for key, values in history.history.items()}
