@@ -3,6 +3,7 @@
 ::
 
     python benchmarks/kill_rounds.py --rounds 20             # on this machine
+    python benchmarks/kill_rounds.py --rounds 20 --parallel 3 --hang-timeout 60  # the same, three jobs side by side
     python benchmarks/kill_rounds.py --rounds 20 --ssh       # on 4 emulated machines over ssh (needs root)
     python benchmarks/kill_rounds.py --rounds 20 --pretend   # without PyTorch: the launcher alone, in 15 minutes
     python benchmarks/kill_rounds.py --rounds 1 --faults kill --whens middle
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -67,7 +69,7 @@ def one_job(place: Place, fault: str, when: str, rank: int, hang_s: float, prete
         job.wait_for(f"now: {acted}", limit_s=120)
         began = time.monotonic()
         act(place, fault, rank)
-        ended = job.end(limit_s=60)
+        ended = job.end(limit_s=60 + hang)
         seconds = time.monotonic() - began
     except AssertionError as error:
         return [str(error)], 0.0
@@ -119,6 +121,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", help=f"of {', '.join(OVER_SSH)}; default: all that are possible")
     parser.add_argument("--whens", default=",".join(WHENS))
+    parser.add_argument("--parallel", type=int, default=1, help="jobs side by side; on this machine only")
     parser.add_argument("--seed", type=int, default=0, help="chooses which worker fails")
     arguments = parser.parse_args()
     known = OVER_SSH if arguments.ssh else HERE
@@ -127,24 +130,29 @@ def main() -> int:
         parser.error(f"--faults must be of {', '.join(known)}")
     assert set(EXPECTED) >= set(HERE)
     hang_s = arguments.hang_timeout or (3.0 if arguments.pretend else 15.0)
+    if arguments.ssh and arguments.parallel > 1:
+        parser.error("--parallel does not go with --ssh: a machine that is cut off would harm the other jobs")
     chance = random.Random(arguments.seed)
-    jobs = failures = 0
+    failures = 0
     slowest: dict[str, float] = {}
-    with places(arguments.ssh) as place:
-        for number in range(1, arguments.rounds + 1):
-            for fault in faults:
-                for when in arguments.whens.split(","):
-                    # The machine of rank 0 is where the launcher runs: cutting that off is another matter.
-                    rank = chance.randrange(1 if fault in ("cut", "agent") else 0, place.workers)
-                    wrong, seconds = one_job(place, fault, when, rank, hang_s, arguments.pretend)
-                    jobs += 1
-                    failures += bool(wrong)
-                    slowest[fault] = max(seconds, slowest.get(fault, 0.0))
-                    verdict = "WRONG" if wrong else "ok"
-                    print(f"round {number} {fault:>6} {when:>6} worker {rank}: {verdict} {seconds:.1f} s", flush=True)
-                    for text in wrong:
-                        print(text, flush=True)
-    print(f"\n{jobs} jobs, {failures} wrong; longest from failure to end:")
+    with places(arguments.ssh) as place, ThreadPoolExecutor(arguments.parallel) as pool:
+        cases = [
+            # The machine of rank 0 is where the launcher runs: cutting that off is another matter.
+            (number, fault, when, chance.randrange(1 if fault in ("cut", "agent") else 0, place.workers))
+            for number in range(1, arguments.rounds + 1)
+            for fault in faults
+            for when in arguments.whens.split(",")
+        ]
+        pending = [pool.submit(one_job, place, *case[1:], hang_s, arguments.pretend) for case in cases]
+        for (number, fault, when, rank), job in zip(cases, pending, strict=True):
+            wrong, seconds = job.result()
+            failures += bool(wrong)
+            slowest[fault] = max(seconds, slowest.get(fault, 0.0))
+            verdict = "WRONG" if wrong else "ok"
+            print(f"round {number} {fault:>6} {when:>6} worker {rank}: {verdict} {seconds:.1f} s", flush=True)
+            for text in wrong:
+                print(text, flush=True)
+    print(f"\n{len(cases)} jobs, {failures} wrong; longest from failure to end:")
     for fault, seconds in slowest.items():
         print(f"  {fault:<7} {seconds:5.1f} s")
     return int(failures > 0)
