@@ -1,6 +1,7 @@
 """One backward after the other: holds units, plan and schedule together, and keeps all workers in step.
 
-What a front end (PyTorch's autograd in ``hooks.py``; others later) must tell the engine is small:
+What a front end (PyTorch's autograd in ``hooks.py``, Caffe nets in ``caffe/distributed.py``, frameworks that speak numpy
+in ``outside.py``) must tell the engine is small: :meth:`Engine.arm` before a forward,
 :meth:`Engine.begin_backward` when the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's
 gradient becomes final, factors (``unit.pieces``) where :meth:`Engine.collects` says that they are wanted instead of
 a gradient, and :meth:`Engine.end_backward`.
@@ -276,8 +277,12 @@ class Engine:
 
     def close(self) -> None:
         """End the background threads of this engine and its team."""
-        self._routes.close()
+        self.detach()
         self.team.close()
+
+    def detach(self) -> None:
+        """End the background threads of this engine; its team goes on."""
+        self._routes.close()
 
     # Inside.
 

@@ -140,6 +140,10 @@ class OutsideFrontEnd:
         """The engine behind it."""
         return self._engine
 
+    def shape(self, position: int) -> tuple[int, ...]:
+        """Return the shape of a variable."""
+        return self._variables[position].shape
+
     def begin(self, samples: int, unused: Collection[int] = ()) -> None:
         """Start a step for which this worker adds ``samples`` samples; never blocks.
 
@@ -216,14 +220,23 @@ class OutsideFrontEnd:
     def mean(self, position: int) -> Array | Rows:
         """Return the mean of the finished step; :class:`Rows` for a sparse unit to which everybody gave rows.
 
-        The memory is used again in the next step; the caller may write into it.
+        To be called once per step: the array is the caller's own from then on.
         """
-        gradient = self._parameters[position].grad
+        parameter, dtype = self._parameters[position], self._variables[position].dtype
+        gradient = parameter.grad
         assert gradient is not None
-        if not gradient.is_sparse:
-            return _as_array(gradient, self._variables[position].dtype)
-        gradient = gradient.coalesce()
-        return Rows(gradient.indices()[0].numpy(), _as_array(gradient.values(), self._variables[position].dtype))
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            return Rows(gradient.indices()[0].numpy(), _as_array(gradient.values(), dtype))
+        if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
+            # Part of a bucket, which the next step writes to; a framework may have made the array a variable's memory.
+            return _as_array(gradient.clone(memory_format=torch.contiguous_format), dtype)
+        parameter.grad = None
+        return _as_array(gradient, dtype)
+
+    def detach(self) -> None:
+        """End the background threads; the team goes on."""
+        self._engine.detach()
 
     def close(self) -> None:
         """End the background threads, and those of the team."""

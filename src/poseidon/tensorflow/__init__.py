@@ -1,0 +1,1 @@
+"""TensorFlow programs: gradients exchanged inside the graph."""

@@ -1,0 +1,166 @@
+"""Gradients exchanged inside a TensorFlow graph, or eagerly.
+
+An operation per unit hands its gradients to the engine. It is declared stateless, so TensorFlow runs it as soon as the
+gradients are there, while backward goes on below; a stateful one would have to keep its place among all others. One
+more operation, after all of these, waits for the means. It is the only one that waits for exchanges: were there one per
+variable, they could hold all of TensorFlow's threads while a gradient that others wait for is still to be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit, Rows
+
+Gradient = Any
+"""A tf.Tensor, tf.IndexedSlices or None."""
+
+
+class GraphExchange:
+    """Connects gradients in TensorFlow to a front end. Its callbacks run on TensorFlow's threads."""
+
+    def __init__(self, front: OutsideFrontEnd, units: Sequence[OutsideUnit]) -> None:
+        self.front = front
+        self._units = units
+        self._unused: list[int] = []
+        self._samples: Any = 1
+        self.error: BaseException | None = None
+        """The first error of a callback, of which TensorFlow would show nothing but the text."""
+
+    def begin(self, samples: Any) -> Any:
+        """Start a step to which this worker adds ``samples`` samples; return a token for :meth:`average`."""
+        if tf.executing_eagerly():
+            self._samples = samples
+            return None
+
+        def begin(count: Any) -> Any:
+            self.front.begin(int(count), self._unused)
+            return np.int32(0)
+
+        # Stateful: the number may be a constant, and what only depends on constants is run once, when it is optimized.
+        return tf.numpy_function(self._guarded(begin), [samples], tf.int32, stateful=True)
+
+    def average(self, gradients: Sequence[Gradient], token: Any = None) -> list[Gradient]:
+        """Return the means of gradients, which are in the order of the front end's variables; None stays None."""
+        self._unused = [position for position, gradient in enumerate(gradients) if gradient is None]
+        if tf.executing_eagerly():
+            return self._average_now(gradients)
+        if token is None:
+            token = self.begin(tf.constant(1))
+        tokens = [token]
+        for unit in self._units:
+            given = [position for position in unit.positions if gradients[position] is not None]
+            if given:
+                tokens.append(self._give(unit, given, gradients, token))
+        return self._await(gradients, tokens)
+
+    def _average_now(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        self.front.begin(int(self._samples), self._unused)
+        self._samples = 1
+        for position, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                self._give_rows(position, gradient.indices.numpy(), gradient.values.numpy())
+            elif gradient is not None:
+                self.front.give(position, gradient.numpy())
+        self.front.finish()
+        means = [None if gradient is None else self.front.mean(p) for p, gradient in enumerate(gradients)]
+        return [
+            tf.IndexedSlices(mean.values, mean.numbers, gradients[position].dense_shape)
+            if isinstance(mean, Rows)
+            else None if mean is None else tf.convert_to_tensor(mean)
+            for position, mean in enumerate(means)
+        ]
+
+    def _give(self, unit: OutsideUnit, given: Sequence[int], gradients: Sequence[Gradient], token: Any) -> Any:
+        """Return an operation that hands over the gradients of a unit in the shortest form that the graph shows."""
+        gradient = gradients[given[0]]
+        factors = find_factors(gradient) if unit.kind == "linear" else []
+        if isinstance(gradient, tf.IndexedSlices):
+            inputs = [gradient.indices, gradient.values]
+
+            def give(numbers: Any, values: Any) -> None:
+                self._give_rows(given[0], numbers, values)
+        elif factors:
+            inputs = [tensor for pair in factors for tensor in pair]
+
+            def give(*arrays: Any) -> None:
+                self.front.give_factors(given[0], list(zip(arrays[::2], arrays[1::2], strict=True)))
+        else:
+            inputs = [gradients[position] for position in given]
+
+            def give(*arrays: Any) -> None:
+                for position, array in zip(given, arrays, strict=True):
+                    self.front.give(position, array)
+
+        def call(_: Any, *arrays: Any) -> Any:
+            give(*arrays)
+            return np.int32(0)
+
+        return tf.numpy_function(self._guarded(call), [token, *inputs], tf.int32, stateful=False)
+
+    def _give_rows(self, position: int, numbers: Any, values: Any) -> None:
+        unit = next(unit for unit in self._units if position in unit.positions)
+        if unit.kind == "embedding":
+            self.front.give_rows(position, numbers, values)
+            return
+        total = np.zeros(self.front.shape(position), values.dtype)
+        np.add.at(total, numbers, values)
+        self.front.give(position, total)
+
+    def _await(self, gradients: Sequence[Gradient], tokens: Sequence[Any]) -> list[Gradient]:
+        """Return the means, as the results of one operation that waits for all of them."""
+        used = [position for position, gradient in enumerate(gradients) if gradient is not None]
+        sparse = {p for unit in self._units if unit.is_sparse for p in unit.positions}
+        sparse = {p for p in used if p in sparse and isinstance(gradients[p], tf.IndexedSlices)}
+
+        def finish(*_: Any) -> list[Any]:
+            self.front.finish()
+            results: list[Any] = []
+            for position in used:
+                mean = self.front.mean(position)
+                results += [mean.numbers, mean.values] if isinstance(mean, Rows) else [mean]
+            return results
+
+        types = [t for p in used for t in ([tf.int64] if p in sparse else []) + [gradients[p].dtype]]
+        results = iter(tf.numpy_function(self._guarded(finish), list(tokens), types, stateful=False))
+        means: list[Gradient] = [None] * len(gradients)
+        for position in used:
+            numbers = next(results) if position in sparse else None
+            mean, shape = next(results), self.front.shape(position)
+            mean.set_shape(shape if numbers is None else (None, *shape[1:]))
+            means[position] = mean if numbers is None else tf.IndexedSlices(mean, numbers, tf.constant(shape, tf.int64))
+        return means
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arrays: Any) -> Any:
+            try:
+                return function(*arrays)
+            except BaseException as error:
+                self.error = self.error or error
+                raise
+
+        return call
+
+
+def find_factors(gradient: Gradient) -> list[tuple[Any, Any]]:
+    """Return tensors (x, g) whose products ``x^T g`` add up to a gradient in the graph; nothing if it is made otherwise.
+
+    What makes the gradient itself is then needed no more, and TensorFlow leaves it out.
+    """
+    if not isinstance(gradient, tf.Tensor):
+        return []
+    operation = gradient.op
+    if operation.type in ("Identity", "Cast"):
+        return find_factors(operation.inputs[0])
+    if operation.type in ("AddN", "AddV2"):
+        found = [find_factors(part) for part in operation.inputs]
+        is_alike = all(found) and all(part.shape == gradient.shape for part in operation.inputs)
+        return [pair for pairs in found for pair in pairs] if is_alike else []
+    is_product = operation.type == "MatMul" and operation.get_attr("transpose_a")
+    if not is_product or operation.get_attr("transpose_b"):
+        return []
+    return [tuple(operation.inputs)]
