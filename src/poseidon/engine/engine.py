@@ -1,10 +1,10 @@
 """One backward after the other: holds units, plan and schedule together, and keeps all workers in step.
 
-What a front end (PyTorch's autograd in ``hooks.py``, Caffe nets in ``caffe/distributed.py``, frameworks that speak numpy
-in ``outside.py``) must tell the engine is small: :meth:`Engine.arm` before a forward,
-:meth:`Engine.begin_backward` when the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's
-gradient becomes final, factors (``unit.pieces``) where :meth:`Engine.collects` says that they are wanted instead of
-a gradient, and :meth:`Engine.end_backward`.
+What a front end must tell the engine is small: :meth:`Engine.arm` before a forward, :meth:`Engine.begin_backward` when
+the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, factors
+(``unit.give``) where :meth:`Engine.collects` says that they are wanted instead of a gradient, and
+:meth:`Engine.end_backward`. Three do so: PyTorch's autograd in ``hooks.py``, Caffe nets in ``caffe/distributed.py``,
+and ``outside.py`` for frameworks that hand over arrays.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ engine's parameters are mirrors that have a shape and a type but no memory of th
 One step, on each worker alike::
 
     begin(samples)                                  before or during forward
-    give / give_factors / give_rows                 once per variable, as its gradient becomes final; any thread
+    give / give_factors / give_rows / leave_out     once per variable, as its gradient becomes final; any thread
     finish()                                        blocks until all means have arrived
     mean(position)                                  once per variable
 """
@@ -148,7 +148,7 @@ class OutsideFrontEnd:
         """Start a step for which this worker adds ``samples`` samples; never blocks.
 
         0 is a worker that runs a batch only to keep the others company: its gradients do not count. ``unused`` are
-        positions for which no gradient will be given in this step, on any worker.
+        positions to :meth:`leave_out`.
         """
         self._samples = samples
         self._counts = self.team.start_gather([samples])
@@ -156,7 +156,15 @@ class OutsideFrontEnd:
             if unit.spec.kind != "dense":
                 unit.weight.grad = None
         self._engine.arm(True, samples)
-        self._engine.begin_backward([self._parameters[position] for position in unused])
+        self._engine.begin_backward()
+        for position in unused:
+            self.leave_out(position)
+
+    def leave_out(self, position: int) -> None:
+        """Say, instead of giving one, that no worker has a gradient for a variable in this step."""
+        parameter = self._parameters[position]
+        parameter.grad = None
+        self._engine.parameter_ready(parameter)
 
     @property
     def weight(self) -> float:
@@ -244,7 +252,9 @@ class OutsideFrontEnd:
 
     def _make_unit(self, number: int, unit: OutsideUnit) -> LiveUnit:
         if unit.kind != "dense" and (len(unit.positions) != 1 or len(self._variables[unit.positions[0]].shape) != 2):
-            raise ConfigError(f"unit {unit.name}: a {unit.kind} unit is one matrix, not {len(unit.positions)} variables")
+            raise ConfigError(
+                f"unit {unit.name}: a {unit.kind} unit is one matrix, not {len(unit.positions)} variables"
+            )
         parameters = tuple(self._parameters[position] for position in unit.positions)
         specs = tuple(
             ParameterSpec(self._variables[position].name, self._variables[position].shape, p.element_size())

@@ -63,7 +63,7 @@ class Backend(Protocol):
     """One of Keras' backends."""
 
     forms: frozenset[Kind]
-    """Forms in which it can deliver gradients besides ``dense``."""
+    """Forms in which it can deliver this model's gradients besides ``dense``."""
     has_sparse_means: bool
     """Whether the optimizer can take an embedding's mean as rows."""
     timing: str
@@ -76,10 +76,10 @@ class Backend(Protocol):
         """Make every train step of the model exchange gradients. Collective."""
 
 
-def load_backend() -> Backend:
-    """Return the one that Keras uses."""
+def load_backend(model: Any) -> Backend:
+    """Return the one that Keras uses, made for a compiled model."""
     name = keras.backend.backend()
     if name not in _MODULES:
         raise unknown_name("Keras backend", name, tuple(_MODULES))
-    made: Backend = importlib.import_module(_MODULES[name]).make_backend()
+    made: Backend = importlib.import_module(_MODULES[name]).make_backend(model)
     return made

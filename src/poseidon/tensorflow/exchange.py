@@ -27,14 +27,15 @@ class GraphExchange:
         self.front = front
         self._units = units
         self._unused: list[int] = []
-        self._samples: Any = 1
+        self._has_begun = False
         self.error: BaseException | None = None
         """The first error of a callback, of which TensorFlow would show nothing but the text."""
 
     def begin(self, samples: Any) -> Any:
         """Start a step to which this worker adds ``samples`` samples; return a token for :meth:`average`."""
         if tf.executing_eagerly():
-            self._samples = samples
+            self._has_begun = True
+            self.front.begin(int(samples))
             return None
 
         def begin(count: Any) -> Any:
@@ -59,8 +60,11 @@ class GraphExchange:
         return self._await(gradients, tokens)
 
     def _average_now(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        self.front.begin(int(self._samples), self._unused)
-        self._samples = 1
+        if not self._has_begun:
+            self.front.begin(1)
+        self._has_begun = False
+        for position in self._unused:
+            self.front.leave_out(position)
         for position, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
                 self._give_rows(position, gradient.indices.numpy(), gradient.values.numpy())
@@ -71,7 +75,9 @@ class GraphExchange:
         return [
             tf.IndexedSlices(mean.values, mean.numbers, gradients[position].dense_shape)
             if isinstance(mean, Rows)
-            else None if mean is None else tf.convert_to_tensor(mean)
+            else None
+            if mean is None
+            else tf.convert_to_tensor(mean)
             for position, mean in enumerate(means)
         ]
 
@@ -147,7 +153,7 @@ class GraphExchange:
 
 
 def find_factors(gradient: Gradient) -> list[tuple[Any, Any]]:
-    """Return tensors (x, g) whose products ``x^T g`` add up to a gradient in the graph; nothing if it is made otherwise.
+    """Return tensors (x, g) whose products ``x^T g`` add up to a gradient; nothing if the graph makes it otherwise.
 
     What makes the gradient itself is then needed no more, and TensorFlow leaves it out.
     """

@@ -1,0 +1,46 @@
+"""Keras models on all workers: ``poseidon.keras.distribute(model)`` before ``fit``.
+
+Works on Keras' TensorFlow, torch and JAX backends; ``docs/keras.md`` is the guide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from poseidon.engine.outside import ExchangeOptions
+from poseidon.errors import ConfigError
+from poseidon.keras.callbacks import BroadcastCallback
+from poseidon.keras.distribution import Alone, DistributeOptions, Distribution
+from poseidon.keras.sharing import join_workers
+from poseidon.planning.cluster import Cluster
+
+__all__ = ["Alone", "BroadcastCallback", "Distribution", "distribute"]
+
+
+def distribute(
+    model: Any,
+    *,
+    batch: Literal["per-worker", "total"] = "per-worker",
+    data: Literal["shard", "own"] = "shard",
+    sync_batchnorm: bool | None = None,
+    routes: Mapping[str, str] | None = None,
+    cluster: Cluster | str | Path | None = None,
+    timeout_s: float = 300.0,
+) -> Distribution | Alone:
+    """Let all workers train a model together; call it on every worker, before ``fit``, before or after ``compile``.
+
+    ``batch`` says what a batch size counts: the samples of one worker, or of all of them; then batches are divided.
+    ``data="own"`` takes what ``fit`` is given as this worker's own part, instead of dealing it out. ``sync_batchnorm``
+    makes every BatchNormalization use the moments of all workers' samples; None leaves it to its ``synchronized``.
+    ``routes``, ``cluster`` and ``timeout_s`` are those of :class:`poseidon.DistributedDataParallel`.
+
+    Returns what knows the plan. With one worker the model stays as it is.
+    """
+    if timeout_s <= 0:
+        raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
+    options = DistributeOptions(batch, data, sync_batchnorm, ExchangeOptions(routes, cluster, timeout_s))
+    if join_workers() == 1:
+        return Alone()
+    return Distribution(model, options)

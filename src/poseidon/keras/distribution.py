@@ -1,0 +1,249 @@
+"""A Keras model trained by all workers: what ``distribute`` puts in place around it.
+
+``fit`` gets this worker's part of the data and the callbacks that make workers decide alike; the backend
+(``backend.py``) makes each train step exchange gradients; at the end of an epoch metrics are added up over the workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import keras
+
+from poseidon.engine.outside import ExchangeOptions, OutsideVariable, SummingChannel, check_alike
+from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
+from poseidon.keras.batches import Deal, unpack
+from poseidon.keras.callbacks import with_ours
+from poseidon.keras.inputs import deal_inputs, first_batch
+from poseidon.keras.sharing import add_up_metrics, share, state_of
+from poseidon.keras.units import describe_variables, find_units
+from poseidon.planning.planner import Plan
+from poseidon.team.team import Team
+
+log = logging.getLogger("poseidon.keras")
+
+_SEED_STRIDE = 7919
+"""Distance between the random states of two workers' dropout layers."""
+
+
+@dataclass(frozen=True)
+class DistributeOptions:
+    """How a model is distributed, as the user chose it."""
+
+    batch: Literal["per-worker", "total"] = "per-worker"
+    """What a batch size counts: the samples of one worker, or of all workers together."""
+    data: Literal["shard", "own"] = "shard"
+    """Deal out what ``fit`` is given, or take it as this worker's own part."""
+    sync_batchnorm: bool | None = None
+    """Moments over all workers in every BatchNormalization (True), in none, or in those made with synchronized=True."""
+    exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
+
+    def __post_init__(self) -> None:
+        for name, known in (("batch", ("per-worker", "total")), ("data", ("shard", "own"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
+
+
+class Alone:
+    """What takes the place of :class:`Distribution` where there is only one worker."""
+
+    rank = 0
+    size = 1
+    plan: Plan | None = None
+
+    def summary(self) -> str:
+        """Say in words how gradients travel."""
+        return "one worker: nothing travels"
+
+    def verify_replicas(self) -> None:
+        """Do nothing: there is one."""
+
+    def close(self) -> None:
+        """Do nothing: the model is as it was."""
+
+
+class Distribution:
+    """The workers' hold on one model. Making one is collective; :meth:`close` gives the model back as it was."""
+
+    def __init__(self, model: Any, options: DistributeOptions) -> None:
+        self.model = model
+        self._options = options
+        self._team = Team(None, options.exchange.timeout_s)
+        self._deal = Deal(self._team.rank, self._team.size, options.batch == "total")
+        self._backend: Backend | None = None
+        self._exchange: Exchange | None = None
+        self._attached: tuple[Any, ...] = ()
+        self._moments: SummingChannel | None = None
+        self._is_seeded = False
+        self._is_evaluating = False
+        self._originals: dict[str, Any] = {}
+        self._replace("fit", self._fit)
+        self._replace("evaluate", self._evaluate)
+        self._replace("train_on_batch", self._train_on_batch)
+        self._replace("_get_metrics_result_or_logs", self._end_epoch)
+        for name in ("save", "save_weights", "export"):
+            self._replace(name, self._write)
+        if getattr(model, "compiled", False) and model.built and model.optimizer is not None:
+            self.attach()
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return self._team.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._team.size
+
+    @property
+    def plan(self) -> Plan | None:
+        """The routes in force; None before the end of the first step."""
+        return None if self._exchange is None else self._exchange.plan
+
+    def summary(self) -> str:
+        """Say in words how gradients travel."""
+        if self.plan is None or self._backend is None:
+            return "no plan yet: it is made at the end of the first step"
+        return f"{self.plan}\nGradients travel {self._backend.timing}."
+
+    def verify_replicas(self) -> None:
+        """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same weights. Collective."""
+        import torch
+
+        from poseidon.team.verify import check_same_bits
+
+        weights = [(v.path, torch.from_numpy(keras.ops.convert_to_numpy(v).copy())) for v in self.model.weights]
+        check_same_bits(self._team, weights)
+
+    def close(self) -> None:
+        """Stop exchanging and give the model back as it was."""
+        self._detach()
+        for name in self._originals:
+            vars(self.model).pop(name, None)
+        self._originals.clear()
+        self._team.close()
+
+    # Inside: putting the exchange in place.
+
+    def attach(self) -> None:
+        """Put the exchange in place for the model as it is now compiled, unless it is. Collective."""
+        model = self.model
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        state = (model.optimizer, model.run_eagerly, *model.trainable_variables)
+        if len(state) == len(self._attached) and all(a is b for a, b in zip(state, self._attached, strict=True)):
+            return
+        self._detach()
+        self._backend = load_backend(model)
+        self._backend.check(model)
+        if not model.trainable_variables:
+            raise UnsupportedError(f"{model.name} has no trainable variable: nothing to exchange")
+        self._agree()
+        self._exchange = self._backend.attach(self._setup(self._backend))
+        self._attached = state
+
+    def _setup(self, backend: Backend) -> Setup:
+        model, options = self.model, self._options
+        layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+        if options.sync_batchnorm is not None:
+            layers = layers if options.sync_batchnorm else []
+        else:
+            layers = [layer for layer in layers if layer.synchronized]
+        if layers and self._moments is None:
+            self._moments = SummingChannel(self._team)
+        units = find_units(model, backend.forms, backend.has_sparse_means)
+        variables = model.trainable_variables
+        return Setup(model, variables, units, self._team, options.exchange, layers, self._moments)
+
+    def _agree(self) -> None:
+        """Check that all workers hold the same model, take its state from worker 0, and let random numbers part."""
+        state = state_of(self.model)
+        trainable = {id(variable) for variable in self.model.trainable_variables}
+        described = [
+            OutsideVariable(f"{d.name} ({'trainable' if id(v) in trainable else 'not trainable'})", d.shape, d.dtype)
+            for d, v in zip(describe_variables(state), state, strict=True)
+        ]
+        check_alike(self._team, described)
+        share(self._team, state, "the initial state")
+        if not self._is_seeded and self.rank > 0:
+            for layer in self.model._flatten_layers():
+                for generator in getattr(layer, "_seed_generators", ()):
+                    state_now = keras.ops.convert_to_numpy(generator.state)
+                    generator.state.assign((state_now + _SEED_STRIDE * self.rank).astype(state_now.dtype))
+        self._is_seeded = True
+
+    def _detach(self) -> None:
+        if self._exchange is not None:
+            self._exchange.detach()
+        self._exchange, self._attached = None, ()
+
+    def _replace(self, name: str, ours: Callable[..., Any]) -> None:
+        original = getattr(self.model, name)
+        self._originals[name] = original
+        setattr(self.model, name, lambda *args, **kwargs: ours(original, *args, **kwargs))
+
+    # Inside: what the model's own methods do now.
+
+    def _fit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        settings = inspect.signature(original).bind(*args, **kwargs).arguments
+        self.model._assert_compile_called("fit")
+        seed = self._team.gather_ints([secrets.randbits(31)], "the seed")[0][0]
+        settings = deal_inputs(settings, self._deal, seed, is_own=self._options.data == "own")
+        self._build(settings)
+        self.attach()
+        settings["callbacks"] = with_ours(settings.get("callbacks"), self._team)
+        if self.rank > 0:
+            settings["verbose"] = 0
+        return self._with_true_cause(lambda: original(**settings))
+
+    def _build(self, settings: dict[str, Any]) -> None:
+        """Make the variables of a model that learns its shapes from the first batch."""
+        model = self.model
+        if model.built and model.optimizer.built and all(layer.built for layer in model._flatten_layers()):
+            return
+        batch, _ = unpack(first_batch(settings["x"], settings.get("y")))
+        model._symbolic_build(data_batch=batch)
+
+    def _train_on_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        settings = inspect.signature(original).bind(*args, **kwargs).arguments
+        if not self.model.built:
+            self.model._symbolic_build(data_batch=(settings["x"], settings.get("y")))
+        self.attach()
+        return self._with_true_cause(lambda: original(*args, **kwargs))
+
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        settings = inspect.signature(original).bind(*args, **kwargs)
+        if self.rank > 0:
+            settings.arguments["verbose"] = 0
+        self._is_evaluating = True
+        try:
+            return original(*settings.args, **settings.kwargs)
+        finally:
+            self._is_evaluating = False
+
+    def _end_epoch(self, original: Callable[..., Any], logs: Any) -> Any:
+        """Add up the metrics of an epoch, and let moving averages be worker 0's before anything is evaluated."""
+        if not self._is_evaluating and self._exchange is not None:
+            share(self._team, self.model.non_trainable_weights, "the moving averages")
+            add_up_metrics(self._team, self.model.metrics)
+        return original(logs)
+
+    def _write(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if self.rank == 0 else None
+
+    def _with_true_cause(self, train: Callable[[], Any]) -> Any:
+        """Raise an error of the exchange as itself, not as what the framework made of it."""
+        try:
+            return train()
+        except Exception as error:
+            cause = None if self._exchange is None else self._exchange.error
+            if cause is None or cause is error:
+                raise
+            raise cause from error

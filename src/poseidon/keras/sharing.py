@@ -1,0 +1,84 @@
+"""State that all workers are to hold alike: variables from worker 0, totals of metrics, one set of logs."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch.distributed as dist
+
+from poseidon.engine.outside import take_from_first
+from poseidon.errors import MismatchError
+from poseidon.launch.environment import init
+from poseidon.team.team import Team
+
+
+def join_workers() -> int:
+    """Join the job that the environment describes, unless this process has; return the number of workers."""
+    return dist.get_world_size() if dist.is_initialized() else init().size
+
+
+def state_of(model: Any) -> list[Any]:
+    """Return the variables that make up a model's state: weights and moving averages, and the optimizer's."""
+    optimizer = getattr(model, "optimizer", None)
+    return [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+
+
+def share(team: Team, variables: Sequence[Any], what: str) -> None:
+    """Make variables equal to worker 0's, as far as they differ. Collective."""
+    arrays = [np.ascontiguousarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
+    if not arrays:
+        return
+    rows = team.gather_ints([zlib.crc32(array) for array in arrays], what)
+    changed = [i for i, sums in enumerate(zip(*rows, strict=True)) if len(set(sums)) > 1]
+    for i, array in zip(changed, take_from_first(team, [arrays[i] for i in changed], what), strict=True):
+        if team.rank != 0:
+            variables[i].assign(array)
+
+
+def add_up_metrics(team: Team, metrics: Sequence[Any]) -> None:
+    """Replace the state of metrics by its sum over all workers. Collective.
+
+    Keras' own metrics keep sums and counts, so that the result is that of one worker with all samples. Of a metric that
+    is not Keras' nobody knows what its state means; it stays as it is.
+    """
+    variables = [v for metric in metrics if _adds_up(metric) for v in metric.variables]
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
+    totals = iter(sum_floats(team, [float(value) for array in arrays for value in array.flat], "the metrics"))
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(np.array([next(totals) for _ in range(array.size)]).reshape(array.shape))
+
+
+def _adds_up(metric: Any) -> bool:
+    parts = getattr(metric, "metrics", None)  # of those given to compile(), which Keras keeps together
+    if parts:
+        return all(_adds_up(part) for part in parts)
+    return type(metric).__module__.partition(".")[0] == "keras"
+
+
+def sum_floats(team: Team, values: Sequence[float], what: str) -> list[float]:
+    """Return sums over all workers, added in rank order and so the same bits everywhere. Collective."""
+    return [sum(column) for column in zip(*_gather_floats(team, values, what), strict=True)]
+
+
+def same_logs(team: Team, logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return worker 0's logs, so that callbacks decide alike everywhere. Collective."""
+    numbers = {name: float(logs[name]) for name in sorted(logs) if np.ndim(logs[name]) == 0}
+    names = [row[0] for row in team.gather_ints([zlib.crc32(repr(list(numbers)).encode())], "the logs")]
+    if len(set(names)) > 1:
+        rank = next(rank for rank, name in enumerate(names) if name != names[0])
+        raise MismatchError(
+            f"worker {rank} has other logs than worker 0 (worker {team.rank}: {', '.join(numbers)}); give "
+            "fit() the same metrics, validation data and callbacks on all workers"
+        )
+    first = _gather_floats(team, list(numbers.values()), "the logs")[0]
+    return dict(zip(numbers, first, strict=True))
+
+
+def _gather_floats(team: Team, values: Sequence[float], what: str) -> list[tuple[float, ...]]:
+    words = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
+    return [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in team.gather_ints(words, what)]

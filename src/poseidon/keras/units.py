@@ -1,0 +1,69 @@
+"""From a Keras model to its units: which layer owns which variables, and in which form their gradients can travel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from poseidon.engine.outside import OutsideUnit, OutsideVariable
+from poseidon.units import Kind
+
+
+def describe_variables(variables: Sequence[Any]) -> list[OutsideVariable]:
+    """Return plain descriptions in which the variables of two equal models agree."""
+    return [OutsideVariable(v.path, tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+
+
+def find_units(model: Any, forms: Collection[Kind], has_sparse_means: bool) -> list[OutsideUnit]:
+    """Return units that together hold every trainable variable once; positions count in ``trainable_variables``.
+
+    ``forms`` are those in which the backend can deliver gradients. A layer that is no plain Dense or Embedding, and one
+    whose weight is penalised (its gradient is then no pure product), travels in full.
+    """
+    position_of = {id(variable): position for position, variable in enumerate(model.trainable_variables)}
+    left = dict(position_of)
+    names: Counter[str] = Counter()
+    units: list[OutsideUnit] = []
+    for layer in model._flatten_layers():
+        mine = [v for v in layer._trainable_variables if id(v) in left]
+        for kind, variables in _split(layer, mine, forms):
+            positions = tuple(left.pop(id(v)) for v in variables)
+            name = _name(variables[0], kind, bool(units) and mine[0] is not variables[0])
+            names[name] += 1
+            name = name if names[name] == 1 else f"{name}[{names[name]}]"
+            units.append(OutsideUnit(name, kind, positions, kind == "embedding" and has_sparse_means))
+    for position in left.values():
+        units.append(OutsideUnit(model.trainable_variables[position].path, "dense", (position,)))
+    return units
+
+
+def _split(layer: Any, variables: list[Any], forms: Collection[Kind]) -> Iterator[tuple[Kind, list[Any]]]:
+    """Yield a layer's variables as they travel: a weight in its short form, and what does not fit it."""
+    if not variables:
+        return
+    kind = _kind(layer, variables[0])
+    if kind in forms:
+        yield kind, variables[:1]
+        variables = variables[1:]
+    if variables:
+        yield "dense", variables
+
+
+def _kind(layer: Any, weight: Any) -> Kind:
+    # Exactly these classes: a subclass may use its weight in ways that nobody here knows of.
+    if getattr(layer, "lora_enabled", False) or getattr(weight, "regularizer", None) is not None:
+        return "dense"
+    if type(layer) is keras.layers.Dense and weight is layer._kernel:
+        return "linear"
+    if type(layer) is keras.layers.Embedding and weight is layer._embeddings:
+        return "embedding"
+    return "dense"
+
+
+def _name(variable: Any, kind: Kind, is_rest: bool) -> str:
+    """Name a unit after its layer, and what is left of a layer after the variable itself."""
+    path: str = variable.path
+    return path if kind == "dense" and is_rest else path.rpartition("/")[0] or path
