@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import keras
 
-from poseidon.engine.outside import ExchangeOptions, OutsideVariable, SummingChannel, check_alike
+from poseidon.engine.outside import ExchangeOptions, SummingChannel, check_alike
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
 from poseidon.keras.batches import Deal, unpack
 from poseidon.keras.callbacks import with_ours
 from poseidon.keras.inputs import deal_inputs, first_batch
 from poseidon.keras.sharing import add_up_metrics, share, state_of
-from poseidon.keras.units import describe_variables, find_units
+from poseidon.keras.units import describe_model, find_units
 from poseidon.planning.planner import Plan
 from poseidon.team.team import Team
 
@@ -164,14 +164,8 @@ class Distribution:
 
     def _agree(self) -> None:
         """Check that all workers hold the same model, take its state from worker 0, and let random numbers part."""
-        state = state_of(self.model)
-        trainable = {id(variable) for variable in self.model.trainable_variables}
-        described = [
-            OutsideVariable(f"{d.name} ({'trainable' if id(v) in trainable else 'not trainable'})", d.shape, d.dtype)
-            for d, v in zip(describe_variables(state), state, strict=True)
-        ]
-        check_alike(self._team, described)
-        share(self._team, state, "the initial state")
+        check_alike(self._team, describe_model(self.model))
+        share(self._team, state_of(self.model), "the initial state")
         if not self._is_seeded and self.rank > 0:
             for layer in self.model._flatten_layers():
                 for generator in getattr(layer, "_seed_generators", ()):

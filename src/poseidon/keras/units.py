@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,30 @@ from poseidon.units import Kind
 def describe_variables(variables: Sequence[Any]) -> list[OutsideVariable]:
     """Return plain descriptions in which the variables of two equal models agree."""
     return [OutsideVariable(v.path, tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+
+
+def describe_model(model: Any) -> list[OutsideVariable]:
+    """Return the same for a model's weights and its optimizer's variables, whatever numbers Keras gave to names."""
+    trainable = {id(variable) for variable in model.trainable_variables}
+    names: dict[str, str] = {}
+    described = []
+    for variable, plain in zip(model.weights, describe_variables(model.weights), strict=True):
+        path = "/".join(_renumbered(part, names) for part in plain.name.split("/"))
+        state = "trainable" if id(variable) in trainable else "not trainable"
+        described.append(OutsideVariable(f"{path} ({state})", plain.shape, plain.dtype))
+    kind = type(model.optimizer).__name__
+    for number, plain in enumerate(describe_variables(model.optimizer.variables)):
+        described.append(OutsideVariable(f"{kind}'s variable {number}", plain.shape, plain.dtype))
+    return described
+
+
+def _renumbered(part: str, names: dict[str, str]) -> str:
+    """Return what Keras would call a part of a path if nothing else had been made before this model."""
+    if part not in names:
+        base = re.sub(r"_\d+$", "", part)
+        count = sum(re.sub(r"_\d+$", "", other) == base for other in names)
+        names[part] = f"{base}_{count}" if count else base
+    return names[part]
 
 
 def find_units(model: Any, forms: Collection[Kind], has_sparse_means: bool) -> list[OutsideUnit]:
