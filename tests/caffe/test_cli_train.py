@@ -133,7 +133,8 @@ def test_gflags_spellings():
     [
         ([], "--solver is missing"),
         (["--solver=s", "--snapshot=a", "--weights=b"], "but not both"),
-        (["--solver=s", "--table_staleness=1"], "bounded staleness is not available yet"),
+        (["--solver=s", "--table_staleness=-1"], "counts iterations, 0 or more"),
+        (["--solver=s", "--table_staleness=1", "--consistency_model=BSP"], "BSP allows none"),
         (["--solver=s", "--num_clients=2"], "needs --hostfile"),
         (["--solver=s", "--consistency_model=X"], "none of SSPPush"),
         (["--solver=s", "--gpu=x"], "--gpu 'x' is not understood"),

@@ -64,7 +64,7 @@ class Together:
             raise ConfigError(f"net {net.name!r} learns nothing, so there is nothing to train on several workers")
         check_overrides([unit.live.spec for unit in self._units], dict(options.routes or {}))
         self._team = Team(None, options.timeout_s)
-        self._agree_on_parameters()
+        agree_on_parameters(self._team, net)
         before = set(threading.enumerate())
         self._engine = self._make_engine(options)
         self._threads = [thread for thread in threading.enumerate() if thread not in before]
@@ -135,12 +135,12 @@ class Together:
             self._plan = self._engine.plan
             log.info("Plan of the exchange:\n%s", self._plan)
 
+    def end_update(self) -> None:
+        """Do nothing: equal gradients have changed the parameters alike."""
+
     def average(self, values: Sequence[float]) -> list[float]:
-        """Return the means of the values over all workers, added in rank order and so equal everywhere."""
-        words = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
-        rows = self._team.gather_ints(words, "the others' outputs")
-        everybody = [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in rows]
-        return [sum(column) / self._team.size for column in zip(*everybody, strict=True)]
+        """Return the means of the values over all workers."""
+        return average_over(self._team, values)
 
     def ask(self, wanted: ActionFunction) -> ActionFunction:
         """Begin to agree on what anybody wants; the answer is awaited only when it is asked for."""
@@ -175,13 +175,6 @@ class Together:
             thread.join(self._team.timeout_s)
 
     # Inside.
-
-    def _agree_on_parameters(self) -> None:
-        learnable = self._net.learnable
-        names = [f"{self._net.layers[entry.layer_index].name}.{entry.param_index}" for entry in learnable]
-        tensors = [entry.blob.data_tensor for entry in learnable]
-        check_same_model(self._team, describe(list(zip(names, tensors, strict=True))))
-        mirror_all(self._team, tensors, 0, "the initial parameters")
 
     def _make_engine(self, options: ExchangeOptions) -> Engine:
         team, device = self._team, self._units[0].live.weight.device
@@ -232,3 +225,20 @@ class Together:
         if unit.kind == "linear":
             return unit.layer.factor_sink is not None
         return unit.kind == "embedding" and isinstance(unit.layer, Embed) and unit.layer.rows_sink is not None
+
+
+def agree_on_parameters(team: Team, net: Net) -> None:
+    """Make everybody's parameters those of worker 0; workers with different nets are told so. Collective."""
+    learnable = net.learnable
+    names = [f"{net.layers[entry.layer_index].name}.{entry.param_index}" for entry in learnable]
+    tensors = [entry.blob.data_tensor for entry in learnable]
+    check_same_model(team, describe(list(zip(names, tensors, strict=True))))
+    mirror_all(team, tensors, 0, "the initial parameters")
+
+
+def average_over(team: Team, values: Sequence[float]) -> list[float]:
+    """Return the means of the values over all workers, added in rank order and so equal everywhere. Collective."""
+    words = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
+    rows = team.gather_ints(words, "the others' outputs")
+    everybody = [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in rows]
+    return [sum(column) / team.size for column in zip(*everybody, strict=True)]

@@ -15,6 +15,7 @@ import torch
 
 from poseidon.caffe import device
 from poseidon.caffe.distributed import ExchangeOptions, Together
+from poseidon.caffe.drifting import Drifting
 from poseidon.caffe.glog import console
 from poseidon.caffe.schema import Proto, SolverParameter
 from poseidon.caffe.solver import Solver, get_solver
@@ -52,6 +53,10 @@ class TrainSettings:
     routes: Mapping[str, str] | None = None
     cluster: str = ""
     timeout_s: float = 300.0
+    staleness: int = 0
+    """Iterations a worker may be ahead of the slowest; 0: all in step."""
+    consistency_model: str = "SSPPush"
+    """How changes travel where there is staleness; see ``drifting.py``."""
 
     def __post_init__(self) -> None:
         if self.snapshot and self.weights:
@@ -131,6 +136,8 @@ def _gpus_for(param: Proto, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
 def _connect(solver: Solver, world: World, settings: TrainSettings) -> Workers:
     if world.size == 1:
         return Alone()
+    if settings.staleness:
+        return Drifting(solver.net, settings.staleness, settings.consistency_model, settings.timeout_s)
     options = ExchangeOptions(settings.routes, settings.cluster or None, settings.timeout_s)
     return Together(solver.net, options)
 

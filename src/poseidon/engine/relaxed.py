@@ -29,7 +29,7 @@ _TYPES = {torch.float32: "float32", torch.float64: "float64"}
 class Ledger:
     """All parameters of a model as the rows of a table."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         dtypes = {parameter.dtype for parameter in parameters}
         if not dtypes <= set(_TYPES):
             odd = next(dtype for dtype in dtypes if dtype not in _TYPES)
@@ -69,6 +69,26 @@ class Ledger:
         return views
 
 
+class Shared:
+    """Parameters in a table that all workers add to. Making one is collective; worker 0's values count."""
+
+    def __init__(self, ledger: Ledger, table: Table, workers: int) -> None:
+        self._table = table
+        self._workers = workers
+        self._every_row = np.arange(ledger.rows)
+        table.start_from(ledger.read())
+        ledger.write(table.get(self._every_row))
+
+    def share(self, ledger: Ledger, before: np.ndarray[Any, Any]) -> None:
+        """Add what this worker's step changed, and take over the others' changes; waits for who is too far behind."""
+        change = ledger.read()
+        change -= before
+        change /= self._workers
+        self._table.inc(self._every_row, change)
+        self._table.clock()
+        ledger.write(self._table.get(self._every_row))
+
+
 class RelaxedUpdater:
     """What the optimizer's methods become; see :class:`~poseidon.engine.update.Deferring`."""
 
@@ -82,12 +102,8 @@ class RelaxedUpdater:
         self.plain = type(optimizer)
         self._optimizer = optimizer
         self._ledger = ledger
-        self._table = table
-        self._workers = workers
         self._max_grad_norm = max_grad_norm
-        self._every_row = np.arange(ledger.rows)
-        table.start_from(ledger.read())
-        ledger.write(table.get(self._every_row))
+        self._shared = Shared(ledger, table, workers)
 
     def step(self) -> None:
         """Update here, tell the table, and take over what the others have told it; waits for who is too far behind."""
@@ -95,12 +111,7 @@ class RelaxedUpdater:
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._ledger.parameters, self._max_grad_norm)
         plain_step(self.plain)(self._optimizer)
-        change = self._ledger.read()
-        change -= before
-        change /= self._workers
-        self._table.inc(self._every_row, change)
-        self._table.clock()
-        self._ledger.write(self._table.get(self._every_row))
+        self._shared.share(self._ledger, before)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

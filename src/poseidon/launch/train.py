@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import ConfigError
 from poseidon.launch.caffe_flags import add_bool_flag, add_caffe_flags, add_flag, need, stages_of
 from poseidon.launch.environment import World
 from poseidon.launch.hosts import read_hostfile
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(original, "hostfile", str, "", "machines to train on, over ssh: lines `id ip port` or `host slots=n`")
     add_flag(original, "num_clients", int, 1, "number of machines")
     add_flag(original, "client_id", int, 0, "number of this machine")
-    add_flag(original, "table_staleness", int, 0, "how far workers may run ahead of each other; only 0 is available")
+    add_flag(original, "table_staleness", int, 0, "iterations a worker may be ahead of the slowest; 0: all in step")
     add_flag(
         original, "consistency_model", str, "SSPPush", f"one of {', '.join(_CONSISTENCY)}: the same at staleness 0"
     )
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         routes=None if args.svb else {"*": "allreduce"},
         cluster=args.cluster,
         timeout_s=args.timeout_s,
+        staleness=args.table_staleness,
+        consistency_model=args.consistency_model,
     )
     world = World.from_environment()
     if args.hostfile and world.size == 1:
@@ -92,14 +94,14 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
 
 
 def check_original_flags(args: argparse.Namespace) -> None:
-    """Raise an error for what the original's flags ask and this version does not do, or what contradicts itself."""
-    if args.table_staleness:
-        raise UnsupportedError(
-            f"--table_staleness {args.table_staleness}: bounded staleness is not available yet; "
-            "use 0, with which all workers stay in step"
-        )
+    """Raise an error for what in the original's flags contradicts itself."""
     if args.consistency_model not in _CONSISTENCY:
         raise ConfigError(f"--consistency_model {args.consistency_model!r} is none of {', '.join(_CONSISTENCY)}")
+    if args.table_staleness < 0 or (args.table_staleness and args.consistency_model == "BSP"):
+        raise ConfigError(
+            f"--table_staleness {args.table_staleness} with --consistency_model {args.consistency_model}: staleness "
+            "counts iterations, 0 or more, and BSP allows none"
+        )
     if World.from_environment().size > 1 or (not args.hostfile and args.num_clients == 1):
         return
     if not args.hostfile:

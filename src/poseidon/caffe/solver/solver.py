@@ -141,6 +141,7 @@ class Solver:
         if self._is_display_due():
             log.info("Iteration %d, lr = %g", self.iter, rate)
         self._updater.apply(rate, self.iter)
+        self._workers.end_update()
         self.iter += 1
 
     def test_all(self) -> None:

@@ -1,7 +1,7 @@
 """What a solver asks of the other workers; ``Alone`` answers where there are none.
 
-``poseidon.caffe.distributed`` answers for several workers. Every call here is collective: all workers make it, in the
-same order.
+``poseidon.caffe.distributed`` answers for several workers in step, ``poseidon.caffe.drifting`` for those that may drift
+apart. Every call here is collective: all workers make it, in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Workers(Protocol):
         """Prepare for a backward pass; during the last one of an iteration, complete gradients are exchanged."""
 
     def end_iteration(self) -> None:
-        """Wait until every parameter's diff is the mean over all workers."""
+        """Wait until every diff is what the update needs: the mean over all workers, where they stay in step."""
+
+    def end_update(self) -> None:
+        """Take note that this worker's solver has changed its parameters."""
 
     def average(self, values: Sequence[float]) -> list[float]:
         """Return the means of the values over all workers."""
@@ -68,6 +71,9 @@ class Alone:
         """Do nothing."""
 
     def end_iteration(self) -> None:
+        """Do nothing."""
+
+    def end_update(self) -> None:
         """Do nothing."""
 
     def average(self, values: Sequence[float]) -> list[float]:

@@ -1,0 +1,132 @@
+"""Several workers train one Caffe net with bounded staleness: no worker is further than that ahead of the slowest.
+
+Each worker's solver updates its own copy by its own gradients. What an update changed, divided by the number of
+workers, is added to a table of the parameter server, and the parameters become what the table holds
+(``engine/relaxed.py``). Displays and tests wait for all workers, because they show means over them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from poseidon.caffe.distributed import agree_on_parameters, average_over
+from poseidon.caffe.net import Net
+from poseidon.caffe.solver.workers import ActionFunction
+from poseidon.engine.relaxed import WIDTH, Ledger, Shared
+from poseidon.errors import ConfigError, UnsupportedError, unknown_name
+from poseidon.ps import Table, connect
+from poseidon.server.formats import Array
+from poseidon.team.mirror import mirror_all
+from poseidon.team.team import Team
+
+log = logging.getLogger("poseidon.caffe")
+
+MODELS = {
+    "SSPPush": {"eager": True},
+    "SSPAggr": {"eager": True, "managed": True},
+    "SSP": {"eager": False},
+}
+"""The original's consistency models with staleness: servers send changed rows unasked, use idle bandwidth too, or wait
+to be asked."""
+
+
+class Drifting:
+    """The workers of torch's default process group, each as far as it gets (see ``solver/workers.py`` for the calls).
+
+    Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
+    """
+
+    def __init__(self, net: Net, staleness: int, model: str = "SSPPush", timeout_s: float = 300.0) -> None:
+        if model not in MODELS:
+            raise unknown_name("consistency model with staleness", model, tuple(MODELS))
+        if not net.learnable:
+            raise ConfigError(f"net {net.name!r} learns nothing, so there is nothing to train on several workers")
+        self._net = net
+        self._staleness = staleness
+        self._model = model
+        self._team = Team(None, timeout_s)
+        agree_on_parameters(self._team, net)
+        self._job = connect(timeout_s=timeout_s)
+        self._table: Table | None = None
+        self._shared: Shared | None = None
+        self._before: Array = np.empty(0)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this worker writes files and logs."""
+        return self._team.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return self._team.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._team.size
+
+    # What the solver calls.
+
+    def begin_iteration(self) -> None:
+        """Remember the parameters that the iteration begins with."""
+        ledger = self._ledger()
+        if self._shared is None:
+            # Only now: a snapshot may have been restored in between.
+            self._table = self._job.table(
+                "parameters",
+                ledger.rows,
+                WIDTH,
+                ledger.dtype_name,
+                consistency="ssp",
+                staleness=self._staleness,
+                **MODELS[self._model],
+            )
+            self._shared = Shared(ledger, self._table, self._team.size)
+        self._before = ledger.read()
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Do nothing: gradients stay here."""
+
+    def end_iteration(self) -> None:
+        """Do nothing: gradients stay here."""
+
+    def end_update(self) -> None:
+        """Tell the others what the update changed and take over their changes; waits for who is too far behind."""
+        assert self._shared is not None
+        self._shared.share(self._ledger(), self._before)
+
+    def average(self, values: Sequence[float]) -> list[float]:
+        """Return the means of the values over all workers; waits for the slowest."""
+        return average_over(self._team, values)
+
+    def ask(self, wanted: ActionFunction) -> ActionFunction:
+        """Return the question itself: agreeing in every iteration would keep everybody in step."""
+        return wanted
+
+    def take_from_root(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the root's numbers and make the tensors equal to the root's; before the first iteration only."""
+        if self._shared is not None:
+            raise UnsupportedError("a snapshot cannot be restored in the middle of training with staleness; start anew")
+        mirror_all(self._team, tensors, 0, "the solver's state")
+        return self._team.gather_ints(numbers, "the solver's state")[0]
+
+    def settle(self) -> None:
+        """Do nothing: running averages stay each worker's own, as its other copies do."""
+
+    def close(self) -> None:
+        """Serve the others until all are done, then leave them."""
+        self._job.close()
+        if self._table is not None:
+            seen = ", ".join(f"{behind}: {count}" for behind, count in sorted(self._table.staleness_seen.items()))
+            log.info("Rows read at each staleness: %s", seen)
+        for worker, clock in self._job.losses.items():
+            log.warning("Worker %d was lost after iteration %d; the others went on without it", worker, clock)
+        self._team.close()
+
+    def _ledger(self) -> Ledger:
+        return Ledger([entry.blob.data_tensor for entry in self._net.learnable])
