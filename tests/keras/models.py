@@ -135,21 +135,37 @@ def digest(weights: list[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(np.ascontiguousarray(w).tobytes() for w in weights)).hexdigest()
 
 
-def compare_with_one(name: str, **options: Any) -> tuple[float, str, dict[str, float]]:
-    """Train on all workers; return the difference from one worker (worker 0 computes it), a digest, the last logs."""
+@dataclass(frozen=True)
+class Outcome:
+    difference: float
+    """Largest difference from one worker with all samples; worker 0 computes it."""
+    distance: float
+    """How far training has moved the weights."""
+    digest: str
+    logs: dict[str, float]
+    expected_logs: dict[str, float]
+    routes: dict[str, str]
+    summary: str
+
+
+def compare_with_one(name: str, **options: Any) -> Outcome:
+    """Train on all workers, which start from different weights, and on worker 0 also alone."""
     import poseidon.keras
 
     rank = int(os.environ["RANK"])
-    model = make_model(name, seed=3 + rank)  # the workers start from different weights
-    reference = 0.0
-    alone = None
-    if rank == 0:
-        alone = make_model(name)
-        train(alone, name)
+    model = make_model(name, seed=3 + rank)
+    alone = make_model(name)
+    start = alone.get_weights()
+    expected = _last(train(alone, name)) if rank == 0 else {}
     distributed = poseidon.keras.distribute(model, batch="total", **options)
-    history = train(model, name)
+    logs = _last(train(model, name))
     weights = model.get_weights()
-    if alone is not None:
-        reference = difference(alone.get_weights(), weights)
+    reference = difference(alone.get_weights(), weights) if rank == 0 else 0.0
+    routes = dict(distributed.plan.routes) if distributed.plan is not None else {}
+    summary = distributed.summary()
     distributed.close()
-    return reference, digest(weights), {key: values[-1] for key, values in history.history.items()}
+    return Outcome(reference, difference(start, weights), digest(weights), logs, expected, routes, summary)
+
+
+def _last(history: Any) -> dict[str, float]:
+    return {key: values[-1] for key, values in history.history.items()}

@@ -288,7 +288,7 @@ def as_tensor(array: Array) -> Tensor:
     if not array.flags.writeable:
         # torch warns of arrays that it may not write to. It will not write here, and a copy could be large.
         memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-        tensor = torch.from_numpy(np.frombuffer(memory, array.dtype).reshape(array.shape))
+        tensor = torch.from_numpy(np.frombuffer(memoryview(memory).cast("B"), array.dtype).reshape(array.shape))
         tensor._poseidon_source = array  # type: ignore[attr-defined]
         return tensor
     return torch.from_numpy(array)

@@ -90,7 +90,11 @@ class Distribution:
         for name in ("save", "save_weights", "export"):
             self._replace(name, self._write)
         if getattr(model, "compiled", False) and model.built and model.optimizer is not None:
-            self.attach()
+            try:
+                self.attach()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def rank(self) -> int:
