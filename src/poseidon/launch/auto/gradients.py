@@ -53,9 +53,12 @@ class Gradients:
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         patches.on_undo(self._engines.close)
 
-    def conclude(self) -> None:
-        """Check at the end that the workers hold the same, and say if nothing was exchanged. Collective."""
-        if not self._has_averaged:
+    def conclude(self, is_alone: bool = True) -> None:
+        """Check at the end that the workers hold the same, and say if nothing was exchanged. Collective.
+
+        ``is_alone``: nothing but PyTorch was trained.
+        """
+        if is_alone and not self._has_averaged:
             self._report.say("nothing was averaged: no backward reached a parameter; each worker ran by itself")
         self._engines.verify()
 

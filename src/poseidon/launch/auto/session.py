@@ -19,6 +19,7 @@ from poseidon.errors import ConfigError
 from poseidon.launch.auto.engines import Engines
 from poseidon.launch.auto.evaluation import SharedEvaluation
 from poseidon.launch.auto.files import Overlay
+from poseidon.launch.auto.frameworks import Frameworks
 from poseidon.launch.auto.gradients import Gradients
 from poseidon.launch.auto.loaders import Loaders
 from poseidon.launch.auto.options import AutoOptions, Target
@@ -48,10 +49,11 @@ def run(options: AutoOptions, target: Target) -> int:
     try:
         team = Team(None, options.timeout_s)
         with _kept_files(world, options, patches), _alone(patches):
-            gradients = _install(world, team, options, patches)
+            gradients, frameworks = _install(world, team, options, patches)
             status = _run_script(target)
             if status == 0:
-                gradients.conclude()
+                frameworks.conclude()
+                gradients.conclude(is_alone=not frameworks.has_trained)
                 # Nobody leaves before everybody is done: worker 0 holds the job's store.
                 team.gather_ints([0], "the others to end the script")
             patches.undo()
@@ -67,7 +69,7 @@ def run(options: AutoOptions, target: Target) -> int:
     return status
 
 
-def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -> Gradients:
+def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -> tuple[Gradients, Frameworks]:
     report = Report(world.rank == 0)
     seed = options.seed if options.seed is not None else secrets.randbits(31)
     seed = team.gather_ints([seed], "the seed")[0][0]
@@ -84,7 +86,9 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
     loaders.install(patches)
     if options.evaluation != "full":
         SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
-    return gradients
+    frameworks = Frameworks(team, options, seed, report)
+    frameworks.install(patches)
+    return gradients, frameworks
 
 
 def describe(size: int, options: AutoOptions, seed: int) -> str:

@@ -1,0 +1,130 @@
+"""tf.data pipelines that train: each worker gets its part of every batch, however the pipeline was made.
+
+All workers build the same pipeline with the same seeds; the part is cut out at its end, where an iterator takes it.
+With ``--batch per-worker`` as many batches as there are workers are joined first, so that everybody gets one of the
+script's size. The end of an epoch is split as evenly as can be, and counts of samples weigh the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops, iterator_ops
+from tensorflow.python.framework import tensor_util
+
+from poseidon.launch.auto.naming import find_name
+from poseidon.launch.auto.options import AutoOptions
+from poseidon.launch.auto.patches import Patches
+from poseidon.launch.auto.report import Report
+from poseidon.tensorflow.graphs import length_of
+
+_EVALUATION_WORDS = ("val", "test", "eval", "dev")
+_BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
+_TRAINING = ("_ShuffleDataset", "_RepeatDataset")
+
+
+class Datasets:
+    """Replaces how graphs take datasets."""
+
+    def __init__(self, rank: int, size: int, options: AutoOptions, report: Report) -> None:
+        self._rank = rank
+        self._size = size
+        self._options = options
+        self._report = report
+
+    def install(self, patches: Patches) -> None:
+        """Put the hooks in place."""
+        patches.wrap(dataset_ops.DatasetV1, "_make_one_shot_iterator", self._iterate)
+        patches.wrap(dataset_ops.DatasetV1, "_make_initializable_iterator", self._iterate)
+        patches.wrap(iterator_ops.Iterator, "make_initializer", self._initialize)
+
+    def deal(self, dataset: Any) -> Any:
+        """Return this worker's part of a dataset, or all of it if it is not for training."""
+        name = find_name(dataset)
+        label = name or "a dataset"
+        if not self._is_for_training(dataset, name):
+            self._report.say(f"{label}: whole on every worker (not shuffled or repeated, or named as for evaluation)")
+            return dataset
+        batch = find_batch_size(dataset)
+        has_rows = all(_has_rows(spec) for spec in tf.nest.flatten(dataset.element_spec))
+        if self._options.batch == "total" and has_rows and is_batched(dataset):
+            self._report.say(f"{label}: dealt out, each batch divided between {self._size} workers")
+            return self._cut(dataset, None)
+        if self._options.batch == "total":
+            self._report.say(f"{label}: whole on every worker; --batch total divides only batches of one shape")
+            return dataset
+        if batch is not None and has_rows:
+            self._report.say(f"{label}: dealt out, batches of {batch} ({batch * self._size} in all)")
+            is_full = all(length_of(spec) is not None for spec in tf.nest.flatten(dataset.element_spec))
+            return self._cut(dataset.rebatch(batch * self._size, drop_remainder=is_full), batch if is_full else None)
+        self._report.say(f"{label}: dealt out by turns; an incomplete round at the end is left out")
+        return self._take_turns(dataset)
+
+    def _iterate(self, original: Callable[..., Any], dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(dataset_ops.DatasetV1Adapter(self.deal(dataset)), *args, **kwargs)
+
+    def _initialize(self, original: Callable[..., Any], iterator: Any, dataset: Any, *args: Any, **kw: Any) -> Any:
+        return original(iterator, self.deal(dataset), *args, **kw)
+
+    def _is_for_training(self, dataset: Any, name: str | None) -> bool:
+        if name in self._options.whole:
+            return False
+        if name in self._options.deal:
+            return True
+        is_evaluation = name is not None and any(word in name.lower() for word in _EVALUATION_WORDS)
+        return not is_evaluation and any(type(step).__name__ in _TRAINING for step in pipeline(dataset))
+
+    def _cut(self, dataset: Any, rows: int | None) -> Any:
+        """Return a dataset of this worker's rows; those of a batch that is too small for all are everybody's."""
+
+        def cut(*element: Any) -> Any:
+            count = tf.shape(tf.nest.flatten(element)[0])[0]
+            start = tf.where(count < self._size, 0, self._rank * count // self._size)
+            stop = tf.where(count < self._size, count, (self._rank + 1) * count // self._size)
+            parts = tf.nest.map_structure(lambda tensor: _slice(tensor, start, stop, rows), element)
+            return parts if len(element) > 1 else parts[0]
+
+        return dataset.map(cut)
+
+    def _take_turns(self, dataset: Any) -> Any:
+        def mine(*windows: Any) -> Any:
+            datasets = tf.nest.map_structure(lambda window: window, windows)
+            joined = tf.data.Dataset.zip(datasets if len(datasets) > 1 else datasets[0])
+            return joined.skip(self._rank).take(1)
+
+        return dataset.window(self._size, drop_remainder=True).flat_map(mine)
+
+
+def pipeline(dataset: Any) -> Iterator[Any]:
+    """Yield the steps of a pipeline, the last one first."""
+    waiting = [dataset]
+    while waiting:
+        step = waiting.pop()
+        yield step
+        waiting += [step._dataset] if isinstance(step, dataset_ops.DatasetV1Adapter) else step._inputs()
+
+
+def is_batched(dataset: Any) -> bool:
+    """Tell whether elements are batches."""
+    return any("BatchDataset" in type(step).__name__ for step in pipeline(dataset))
+
+
+def find_batch_size(dataset: Any) -> int | None:
+    """Return the size of the batches, if they are of one that is known and can be joined."""
+    for step in pipeline(dataset):
+        if type(step).__name__ in _BATCHES:
+            size = tensor_util.constant_value(step._batch_size)
+            return None if size is None else int(size)
+    return None
+
+
+def _has_rows(spec: Any) -> bool:
+    return isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank)
+
+
+def _slice(tensor: Any, start: Any, stop: Any, rows: int | None) -> Any:
+    part = tensor[start:stop]
+    part.set_shape([rows, *tensor.shape.as_list()[1:]])
+    return part

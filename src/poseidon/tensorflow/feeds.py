@@ -1,0 +1,123 @@
+"""Batches that a script feeds: each worker computes its rows, and what a step returns is put together again.
+
+All workers run the same script, so all feed the same batch. Divided by rows it is one worker's work shared by all, and
+the result is that of one worker: sample counts weigh the gradients, fetched scalars are means over all samples, fetched
+rows are collected from all workers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from poseidon.engine.outside import as_tensor
+from poseidon.team.team import Team
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the batch of one run is divided."""
+
+    shares: tuple[int, ...]
+    """Rows of each worker; empty if the batch stays whole."""
+    reason: str = ""
+    """Why it stays whole, in words for the report."""
+
+    def rows(self, rank: int) -> slice:
+        """Return the rows of a worker."""
+        start = sum(self.shares[:rank])
+        return slice(start, start + self.shares[rank])
+
+
+def plan_division(fed: Mapping[str, tuple[int | None, Array]], size: int) -> Division:
+    """Decide how to divide the fed values: by name, the length that a placeholder asks for, and the value. Pure.
+
+    Only what has any length by its placeholder is divided, and only if all of it has the same.
+    """
+    arrays = {name: (length, value) for name, (length, value) in fed.items() if value.ndim}
+    lengths = {len(value) for length, value in arrays.values() if length is None}
+    if not lengths:
+        fixed = ", ".join(arrays)
+        return Division((), f"{fixed} must have a fixed length (write None for the batch)" if fixed else "")
+    if len(lengths) > 1:
+        seen = ", ".join(f"{name} {len(value)}" for name, (length, value) in arrays.items() if length is None)
+        return Division((), f"what is fed has different lengths ({seen})")
+    (count,) = lengths
+    odd = [name for name, (length, value) in arrays.items() if length is not None and len(value) == count]
+    if odd:
+        return Division((), f"{odd[0]} has as many rows as the batch, but must have them all")
+    if count < size:
+        return Division((), f"{count} rows are fewer than the workers")
+    return Division(tuple((rank + 1) * count // size - rank * count // size for rank in range(size)))
+
+
+def mean_of(values: Sequence[float], counts: Sequence[int]) -> float:
+    """Return the mean of the workers' values, weighted by their samples. Pure."""
+    if len(set(values)) == 1:
+        return values[0]
+    return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+
+
+def join_results(
+    team: Team, results: Sequence[Any], has_open_rows: Sequence[bool], count: int, division: Division
+) -> list[Any]:
+    """Return the results of a step as one worker would see them. Collective.
+
+    ``has_open_rows`` tells of each result whether the graph leaves its length open, as it does for a batch's rows.
+    """
+    scalars = [i for i, result in enumerate(results) if _is_scalar(result)]
+    words = [count, *(_to_word(float(results[i])) for i in scalars)]
+    rows = team.gather_ints(words, "the others' results of the step")
+    joined = list(results)
+    for column, i in enumerate(scalars, 1):
+        mean = mean_of([_from_word(row[column]) for row in rows], [row[0] for row in rows])
+        joined[i] = results[i].dtype.type(mean)
+    for i in _divided(team, results, has_open_rows, division):
+        joined[i] = _collect(team, results[i], division)
+    return joined
+
+
+def _divided(team: Team, results: Sequence[Any], has_open_rows: Sequence[bool], division: Division) -> list[int]:
+    """Return which results hold each worker's rows."""
+    if not division.shares:
+        return []
+    mine = division.shares[team.rank]
+    flags = [
+        int(is_open and isinstance(result, np.ndarray) and result.ndim > 0 and len(result) == mine)
+        for result, is_open in zip(results, has_open_rows, strict=True)
+    ]
+    if not any(has_open_rows):
+        return []
+    everybody = team.gather_ints(flags, "the others' results of the step")
+    return [i for i, column in enumerate(zip(*everybody, strict=True)) if all(column) and results[i].dtype != object]
+
+
+def _collect(team: Team, mine: Array, division: Division) -> Array:
+    """Return everybody's rows in order."""
+    width = mine.dtype.itemsize * int(np.prod(mine.shape[1:]))
+    padded = torch.zeros(max(division.shares) * width, dtype=torch.uint8)
+    padded[: mine.nbytes] = as_tensor(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
+    parts = [torch.empty_like(padded) for _ in division.shares]
+    team.wait(dist.all_gather(parts, padded, group=team.control, async_op=True), "the others' rows")
+    pieces = [part[: share * width].numpy() for part, share in zip(parts, division.shares, strict=True)]
+    return np.concatenate(pieces).view(mine.dtype).reshape(-1, *mine.shape[1:])
+
+
+def _is_scalar(result: Any) -> bool:
+    return isinstance(result, (np.floating, np.ndarray)) and result.ndim == 0 and result.dtype.kind == "f"
+
+
+def _to_word(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _from_word(word: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", word))[0])

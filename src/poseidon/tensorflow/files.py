@@ -1,0 +1,136 @@
+"""Files that TensorFlow writes itself: worker 0 writes and reads them, the others follow.
+
+TensorFlow opens files in C++, where ``--auto``'s overlay (``launch/auto/files.py``) cannot see them. So the others
+save nothing, write summaries and other files to a scratch folder, and take what worker 0 restores and finds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.lib.io import file_io
+from tensorflow.python.summary.writer import writer
+from tensorflow.python.training import saver
+
+from poseidon.errors import ConfigError
+from poseidon.launch.auto.patches import Patches
+from poseidon.launch.auto.report import Report
+from poseidon.team.team import Team
+from poseidon.tensorflow.replacing import replace_everywhere
+from poseidon.tensorflow.sessions import Sessions
+
+_CHANGING = (
+    "create_dir",
+    "create_dir_v2",
+    "recursive_create_dir",
+    "recursive_create_dir_v2",
+    "delete_file",
+    "delete_file_v2",
+    "delete_recursively",
+    "delete_recursively_v2",
+    "rename",
+    "rename_v2",
+    "copy",
+    "copy_v2",
+)
+"""Functions of TensorFlow's file system that leave traces."""
+
+
+class Files:
+    """Keeps all workers but the first from writing, and has all of them find what the first one finds."""
+
+    def __init__(self, team: Team, sessions: Sessions, report: Report) -> None:
+        self._team = team
+        self._sessions = sessions
+        self._report = report
+        self._scratch: Path | None = None
+
+    def install(self, patches: Patches) -> None:
+        """Put the replacements in place."""
+        patches.wrap(saver.Saver, "save", self._save)
+        patches.wrap(saver.Saver, "restore", self._restore)
+        for name in ("latest_checkpoint", "checkpoint_exists", "checkpoint_exists_internal"):
+            replace_everywhere(patches, getattr(checkpoint_management, name), self._ask_first)
+        replace_everywhere(patches, checkpoint_management.get_checkpoint_state, self._ask_first_for_state)
+        if self._team.rank == 0:
+            return
+        patches.on_undo(self._clean_up)
+        patches.wrap(writer.FileWriter, "__init__", self._make_writer)
+        patches.wrap(file_io.FileIO, "__init__", self._open)
+        for name in _CHANGING:
+            replace_everywhere(patches, getattr(file_io, name), _do_nothing)
+
+    # Savers.
+
+    def _save(self, original: Callable[..., Any], one: Any, session: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        self._report.say("checkpoints are written by worker 0")
+        if self._team.rank == 0:
+            return original(one, session, path, *args, **kwargs)
+        step = args[0] if args else kwargs.get("global_step")
+        if step is None:
+            return path
+        number = step if isinstance(step, int) else tf.compat.v1.train.global_step(session, step)
+        return f"{path}-{number}"
+
+    def _restore(self, original: Callable[..., Any], one: Any, session: Any, path: str) -> None:
+        """Restore on worker 0 and take its values; a failure there is everybody's."""
+        error: Exception | None = None
+        if self._team.rank == 0:
+            try:
+                original(one, session, path)
+            except Exception as failure:
+                error = failure
+        (said, *_) = self._team.gather_json("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if said:
+            raise ConfigError(f"worker 0 cannot restore {path}: {said}")
+        self._sessions.take_over(session, _variables_of(one))
+
+    def _ask_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mine = original(*args, **kwargs) if self._team.rank == 0 else None
+        return self._team.gather_json(mine)[0]
+
+    def _ask_first_for_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mine = original(*args, **kwargs) if self._team.rank == 0 else None
+        text = self._team.gather_json(None if mine is None else mine.SerializeToString().hex())[0]
+        if self._team.rank == 0 or text is None:
+            return mine
+        return checkpoint_management.CheckpointState.FromString(bytes.fromhex(text))
+
+    # Other files.
+
+    def _make_writer(self, original: Callable[..., Any], one: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
+        original(one, str(self._elsewhere(logdir)), *args, **kwargs)
+
+    def _open(self, original: Callable[..., Any], one: Any, name: Any, mode: str = "r", *args: Any, **kw: Any) -> None:
+        if set(mode) & set("wa+"):
+            place = self._elsewhere(name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            name = str(place)
+        original(one, name, mode, *args, **kw)
+
+    def _elsewhere(self, path: Any) -> Path:
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix=f"poseidon-tensorflow-{self._team.rank}-"))
+        return self._scratch / str(Path(os.fspath(path)).absolute()).lstrip("/")
+
+    def _clean_up(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+
+def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Leave to worker 0 what changes folders."""
+
+
+def _variables_of(one: Any) -> list[Any]:
+    return [found for found in tf.nest.flatten(one._var_list) if isinstance(found, tf.Variable)]

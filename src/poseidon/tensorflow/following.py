@@ -1,0 +1,43 @@
+"""A TensorFlow 1 script under ``--auto``: everything that is put in place once it imports TensorFlow."""
+
+from __future__ import annotations
+
+from poseidon.launch.auto.options import AutoOptions
+from poseidon.launch.auto.patches import Patches
+from poseidon.launch.auto.report import Report
+from poseidon.team.team import Team
+from poseidon.tensorflow.datasets import Datasets
+from poseidon.tensorflow.files import Files
+from poseidon.tensorflow.gradients import Gradients
+from poseidon.tensorflow.seeds import Seeds
+from poseidon.tensorflow.sessions import Sessions
+
+
+class Following:
+    """The hooks in TensorFlow, and what is checked at the end."""
+
+    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
+        gradients = Gradients(team, report)
+        self._sessions = Sessions(team, gradients, report)
+        self._parts = (
+            gradients,
+            self._sessions,
+            Files(team, self._sessions, report) if options.files == "first" else None,
+            Datasets(team.rank, team.size, options, report),
+            Seeds(team.rank, seed),
+        )
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any step was taken together."""
+        return self._sessions.has_trained
+
+    def install(self, patches: Patches) -> None:
+        """Put the hooks in place."""
+        for part in self._parts:
+            if part is not None:
+                part.install(patches)
+
+    def conclude(self) -> None:
+        """Check at the end that the workers hold the same. Collective."""
+        self._sessions.verify()

@@ -1,0 +1,288 @@
+"""Where TensorFlow 1 scripts get gradients for training, and how the means take their place.
+
+An optimizer's ``compute_gradients`` gives means, so whatever a script does next (clipping, logging) sees them.
+Many scripts use ``tf.gradients`` instead and treat the results before ``apply_gradients``; then the exchange is put in
+later, right behind the gradients, and all that leads from there to the optimizer reads means. Gradients that never
+reach an optimizer are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+import torch.distributed as dist
+from tensorflow.python.ops import gradients_impl
+from tensorflow.python.training import optimizer as optimizers
+
+from poseidon.engine.outside import ExchangeOptions, OutsideFrontEnd, OutsideUnit, OutsideVariable, check_alike
+from poseidon.errors import UnsupportedError
+from poseidon.launch.auto.patches import Patches
+from poseidon.launch.auto.report import Report
+from poseidon.planning.cluster import Cluster
+from poseidon.team.team import Team
+from poseidon.tensorflow.exchange import GraphExchange, find_factors
+from poseidon.tensorflow.graphs import find_ancestors, find_batch, find_descendants, redirect, tensors_of
+from poseidon.tensorflow.replacing import replace_everywhere
+from poseidon.tensorflow.variables import describe
+
+v1 = tf.compat.v1
+
+_LEAST_MATRIX = 2**14
+"""Values of a matrix below which its factors are not worth looking at: it fits in a packet or two."""
+_REFUSED = ("SyncReplicasOptimizer",)
+Pair = tuple[Any, Any]
+"""A gradient, or None, and its variable."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One exchange in a graph: the gradients of one call."""
+
+    exchange: GraphExchange
+    samples: Any
+    """Placeholder for the samples that this worker adds in a run; by default the rows of the tf.data batch, or 1."""
+    count: Any
+    """The same as a run finds it."""
+    variables: tuple[Any, ...]
+    label: str
+
+
+@dataclass
+class _Notes:
+    """What is known of one graph."""
+
+    begins: dict[str, int] = field(default_factory=dict)
+    """The operation with which each exchange begins, and its number."""
+    calls: list[tuple[list[Any], list[Pair]]] = field(default_factory=list)
+    """Results of ``tf.gradients``: what was differentiated, and the gradients of variables."""
+    owned: set[str] = field(default_factory=set)
+    """Names of the variables that optimizers keep for themselves."""
+
+
+class Gradients:
+    """Watches optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
+
+    def __init__(self, team: Team, report: Report) -> None:
+        self._team = team
+        self._report = report
+        self._notes: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
+        self._cluster: Cluster | None = None
+        self._is_inside = False
+        self.exchanges: list[Exchanged] = []
+
+    def install(self, patches: Patches) -> None:
+        """Put the hooks in place."""
+        patches.wrap(optimizers.Optimizer, "compute_gradients", self._compute)
+        patches.wrap(optimizers.Optimizer, "apply_gradients", self._apply)
+        for original in (gradients_impl.gradients, gradients_impl.gradients_v2):
+            replace_everywhere(patches, original, self._record)
+        patches.on_undo(self.close)
+
+    def begins(self, graph: Any) -> dict[str, int]:
+        """Return the operations of a graph that begin an exchange, with its number."""
+        return self._notes_of(graph).begins
+
+    def owned(self, graph: Any) -> set[str]:
+        """Return the names of the variables that a graph's optimizers keep: they follow from the gradients."""
+        return self._notes_of(graph).owned
+
+    def close(self) -> None:
+        """End the engines."""
+        for exchanged in self.exchanges:
+            exchanged.exchange.front.close()
+        self.exchanges.clear()
+
+    # Replacements.
+
+    def _compute(self, original: Callable[..., Any], optimizer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(optimizer)
+        if callable(loss) or tf.executing_eagerly():
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}: eager code that uses tf.compat.v1's optimizers cannot be followed; call "
+                "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
+            )
+        bound = inspect.signature(original).bind(optimizer, loss, *args, **kwargs)
+        # The means wait for all gradients anyway. Gates inside would only make a layer's own gradient be computed where
+        # its factors travel instead.
+        bound.arguments["gate_gradients"] = optimizers.Optimizer.GATE_NONE
+        with self._inside():
+            pairs = original(*bound.args, **bound.kwargs)
+        return self._exchange(type(optimizer).__name__, [loss], pairs)
+
+    def _apply(self, original: Callable[..., Any], optimizer: Any, pairs: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(optimizer)
+        if tf.executing_eagerly():
+            return original(optimizer, pairs, *args, **kwargs)
+        updated = original(optimizer, self._completed(type(optimizer).__name__, list(pairs)), *args, **kwargs)
+        self._notes_of(v1.get_default_graph()).owned.update(v.op.name for v in optimizer.variables())
+        return updated
+
+    def _record(self, original: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(ys, xs, *args, **kwargs)
+        if not self._is_inside and isinstance(xs, (list, tuple)):
+            pairs = [(g, x) for g, x in zip(found, xs, strict=True) if isinstance(x, tf.Variable) and g is not None]
+            if pairs:
+                calls = self._notes_of(v1.get_default_graph()).calls
+                calls.append((list(ys) if isinstance(ys, (list, tuple)) else [ys], pairs))
+        return found
+
+    # Inside.
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _notes_of(self, graph: Any) -> _Notes:
+        return self._notes.setdefault(graph, _Notes())
+
+    def _completed(self, label: str, pairs: list[Pair]) -> list[Pair]:
+        """Return the pairs with means; those that come from no exchange so far get one."""
+        graph = v1.get_default_graph()
+        notes = self._notes_of(graph)
+        means_or_later = find_descendants(graph.get_operation_by_name(name) for name in notes.begins)
+        strangers = [
+            i
+            for i, (gradient, _) in enumerate(pairs)
+            if gradient is not None and means_or_later.isdisjoint(tensor.op.name for tensor in tensors_of(gradient))
+        ]
+        if not strangers:
+            return pairs
+        ways = find_ancestors(tensor for i in strangers for tensor in tensors_of(pairs[i][0]))
+        for ys, raw in reversed(notes.calls):
+            found = {variable.ref(): gradient for gradient, variable in raw}
+            sources = [found.get(pairs[i][1].ref()) for i in strangers]
+            if all(source is not None and _leads(source, ways) for source in sources):
+                return self._exchange_behind(label, ys, sources, ways, pairs, strangers)
+        self._report.say(f"{label}: gradients that did not come from tf.gradients are averaged before they are applied")
+        ys = [tensor for i in strangers for tensor in tensors_of(pairs[i][0])]
+        means = self._exchange(label, ys, [pairs[i] for i in strangers])
+        return _replaced(pairs, dict(zip(strangers, (mean for mean, _ in means), strict=True)))
+
+    def _exchange_behind(
+        self,
+        label: str,
+        ys: list[Any],
+        sources: list[Any],
+        ways: dict[str, Any],
+        pairs: list[Pair],
+        strangers: list[int],
+    ) -> list[Pair]:
+        """Exchange what an earlier ``tf.gradients`` gave; all that leads from there to the optimizer reads means."""
+        before = find_ancestors(tensor for source in sources for tensor in tensors_of(source))
+        exchanged = self._exchange(label, ys, [(g, pairs[i][1]) for g, i in zip(sources, strangers, strict=True)])
+        means = [mean for mean, _ in exchanged]
+        for source, mean in zip(sources, means, strict=True):
+            redirect(tensors_of(source), tensors_of(mean), ways.keys() - before.keys())
+        direct = {i: m for i, s, m in zip(strangers, sources, means, strict=True) if pairs[i][0] is s}
+        return _replaced(pairs, direct)
+
+    def _exchange(self, label: str, ys: Sequence[Any], pairs: Sequence[Pair]) -> list[Pair]:
+        """Return the pairs with means instead of gradients. Collective."""
+        used = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        if not used:
+            return list(pairs)
+        _check_shapes(used)
+        forms = [_Form(gradient, variable) for gradient, variable in used]
+        front = self._make_front(forms)
+        exchange = GraphExchange(front, [form.unit(i) for i, form in enumerate(forms)])
+        rows = find_batch(find_ancestors(ys))
+        with tf.name_scope("poseidon"), tf.device("/cpu:0"):
+            usual = tf.constant(1, tf.int64) if rows is None else tf.shape(rows, tf.int64)[0]
+            samples = v1.placeholder_with_default(usual, [])
+            count = tf.identity(samples)
+            # Not before the loss is there: until then a run may end because the data has.
+            with tf.control_dependencies(ys):
+                token = exchange.begin(count)
+            means = exchange.average([form.flat for form in forms], token)
+        number = len(self.exchanges)
+        self._notes_of(v1.get_default_graph()).begins[token.op.name] = number
+        self.exchanges.append(Exchanged(exchange, samples, count, tuple(variable for _, variable in used), label))
+        size = sum(math.prod(form.variable.shape) for form in forms)
+        self._report.say(
+            f"{label}: {len(used)} variables, {size:,} parameters; gradients are averaged in the graph, during backward"
+        )
+        found = iter(form.unflatten(mean) for form, mean in zip(forms, means, strict=True))
+        return [(gradient if gradient is None else next(found), variable) for gradient, variable in pairs]
+
+    def _make_front(self, forms: Sequence[_Form]) -> OutsideFrontEnd:
+        # Exchanges work at the same time, so each has channels of its own: nothing orders one's messages and another's.
+        team = Team(dist.new_group(), self._team.timeout_s)
+        variables = [form.variable for form in forms]
+        check_alike(team, variables)
+        options = ExchangeOptions(cluster=self._cluster, timeout_s=self._team.timeout_s)
+        front = OutsideFrontEnd(team, variables, [form.unit(i) for i, form in enumerate(forms)], options)
+        if self._cluster is None and front.engine.cluster.source == "measured":
+            self._cluster = front.engine.cluster
+        return front
+
+
+class _Form:
+    """The form in which one gradient travels: as it is, as factors, or as rows of a matrix."""
+
+    def __init__(self, gradient: Any, variable: Any) -> None:
+        self._gradient = gradient
+        self._shape = tuple(variable.shape.as_list())
+        self._is_sparse = isinstance(gradient, tf.IndexedSlices)
+        described = describe(variable)
+        matrix = (self._shape[0], math.prod(self._shape[1:])) if self._is_sparse else self._shape
+        self.variable = OutsideVariable(described.name, matrix, described.dtype)
+        self.flat = gradient
+        if self._is_sparse and len(self._shape) != 2:
+            values = tf.reshape(gradient.values, [-1, matrix[1]])
+            self.flat = tf.IndexedSlices(values, gradient.indices, tf.constant(matrix, tf.int64))
+
+    def unit(self, position: int) -> OutsideUnit:
+        """Return the variable as a unit of its own."""
+        if self._is_sparse:
+            return OutsideUnit(self.variable.name, "embedding", (position,), is_sparse=True)
+        is_large = len(self._shape) == 2 and math.prod(self._shape) >= _LEAST_MATRIX
+        kind = "linear" if is_large and find_factors(self._gradient) else "dense"
+        return OutsideUnit(self.variable.name, kind, (position,))  # type: ignore[arg-type]
+
+    def unflatten(self, mean: Any) -> Any:
+        """Return a mean in the shape, and with the types, of the gradient."""
+        if not self._is_sparse:
+            return mean
+        values = tf.reshape(mean.values, [-1, *self._shape[1:]])
+        shape = tf.constant(self._shape, tf.int64)
+        return tf.IndexedSlices(values, tf.cast(mean.indices, self._gradient.indices.dtype), shape)
+
+
+def _check(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if name in _REFUSED:
+        raise UnsupportedError(f"{name} distributes the script itself; use the optimizer that it wraps, or no --auto")
+    if tf.distribute.has_strategy():
+        strategy = type(tf.distribute.get_strategy()).__name__
+        raise UnsupportedError(
+            f"{name} is used inside tf.distribute's {strategy}: two systems cannot distribute one script; remove the "
+            "strategy, or run without --auto"
+        )
+
+
+def _check_shapes(pairs: Sequence[Pair]) -> None:
+    for _, variable in pairs:
+        if not variable.shape.is_fully_defined():
+            raise UnsupportedError(
+                f"{variable.op.name} has shape {variable.shape}; gradients of variables without a fixed shape cannot "
+                "be averaged: give it one when it is made"
+            )
+
+
+def _leads(source: Any, ways: dict[str, Any]) -> bool:
+    return any(tensor.op.name in ways for tensor in tensors_of(source))
+
+
+def _replaced(pairs: Sequence[Pair], means: dict[int, Any]) -> list[Pair]:
+    return [(means.get(i, gradient), variable) for i, (gradient, variable) in enumerate(pairs)]

@@ -1,0 +1,175 @@
+"""Five small models written as TensorFlow 1 scripts write them, and ten steps of each; runs inside ranks.
+
+Everything is float64, where ten steps of different summation orders stay within 1e-9; a wrong weight or a missed row
+shows at 1e-3. Each model takes another way from gradients to updates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+v1 = tf.compat.v1
+
+TOLERANCE = 1e-9
+STEPS = 10
+BATCH = 12
+COPIES = 4
+"""Of the inputs in a batch of the CNN, with other labels: all parts of it have the statistics of the whole."""
+
+
+class Model:
+    """A graph with placeholders, a loss and a training operation."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def variable(self, name: str, *shape: int, trainable: bool = True) -> Any:
+        start = self._generator.normal(scale=shape[0] ** -0.5 if len(shape) > 1 else 0.1, size=shape)
+        return v1.get_variable(name, initializer=tf.constant(start), trainable=trainable)
+
+    def dense(self, x: Any, name: str, outputs: int) -> Any:
+        weights = self.variable(f"{name}/weights", x.shape.as_list()[-1], outputs)
+        return tf.matmul(x, weights) + self.variable(f"{name}/biases", outputs)
+
+
+def loss_of(logits: Any, labels: Any) -> Any:
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+
+
+def mlp(model: Model, x: Any, labels: Any) -> tuple[Any, Any]:
+    hidden = tf.nn.relu(model.dense(x, "one", 512))
+    hidden = tf.nn.tanh(model.dense(hidden, "two", 96))
+    loss = loss_of(model.dense(hidden, "three", 5), labels)
+    with v1.variable_scope("three", reuse=True):
+        loss += 0.01 * tf.nn.l2_loss(v1.get_variable("weights", dtype=tf.float64))
+    optimizer = v1.train.MomentumOptimizer(0.05, 0.9)
+    pairs = optimizer.compute_gradients(loss)
+    clipped = [(tf.clip_by_norm(gradient, 0.5), variable) for gradient, variable in pairs]
+    return loss, optimizer.apply_gradients(clipped, v1.train.get_or_create_global_step())
+
+
+def normalize(model: Model, x: Any, name: str) -> Any:
+    channels = x.shape.as_list()[-1]
+    axes = list(range(len(x.shape.as_list()) - 1))
+    mean, variance = tf.nn.moments(x, axes)
+    for statistic, value in (("mean", mean), ("variance", variance)):
+        average = model.variable(f"{name}/moving_{statistic}", channels, trainable=False)
+        update = v1.assign_sub(average, (average - value) * 0.1)
+        v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, update)
+    scale, offset = model.variable(f"{name}/scale", channels), model.variable(f"{name}/offset", channels)
+    return tf.nn.batch_normalization(x, mean, variance, offset, scale, 1e-3)
+
+
+def cnn(model: Model, x: Any, labels: Any) -> tuple[Any, Any]:
+    x = tf.nn.conv2d(x, model.variable("conv1", 3, 3, 3, 8), 1, "SAME")
+    x = tf.nn.relu(normalize(model, x, "bn1"))
+    x = tf.nn.conv2d(x, model.variable("conv2", 3, 3, 8, 12), 1, "SAME")
+    x = tf.nn.max_pool2d(tf.nn.relu(normalize(model, x, "bn2")), 2, 2, "SAME")
+    loss = loss_of(model.dense(tf.reshape(x, [-1, 4 * 4 * 12]), "top", 6), labels)
+    with tf.control_dependencies(v1.get_collection(v1.GraphKeys.UPDATE_OPS)):
+        return loss, v1.train.GradientDescentOptimizer(0.05).minimize(loss)
+
+
+def embedding(model: Model, x: Any, labels: Any) -> tuple[Any, Any]:
+    table = model.variable("table", 5000, 16)
+    offsets = model.variable("offsets", 5000)  # rows of a vector are single numbers
+    words = tf.reduce_mean(tf.nn.embedding_lookup(table, x), 1)
+    shift = tf.reduce_mean(tf.gather(offsets, x), 1, keepdims=True)
+    loss = loss_of(model.dense(words + shift, "top", 4), labels)
+    return loss, v1.train.MomentumOptimizer(0.05, 0.9).minimize(loss)
+
+
+def lstm(model: Model, x: Any, labels: Any) -> tuple[Any, Any]:
+    units = 64
+    kernel, bias = model.variable("kernel", 10 + units, 4 * units), model.variable("bias", 4 * units)
+    state = output = tf.zeros([tf.shape(x)[0], units], x.dtype)
+    for step in range(7):
+        gates = tf.matmul(tf.concat([x[:, step], output], 1), kernel) + bias
+        i, j, f, o = tf.split(gates, 4, 1)
+        state = state * tf.sigmoid(f + 1) + tf.sigmoid(i) * tf.tanh(j)
+        output = tf.tanh(state) * tf.sigmoid(o)
+    loss = loss_of(model.dense(output, "top", 4), labels)
+    variables = v1.trainable_variables()
+    gradients, _ = tf.clip_by_global_norm(v1.gradients(loss, variables), 0.3)
+    return loss, v1.train.AdagradOptimizer(0.05).apply_gradients(zip(gradients, variables, strict=True))
+
+
+def transformer(model: Model, x: Any, labels: Any) -> tuple[Any, Any]:
+    width, heads = 16, 2
+    x = tf.nn.embedding_lookup(model.variable("words", 50, width), x) + model.variable("places", 6, width)
+    for layer in range(1):
+        q, k, v = (_heads(_wide(model, x, f"{layer}/{name}", width), heads) for name in "qkv")
+        weights = tf.nn.softmax(tf.matmul(q, k, transpose_b=True) / np.sqrt(width / heads))
+        mixed = tf.reshape(tf.transpose(tf.matmul(weights, v), [0, 2, 1, 3]), [-1, 6, width])
+        x = _layer_norm(model, x + _wide(model, mixed, f"{layer}/out", width), f"{layer}/norm1")
+        hidden = tf.nn.gelu(_wide(model, x, f"{layer}/up", 64))
+        x = _layer_norm(model, x + _wide(model, hidden, f"{layer}/down", width), f"{layer}/norm2")
+    loss = loss_of(model.dense(tf.reduce_mean(x, 1), "top", 4), labels)
+    return loss, v1.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss)
+
+
+def _wide(model: Model, x: Any, name: str, outputs: int) -> Any:
+    length, inputs = x.shape.as_list()[1:]
+    return tf.reshape(model.dense(tf.reshape(x, [-1, inputs]), name, outputs), [-1, length, outputs])
+
+
+def _heads(x: Any, heads: int) -> Any:
+    length, width = x.shape.as_list()[1:]
+    return tf.transpose(tf.reshape(x, [-1, length, heads, width // heads]), [0, 2, 1, 3])
+
+
+def _layer_norm(model: Model, x: Any, name: str) -> Any:
+    mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+    width = x.shape.as_list()[-1]
+    scale, offset = model.variable(f"{name}/scale", width), model.variable(f"{name}/offset", width)
+    return tf.nn.batch_normalization(x, mean, variance, offset, scale, 1e-6)
+
+
+MODELS: dict[str, tuple[Callable[..., tuple[Any, Any]], tuple[int, ...], int]] = {
+    "mlp": (mlp, (40,), 0),
+    "cnn": (cnn, (8, 8, 3), 0),
+    "embedding": (embedding, (9,), 5000),
+    "lstm": (lstm, (7, 10), 0),
+    "transformer": (transformer, (6,), 50),
+}
+"""How a model is built, the shape of its inputs, and the number of words if these are words."""
+
+
+def batches(name: str) -> list[tuple[Any, Any]]:
+    """Return the batches of ten steps; the last one is too small for four workers, and uneven for two."""
+    _, shape, words = MODELS[name]
+    generator = np.random.default_rng(7)
+    found = []
+    for step in range(STEPS):
+        count = 3 if step == STEPS - 1 and name != "cnn" else BATCH
+        size = (count // COPIES if name == "cnn" else count, *shape)
+        x = generator.integers(0, words, size) if words else generator.normal(size=size)
+        found.append((np.concatenate([x] * COPIES) if name == "cnn" else x, generator.integers(0, 4, count)))
+    return found
+
+
+def train(name: str, seed: int = 3) -> tuple[dict[str, Any], list[float]]:
+    """Train in a graph and a session of its own; return all variables and the losses."""
+    build, shape, words = MODELS[name]
+    with tf.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.int32 if words else tf.float64, [None, *shape])
+        labels = v1.placeholder(tf.int64, [None])
+        loss, step = build(Model(seed), x, labels)
+        session.run(v1.global_variables_initializer())
+        losses = [float(session.run([step, loss], {x: inputs, labels: y})[1]) for inputs, y in batches(name)]
+        variables = v1.global_variables()
+        return {v.op.name: value for v, value in zip(variables, session.run(variables), strict=True)}, losses
+
+
+def difference(left: dict[str, Any], right: dict[str, Any]) -> float:
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(values[name]).tobytes() for name in sorted(values))).hexdigest()

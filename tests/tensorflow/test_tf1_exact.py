@@ -1,0 +1,76 @@
+"""TensorFlow 1 graphs on several workers, against the same graphs on one."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poseidon.launch.auto.options import AutoOptions
+from poseidon.launch.auto.patches import Patches
+from poseidon.launch.auto.report import Report
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.team.team import Team
+from ranks import run_ranks
+
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+SLOW = Link(bits_per_s=1e8, latency_s=1e-5)
+"""Assumed instead of measured: saves the time, and makes short forms of gradients worth while."""
+
+
+def follow(options: AutoOptions | None = None) -> tuple[Any, Patches, io.StringIO]:
+    """Put the hooks in place, as ``--auto`` does; return them, how to undo it, and where the report goes."""
+    from poseidon.tensorflow.following import Following
+
+    said = io.StringIO()
+    sys.stderr = said
+    team = Team(None, 300.0)
+    patches = Patches()
+    following = Following(team, options or AutoOptions(), 5, Report(True))
+    following.install(patches)
+    return following, patches, said
+
+
+def train_all(names: list[str]) -> dict[str, Any]:
+    """Return for each model: how far variables and losses are from one worker's, and a digest of the variables."""
+    import graph_models as models
+
+    rank = int(os.environ["RANK"])
+    alone = {name: models.train(name) for name in names} if rank == 0 else {}
+    following, patches, said = follow()
+    results = {}
+    for name in names:
+        variables, losses = models.train(name, seed=3 + rank)  # the workers start from different values
+        apart = models.difference(alone[name][0], variables) if rank == 0 else 0.0
+        worst = max(abs(a - b) for a, b in zip(alone[name][1], losses, strict=True)) if rank == 0 else 0.0
+        results[name] = (apart, worst, models.digest(variables))
+    following.conclude()
+    patches.undo()
+    return {**results, "said": said.getvalue()}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ten_steps_equal_those_of_one_worker(size: int, tmp_path: Path) -> None:
+    names = ["mlp", "cnn", "embedding", "lstm", "transformer"]
+    cluster = tmp_path / "cluster.json"
+    Cluster(machines=size, between=SLOW, inside=SLOW).save(cluster)
+    env = {
+        "POSEIDON_CLUSTER": str(cluster),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_ENABLE_ONEDNN_OPTS": "0",
+        "TF_NUM_INTRAOP_THREADS": "1",
+    }
+    results = run_ranks(train_all, size, names, env=env, timeout_s=600)
+    for name in names:
+        apart, losses, _ = results[0][name]
+        assert apart < 1e-9, f"{name}: variables"
+        assert losses < 1e-9, f"{name}: the losses that the script sees"
+        assert len({result[name][2] for result in results}) == 1, f"{name}: replicas are not the same bits"
+    assert "travel by allreduce (4), factors (2)" in results[0]["said"]
+    assert "rows (2)" in results[0]["said"]
