@@ -282,7 +282,7 @@ class SummingChannel:
 
 def as_tensor(array: Array) -> Tensor:
     """Return a tensor over the array's memory, which the caller keeps alive; only strided arrays are copied."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")
     if array.dtype.name == "bfloat16":
         return as_tensor(array.view(np.int16)).view(torch.bfloat16)
     if not array.flags.writeable:

@@ -139,18 +139,19 @@ class Distribution:
     def attach(self) -> None:
         """Put the exchange in place for the model as it is now compiled, unless it is. Collective."""
         model = self.model
+        backend = load_backend(model)
+        backend.check(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         state = (model.optimizer, model.run_eagerly, *model.trainable_variables)
         if len(state) == len(self._attached) and all(a is b for a, b in zip(state, self._attached, strict=True)):
             return
         self._detach()
-        self._backend = load_backend(model)
-        self._backend.check(model)
+        self._backend = backend
         if not model.trainable_variables:
             raise UnsupportedError(f"{model.name} has no trainable variable: nothing to exchange")
         self._agree()
-        self._exchange = self._backend.attach(self._setup(self._backend))
+        self._exchange = backend.attach(self._setup(backend))
         self._attached = state
 
     def _setup(self, backend: Backend) -> Setup:

@@ -30,10 +30,10 @@ def state_of(model: Any) -> list[Any]:
 
 def share(team: Team, variables: Sequence[Any], what: str) -> None:
     """Make variables equal to worker 0's, as far as they differ. Collective."""
-    arrays = [np.ascontiguousarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable), order="C") for variable in variables]
     if not arrays:
         return
-    rows = team.gather_ints([zlib.crc32(array) for array in arrays], what)
+    rows = team.gather_ints([zlib.crc32(array.tobytes()) for array in arrays], what)
     changed = [i for i, sums in enumerate(zip(*rows, strict=True)) if len(set(sums)) > 1]
     for i, array in zip(changed, take_from_first(team, [arrays[i] for i in changed], what), strict=True):
         if team.rank != 0:

@@ -56,7 +56,7 @@ def find_units(model: Any, forms: Collection[Kind], has_sparse_means: bool) -> l
         mine = [v for v in layer._trainable_variables if id(v) in left]
         for kind, variables in _split(layer, mine, forms):
             positions = tuple(left.pop(id(v)) for v in variables)
-            name = _name(variables[0], kind, bool(units) and mine[0] is not variables[0])
+            name = _name(variables[0], kind, mine[0] is not variables[0]).removeprefix(f"{model.name}/")
             names[name] += 1
             name = name if names[name] == 1 else f"{name}[{names[name]}]"
             units.append(OutsideUnit(name, kind, positions, kind == "embedding" and has_sparse_means))
