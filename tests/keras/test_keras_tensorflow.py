@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def test_routes_are_those_of_the_plan(exact: Any) -> None:
 
 
 def _behaviours(folder: str) -> dict[str, Any]:
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(2)
     checks = [value for name, value in globals().items() if name.startswith("_check_")]
     results = {}
     for check in checks:
@@ -111,11 +115,15 @@ def test_a_batch_size_counts_one_workers_samples(behaviours: Any) -> None:
 
 
 def _check_tf_data(folder: Path) -> Any:
+    import keras
     import tensorflow as tf
 
     def feed(model: Any, workers: int) -> None:
-        dataset = tf.data.Dataset.from_tensor_slices(CASES["mlp"].data(61)).shuffle(61, seed=5).batch(16 // workers)
-        model.fit(dataset, epochs=2, verbose=0)
+        keras.utils.set_random_seed(9)  # which all workers must do alike for their datasets to be in the same order
+        # In one order for both epochs: how often Keras makes an iterator, which reshuffles, is its own affair.
+        samples = tf.data.Dataset.from_tensor_slices(CASES["mlp"].data(61))
+        dataset = samples.shuffle(61, seed=5, reshuffle_each_iteration=False).batch(16 // workers)
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
 
     return _both(_mlp, feed)
 
@@ -145,6 +153,54 @@ def _check_py_dataset(folder: Path) -> Any:
 
 def test_a_py_dataset_is_dealt_out(behaviours: Any) -> None:
     _assert_exact(behaviours, "py_dataset")
+
+
+def _check_overlap(folder: Path) -> Any:
+    import keras
+    import tensorflow as tf
+
+    import poseidon.keras
+    from poseidon.engine.outside import OutsideFrontEnd
+
+    has_left = threading.Event()
+    waited: list[bool] = []
+    give_factors = OutsideFrontEnd.give_factors
+
+    def give_and_tell(self: Any, position: int, pairs: Any) -> None:
+        give_factors(self, position, pairs)
+        has_left.set()
+
+    def wait(gradient: Any) -> Any:
+        waited.append(has_left.wait(60.0))
+        return gradient
+
+    class Patient(keras.layers.Layer):
+        """Its backward does not go on before a gradient of a layer above has left."""
+
+        def call(self, x: Any) -> Any:
+            @tf.custom_gradient
+            def identity(x: Any) -> Any:
+                def backward(gradient: Any) -> Any:
+                    result = tf.numpy_function(wait, [gradient], gradient.dtype)
+                    result.set_shape(gradient.shape)
+                    return result
+
+                return tf.identity(x), backward
+
+            return identity(x)
+
+    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(8), Patient(), keras.layers.Dense(5)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    distributed = poseidon.keras.distribute(model)
+    OutsideFrontEnd.give_factors = give_and_tell  # type: ignore[method-assign]
+    model.fit(*CASES["mlp"].data(8), batch_size=4, verbose=0)
+    OutsideFrontEnd.give_factors = give_factors  # type: ignore[method-assign]
+    distributed.close()
+    return waited
+
+
+def test_gradients_leave_while_backward_goes_on(behaviours: Any) -> None:
+    assert all(worker["overlap"] == [True] for worker in behaviours)
 
 
 def _check_steps_per_execution(folder: Path) -> Any:
