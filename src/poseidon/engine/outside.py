@@ -173,7 +173,7 @@ class OutsideFrontEnd:
             if self._counts is not None:
                 counts = [row[0] for row in self._counts("the others to begin the step")]
                 self._counts = None
-                self._weight = _weight(self._samples, counts)
+                self._weight = step_weight(self._samples, counts)
             return self._weight
 
     def give(self, position: int, gradient: Array) -> None:
@@ -313,8 +313,8 @@ def _mirror(variable: OutsideVariable) -> nn.Parameter:
     return nn.Parameter(torch.empty((), dtype=_TYPES[variable.dtype]).expand(variable.shape))
 
 
-def _weight(mine: int, counts: Sequence[int]) -> float:
-    """Return n_mine * workers / n_all. Pure."""
+def step_weight(mine: int, counts: Sequence[int]) -> float:
+    """Return the factor of one worker's gradients, n_mine * workers / n_all, with which the mean is that over samples."""
     total = sum(counts)
     if total == 0:
         raise UnsupportedError("no worker has a sample in this step; give at least one worker a batch")

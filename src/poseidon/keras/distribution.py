@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import secrets
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
 from poseidon.keras.batches import Deal, unpack
 from poseidon.keras.callbacks import with_ours
-from poseidon.keras.inputs import deal_inputs, first_batch
+from poseidon.keras.inputs import deal_inputs, symbolic_batch
 from poseidon.keras.sharing import add_up_metrics, share, state_of
 from poseidon.keras.units import describe_model, find_units
 from poseidon.planning.planner import Plan
@@ -87,6 +88,7 @@ class Distribution:
         self._replace("evaluate", self._evaluate)
         self._replace("train_on_batch", self._train_on_batch)
         self._replace("_get_metrics_result_or_logs", self._end_epoch)
+        self._replace("_symbolic_build", self._symbolic_build)
         for name in ("save", "save_weights", "export"):
             self._replace(name, self._write)
         if getattr(model, "compiled", False) and model.built and model.optimizer is not None:
@@ -203,12 +205,24 @@ class Distribution:
         return self._with_true_cause(lambda: original(**settings))
 
     def _build(self, settings: dict[str, Any]) -> None:
-        """Make the variables of a model that learns its shapes from the first batch."""
-        model = self.model
-        if model.built and model.optimizer.built and all(layer.built for layer in model._flatten_layers()):
+        """Make the variables of a model, or of its metrics, that learn their shapes from the first batch."""
+        if self._is_complete() or (self.model.built and type(self.model).train_step is not keras.Model.train_step):
             return
-        batch, _ = unpack(first_batch(settings["x"], settings.get("y")))
-        model._symbolic_build(data_batch=batch)
+        if self.model.built and isinstance(settings["x"], types.GeneratorType):
+            return
+        self.model._symbolic_build(data_batch=symbolic_batch(settings["x"], settings.get("y")))
+
+    def _is_complete(self) -> bool:
+        model = self.model
+        parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss, model.optimizer]
+        return all(part is None or part.built for part in parts)
+
+    def _symbolic_build(self, original: Callable[..., Any], iterator: Any = None, data_batch: Any = None) -> Any:
+        """Let Keras see plain batches where it makes variables from the first one."""
+        if data_batch is None and not self._is_complete():
+            _, _, data = next(iter(iterator))
+            data_batch = data[0] if isinstance(data, list | tuple) else next(data)
+        return original(iterator) if data_batch is None else original(data_batch=unpack(data_batch)[0])
 
     def _train_on_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         settings = inspect.signature(original).bind(*args, **kwargs).arguments

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.keras.batches import Batch, Deal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset
+from poseidon.keras.batches import Batch, Deal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset, unpack
 
 _KERAS_BATCH = 32
 """What Keras takes where no batch size is given."""
@@ -42,8 +42,20 @@ def deal_inputs(settings: dict[str, Any], deal: Deal, seed: int, is_own: bool) -
     return settings
 
 
-def first_batch(x: Any, y: Any) -> Batch:
-    """Return a batch that shows the shapes and types of what ``fit`` will see."""
+def symbolic_batch(x: Any, y: Any) -> Batch:
+    """Return the shapes and types of what the model will see, as a batch without values."""
+    return keras.tree.map_structure(_symbol, unpack(_example(x, y))[0])
+
+
+def _symbol(leaf: Any) -> Any:
+    return (
+        None
+        if leaf is None
+        else keras.KerasTensor((None, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
+    )
+
+
+def _example(x: Any, y: Any) -> Batch:
     if isinstance(x, keras.utils.PyDataset):
         return x[0]
     if isinstance(x, types.GeneratorType):
@@ -51,7 +63,9 @@ def first_batch(x: Any, y: Any) -> Batch:
             "the model has no weights yet, and a look at the generator would take a batch from it; call "
             "model.build(input_shape) before fit()"
         )
-    if hasattr(x, "element_spec") or _is_from(x, "torch", "DataLoader"):
+    if hasattr(x, "element_spec"):
+        return x.element_spec
+    if _is_from(x, "torch", "DataLoader"):
         return next(iter(x))
     return keras.tree.map_structure(lambda leaf: leaf[:1], (x,) if y is None else (x, y))
 
