@@ -1,0 +1,283 @@
+"""Keras on torch: gradients travel during backward, through the same autograd hooks as those of torch models."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from poseidon.engine.assemble import assemble_engine
+from poseidon.engine.engine import Engine, Options
+from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.outputs import unreached
+from poseidon.engine.outside import OutsideUnit, _weight as step_weight
+from poseidon.errors import UnsupportedError
+from poseidon.keras.backend import Backend, Exchange, Setup
+from poseidon.keras.batches import count_rows, unpack
+from poseidon.keras.moments import MomentsExchange, differentiate, replace_moments
+from poseidon.keras.taps import Tap, find_short_layers, tap
+from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes.base import LiveUnit
+from poseidon.team.team import PendingGather, Team
+from poseidon.units import Kind, Load, ParameterSpec, Unit
+
+log = logging.getLogger("poseidon.keras")
+
+
+def make_backend(model: Any) -> Backend:  # noqa: ARG001 - torch treats all models alike
+    """Return the backend for a compiled model."""
+    return TorchBackend()
+
+
+class TorchBackend:
+    """Keras' torch backend."""
+
+    forms: frozenset[Kind] = frozenset(("linear", "embedding"))
+    has_sparse_means = False
+    timing = "during backward"
+
+    def check(self, model: Any) -> None:
+        """Turn off what cannot be followed."""
+        if model.jit_compile:
+            log.warning("jit_compile is turned off: a compiled train step has no place for hooks on gradients")
+            model.jit_compile = False
+
+    def attach(self, setup: Setup) -> Exchange:
+        """Put hooks on the variables. Collective."""
+        return TorchExchange(setup)
+
+
+class StepWeight:
+    """This worker's weight in each step: its samples, compared with what everybody has."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._samples = 0
+        self._counts: PendingGather | None = None
+        self._value = 1.0
+
+    def begin(self, samples: int) -> None:
+        """Tell the others how many samples this worker adds in a new step; never blocks."""
+        self._samples = samples
+        self._counts = self._team.start_gather([samples])
+
+    def get(self) -> float:
+        """Return the factor of this worker's gradients; waits until every worker has begun the step."""
+        if self._counts is not None:
+            counts = [row[0] for row in self._counts("the others to begin the step")]
+            self._counts = None
+            self._value = step_weight(self._samples, counts)
+        return self._value
+
+
+class TorchExchange:
+    """The exchange of one model's gradients: hooks on its variables, and on the products in its Dense layers."""
+
+    error: BaseException | None = None
+
+    def __init__(self, setup: Setup) -> None:
+        self._model = setup.model
+        self._optimizer = setup.model.optimizer
+        self._weight = StepWeight(setup.team)
+        self._engine = _make_engine(setup)
+        self._front = AutogradFrontEnd(self._engine)
+        self._parameters: list[nn.Parameter] = [p for unit in self._engine.units for p in unit.parameters]
+        # Gradients are weighted where they arise, not through the loss: a train_step of the user's may never ask us.
+        self._handles = [parameter.register_hook(self._weighted) for parameter in self._parameters]
+        self._layers = find_short_layers(setup)
+        for number, layer in self._layers.items():
+            tap(layer, self._tap(layer, self._engine.units[number]))
+        self._synchronized = setup.synchronized
+        self._row_weight: float | None = None
+        """Samples that a row of the batch counts for; None outside of a step."""
+        if setup.moments is not None:
+            self._moments = MomentsExchange(setup.team, setup.moments, self._weight.get)
+        for layer in self._synchronized:
+            replace_moments(layer, self._combined)
+        self._has_unused: bool | None = None
+        """Whether the first step left variables out; None before it."""
+        self._train_step = setup.model.train_step
+        self._has_own_step = "train_step" in vars(setup.model)
+        self._scale_loss = self._optimizer.scale_loss
+        setup.model.train_step = self._step
+        self._optimizer.scale_loss = self._scale_and_watch
+
+    @property
+    def plan(self) -> Plan | None:
+        """The routes in force; None before the end of the first step."""
+        return self._engine.plan
+
+    def detach(self) -> None:
+        """Give model, layers and optimizer back as they were."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers.values():
+            del layer.call
+        for layer in self._synchronized:
+            del layer._moments
+        del self._optimizer.scale_loss
+        if self._has_own_step:
+            self._model.train_step = self._train_step
+        else:
+            del self._model.train_step
+        self._front.close()
+        self._engine.detach()
+
+    # What the model calls in a step, in this order.
+
+    def _step(self, data: Any) -> Any:
+        """Stand in for ``model.train_step``."""
+        data, packed = unpack(data)
+        rows = count_rows(data)
+        samples = rows if packed is None else int(packed[0])
+        self._row_weight = samples / rows
+        self._weight.begin(samples)
+        self._engine.arm(True, samples)
+        self._front.watch_outputs((), ())
+        before = [] if samples else [v.value.detach().clone() for v in self._model.metrics_variables]
+        step = self._engine.step
+        logs = self._train_step(data)
+        self._row_weight = None
+        if self._engine.step == step:
+            raise UnsupportedError(
+                f"the train_step of {type(self._model).__name__} did not call backward() on a loss of its variables, so "
+                "its gradients cannot be followed; let autograd compute them"
+            )
+        # A batch that does not count must leave no trace. Metrics made in this very step come after the others.
+        for variable, value in zip(self._model.metrics_variables, before, strict=False):
+            variable.assign(value)
+        return logs
+
+    def _combined(self, mean: Tensor, variance: Tensor, count: Any, name: str) -> tuple[Tensor, Tensor]:
+        if self._row_weight is None:  # a call of the user's own, which the other workers may not make
+            return mean, variance
+        function: Any = _CombinedMoments
+        found: tuple[Tensor, Tensor] = function.apply(mean, variance, float(count) * self._row_weight, self._moments, name)
+        return found
+
+    def _scale_and_watch(self, loss: Any) -> Any:
+        """Stand in for ``optimizer.scale_loss``, which sees the loss just before its backward."""
+        loss = self._scale_loss(loss)
+        unused: list[nn.Parameter] = []
+        if self._has_unused is not False:
+            unused = unreached([loss], self._parameters)
+            self._has_unused = bool(unused)
+        self._front.watch_outputs([loss], unused)
+        return loss
+
+    def _weighted(self, gradient: Tensor | None) -> Tensor | None:
+        """Weight a gradient on its way into ``.grad``; there is none where factors have been given."""
+        weight = self._weight.get()
+        return None if gradient is None or weight == 1.0 else gradient * weight
+
+    def _tap(self, layer: Any, unit: LiveUnit) -> Tap:
+        def product(inputs: Any) -> Any:
+            if not self._is_followed(inputs):
+                return None
+            # As Keras multiplies, but for float16 on the CPU, which it widens and narrows again.
+            dtype = keras.backend.result_type(inputs.dtype, layer._kernel.value.dtype)
+            if dtype == "float16" and inputs.device.type == "cpu":
+                return None
+            function: Any = _Product
+            return function.apply(keras.ops.cast(inputs, dtype), unit.weight, self._front, unit, self._weight)
+
+        def look_up(inputs: Any) -> Any:
+            if not self._is_followed(inputs):
+                return None
+            numbers = inputs.long()
+            numbers = torch.where(numbers < 0, numbers + layer.input_dim, numbers)
+            if self._engine.is_observing:
+                self._engine.observe(unit, Load(rows=torch.unique(numbers).numel()))
+            return F.embedding(numbers, unit.weight, sparse=self._engine.makes_rows(unit))
+
+        return product if unit.spec.kind == "linear" else look_up
+
+    def _is_followed(self, inputs: Any) -> bool:
+        # Keras finds out shapes by running layers on the meta device.
+        return isinstance(inputs, Tensor) and torch.is_grad_enabled() and not inputs.is_meta
+
+
+class _Product(torch.autograd.Function):
+    """The product of rows with a kernel (inputs x outputs), whose backward can hand over factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        kernel: Tensor,
+        front: AutogradFrontEnd,
+        unit: LiveUnit,
+        weight: StepWeight,
+    ) -> Tensor:
+        ctx.save_for_backward(x, kernel)
+        ctx.front, ctx.unit, ctx.weight = front, unit, weight
+        return torch.matmul(x, kernel.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, kernel = ctx.saved_tensors
+        front, unit, engine = ctx.front, ctx.unit, ctx.front.engine
+        grad_x = g @ kernel.to(g.dtype).t() if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None, None
+        rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        if front.will_accumulate(unit.weight):
+            if front.exchanges:
+                front.begin()
+            if engine.is_observing and engine.in_backward:
+                unit.factor_dtype = x.dtype
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
+            # Under create_graph the caller wants to differentiate once more, which factors cannot do.
+            if engine.collects(unit) and not torch.is_grad_enabled():
+                # The kernel is the transpose of what the engine takes: the factors swap.
+                unit.give((rows_g * ctx.weight.get()).detach(), rows_x.detach())
+                return grad_x, None, None, None, None
+        return grad_x, (rows_x.t() @ rows_g).to(kernel.dtype), None, None, None
+
+
+class _CombinedMoments(torch.autograd.Function):
+    """A worker's moments turned into those over all workers; differentiated, it sums over all workers again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, variance: Tensor, count: float, moments: MomentsExchange, name: str
+    ) -> tuple[Tensor, Tensor]:
+        whole_mean, whole_variance, ctx.share = moments.forward(_numpy(mean), _numpy(variance), count, name)
+        ctx.moments, ctx.name = moments, name
+        wholes = (torch.from_numpy(whole_mean).to(mean.device), torch.from_numpy(whole_variance).to(mean.device))
+        ctx.save_for_backward(mean, wholes[0])
+        return wholes
+
+    @staticmethod
+    def backward(ctx: Any, by_mean: Tensor, by_variance: Tensor) -> tuple[Tensor | None, ...]:
+        mean, whole_mean = ctx.saved_tensors
+        sums = ctx.moments.backward(_numpy(by_mean), _numpy(by_variance), ctx.name)
+        by_whole_mean, by_whole_variance = (torch.from_numpy(total).to(mean.device) for total in sums)
+        return *differentiate(by_whole_mean, by_whole_variance, mean, whole_mean, ctx.share), None, None, None
+
+
+def _numpy(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().numpy()
+
+
+def _make_engine(setup: Setup) -> Engine:
+    units = [_live(number, unit, setup.variables) for number, unit in enumerate(setup.units)]
+    check_overrides([unit.spec for unit in units], dict(setup.options.routes or {}))
+    device = units[0].parameters[0].device
+    options = Options(allow_unused=True, routes=setup.options.routes)
+    return assemble_engine(units, setup.team, device, options, setup.options.cluster)
+
+
+def _live(number: int, unit: OutsideUnit, variables: Any) -> LiveUnit:
+    """Return a unit over the variables' own parameters."""
+    mine = [variables[position] for position in unit.positions]
+    parameters = tuple(variable._value for variable in mine)
+    specs = tuple(
+        ParameterSpec(variable.path, tuple(p.shape), p.element_size())
+        for variable, p in zip(mine, parameters, strict=True)
+    )
+    return LiveUnit(number, Unit(unit.name, unit.kind, specs), None, parameters)
