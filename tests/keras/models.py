@@ -104,13 +104,20 @@ CASES: dict[str, Case] = {
 }
 
 
-def make_model(name: str, optimizer: Any = None, seed: int = 3, **compiled: Any) -> Any:
-    """Return the model, compiled, in float64, with weights that follow from the seed."""
+def begin(seed: int) -> None:
+    """Let everything made from here on be float64, with weights that follow from the seed."""
     import keras
 
     keras.config.set_dtype_policy("float64")
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(seed)
+
+
+def make_model(name: str, optimizer: Any = None, seed: int = 3, **compiled: Any) -> Any:
+    """Return the model, compiled."""
+    import keras
+
+    begin(seed)
     model = CASES[name].build()
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9) if optimizer is None else optimizer
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

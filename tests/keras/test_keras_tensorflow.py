@@ -255,7 +255,7 @@ def _check_own_step_unbuilt(folder: Path) -> Any:
             return {"loss": loss}
 
     def build(seed: int) -> Any:
-        keras.utils.set_random_seed(seed)
+        models.begin(seed)
         model = Own()
         model.compile(keras.optimizers.SGD(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model

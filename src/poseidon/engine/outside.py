@@ -314,7 +314,7 @@ def _mirror(variable: OutsideVariable) -> nn.Parameter:
 
 
 def step_weight(mine: int, counts: Sequence[int]) -> float:
-    """Return the factor of one worker's gradients, n_mine * workers / n_all, with which the mean is that over samples."""
+    """Return the factor, n_mine * workers / n_all, that makes the mean over workers one over samples. Pure."""
     total = sum(counts)
     if total == 0:
         raise UnsupportedError("no worker has a sample in this step; give at least one worker a batch")

@@ -1,8 +1,7 @@
 """BatchNormalization over the samples of all workers, on TensorFlow.
 
-Each worker computes the moments of its own rows; a callback gathers everybody's and combines them, all workers in the
-same way and so to the same bits. The callbacks block, so they must come in one order on all workers: they are stateful
-operations, which TensorFlow runs in the order of the program.
+The callbacks that exchange moments (``moments.py``) block, so they must come in one order on all workers: they are
+stateful operations, which TensorFlow runs in the order of the program.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import tensorflow as tf
 
 from poseidon.engine.outside import Array, OutsideFrontEnd
 from poseidon.keras.backend import Setup
+from poseidon.keras.moments import MomentsExchange, differentiate
 
 
 class Moments:
     """Replaces the moments of some layers by those over all workers."""
 
     def __init__(self, setup: Setup, front: OutsideFrontEnd) -> None:
-        self._channel = setup.moments
-        self._front = front
-        self._team = setup.team
         self._layers = setup.synchronized
-        self._row_weight: Any = None
+        self._row_weight: Any = 1.0
         self.error: BaseException | None = None
         """The first error of a callback."""
+        if setup.moments is not None:
+            self._exchange = MomentsExchange(setup.team, setup.moments, lambda: front.weight)
         for layer in self._layers:
             layer._moments = self._moments_of(layer)
 
@@ -47,64 +46,41 @@ class Moments:
         plain = type(layer)._moments
 
         def moments(inputs: Any, mask: Any) -> Any:
-            axes = layer._reduction_axes
             if mask is None:
-                mean, variance = tf.nn.moments(inputs, axes)
-                rows = tf.reduce_prod(tf.gather(tf.shape(inputs), axes))
+                mean, variance = tf.nn.moments(inputs, layer._reduction_axes)
+                rows = tf.reduce_prod(tf.gather(tf.shape(inputs), layer._reduction_axes))
             else:
                 was, layer.synchronized = layer.synchronized, False
                 mean, variance = plain(layer, inputs, mask)
                 layer.synchronized = was
                 rows = tf.math.count_nonzero(mask)
-            weight = 1.0 if self._row_weight is None else self._row_weight
-            return self._combined(mean, variance, tf.cast(rows, tf.float64) * weight, layer.name)
+            return self._combined(mean, variance, tf.cast(rows, tf.float64) * self._row_weight, layer.name)
 
         return moments
 
     def _combined(self, mean: Any, variance: Any, count: Any, name: str) -> Any:
-        dtype = mean.dtype
+        def forward(mean: Array, variance: Array, count: Array) -> list[Array]:
+            whole = self._exchange.forward(mean, variance, float(count), name)
+            return [np.asarray(value, mean.dtype) for value in whole]
 
-        def forward(local_mean: Array, local_variance: Array, local_count: Array) -> list[Any]:
-            whole = combine(self._gather(local_mean, local_variance, local_count, name), self._team.rank)
-            return [np.asarray(value, local_mean.dtype) for value in whole]
-
-        def backward(mean_gradient: Array, variance_gradient: Array) -> tuple[Array, Array]:
-            return self._sum_gradients(mean_gradient, variance_gradient, name)
+        def backward(by_mean: Array, by_variance: Array) -> tuple[Array, Array]:
+            return self._exchange.backward(by_mean, by_variance, name)
 
         @tf.custom_gradient
-        def average(mean: Any, variance: Any) -> Any:
-            whole_mean, whole_variance, share = self._call(forward, [mean, variance, count], [dtype] * 3)
-            for tensor in (whole_mean, whole_variance):
-                tensor.set_shape(mean.shape)
+        def combine(mean: Any, variance: Any) -> Any:
+            whole_mean, whole_variance, share = self._call(forward, [mean, variance, count], 3, mean)
 
             def gradient(by_mean: Any, by_variance: Any) -> Any:
-                by_mean, by_variance = self._call(backward, [by_mean, by_variance], [dtype] * 2)
-                for tensor in (by_mean, by_variance):
-                    tensor.set_shape(mean.shape)
-                from_variance = by_variance * share
-                return by_mean * share + 2.0 * from_variance * (mean - whole_mean), from_variance
+                by_mean, by_variance = self._call(backward, [by_mean, by_variance], 2, mean)
+                return differentiate(by_mean, by_variance, mean, whole_mean, share)
 
             return (whole_mean, whole_variance), gradient
 
-        return average(mean, variance)
+        return combine(mean, variance)
 
-    def _gather(self, mean: Array, variance: Array, count: Array, name: str) -> Array:
-        """Return a row for each worker: its count, then its means, then its variances."""
-        assert self._channel is not None
-        rows = np.zeros((self._team.size, 1 + 2 * mean.size))
-        rows[self._team.rank] = np.concatenate([[count], mean, variance])
-        return self._channel.sum(rows, f"the moments of {name}")
+    def _call(self, function: Callable[..., Any], inputs: list[Any], results: int, like: Any) -> Any:
+        """Return the results of a Python function in the graph; the first two have the shape of ``like``."""
 
-    def _sum_gradients(self, by_mean: Array, by_variance: Array, name: str) -> tuple[Array, Array]:
-        # This worker's gradients will be multiplied by its weight later on; what comes from the others must be too.
-        assert self._channel is not None
-        weight = self._front.weight
-        both = np.concatenate([by_mean, by_variance]).astype(np.float64) * weight
-        total = self._channel.sum(both, f"the gradients of the moments of {name}")
-        total = (total / weight if weight else np.zeros_like(total)).astype(by_mean.dtype)
-        return total[: by_mean.size], total[by_mean.size :]
-
-    def _call(self, function: Callable[..., Any], inputs: list[Any], types: list[Any]) -> Any:
         def guarded(*arrays: Any) -> Any:
             try:
                 return function(*arrays)
@@ -112,14 +88,7 @@ class Moments:
                 self.error = self.error or error
                 raise
 
-        return tf.numpy_function(guarded, inputs, types, stateful=True)
-
-
-def combine(parts: Array, rank: int) -> tuple[Array, Array, float]:
-    """Return mean and variance over all workers, and the share that ``rank``'s rows have in them. Pure."""
-    width = (parts.shape[1] - 1) // 2
-    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + width], parts[:, 1 + width :]
-    total = counts.sum()
-    mean = (counts * means).sum(0) / total
-    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / total
-    return mean, variance, float(counts[rank, 0] / total)
+        outputs = tf.numpy_function(guarded, inputs, [like.dtype] * results, stateful=True)
+        for tensor in outputs[:2]:
+            tensor.set_shape(like.shape)
+        return outputs
