@@ -30,6 +30,8 @@ WARM_UP = 4
 PORT = 23456
 MARK = "figures "
 
+Marks = list[tuple[float, float]]
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,51 +99,64 @@ def measure(lab: Lab, system: str, options: argparse.Namespace) -> dict[str, flo
 
 def work(options: argparse.Namespace) -> None:
     """Train as one worker and print the figures."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    workers = [f"{address}:{PORT}" for address in options.addresses]
-    is_theirs = options.worker != SYSTEMS[0]
-    if is_theirs:
-        task = {"type": "worker", "index": rank}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
-    import keras
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    generator = np.random.default_rng(rank)
-    count = options.batch * (size if is_theirs else 1)
-    images = generator.normal(size=(count, 56, 56, 3)).astype("float32")
-    data = tf.data.Dataset.from_tensors((images, generator.integers(0, 1000, count))).repeat()
-    clock = make_clock(keras)
-    if is_theirs:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            tf.distribute.experimental.CommunicationOptions(
-                implementation=tf.distribute.experimental.CommunicationImplementation.RING
-            )
-        )
-        with strategy.scope():
-            model = build(keras)
-        sharing = tf.data.Options()
-        sharing.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-        data = data.with_options(sharing)
-    else:
-        import poseidon.keras
-
-        model = build(keras)
-        distributed = poseidon.keras.distribute(model, data="own")
-    model.fit(data, steps_per_epoch=WARM_UP + options.steps, verbose=0, callbacks=[clock])
-    if not is_theirs and rank == 0:
-        print(distributed.summary())
-    seconds, sent = np.subtract(clock.marks[-1], clock.marks[WARM_UP - 1])
+    train = train_ours if options.worker == SYSTEMS[0] else train_theirs
+    marks = train(options, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    seconds, sent = np.subtract(marks[-1], marks[WARM_UP - 1])
     print(MARK + json.dumps({"step_s": seconds / options.steps, "sent_bytes": sent / options.steps}), flush=True)
     # Without the ceremonies of interpreters whose peers are leaving too.
     os._exit(0)
+
+
+def train_ours(options: argparse.Namespace, rank: int, _: int) -> Marks:
+    import keras
+
+    import poseidon.keras
+
+    model = build(keras)
+    distributed = poseidon.keras.distribute(model, data="own")
+    marks = fit(keras, model, make_data(rank, options.batch), options.steps)
+    if rank == 0:
+        print(distributed.summary())
+    return marks
+
+
+def train_theirs(options: argparse.Namespace, rank: int, size: int) -> Marks:
+    workers = [f"{address}:{PORT}" for address in options.addresses]
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+    import keras
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = build(keras)
+    sharing = tf.data.Options()
+    sharing.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    # It divides each batch between the workers.
+    data = make_data(0, options.batch * size).with_options(sharing)
+    return fit(keras, model, data, options.steps)
+
+
+def make_data(seed: int, count: int) -> Any:
+    import tensorflow as tf
+
+    generator = np.random.default_rng(seed)
+    images = generator.normal(size=(count, 56, 56, 3)).astype("float32")
+    return tf.data.Dataset.from_tensors((images, generator.integers(0, 1000, count))).repeat()
+
+
+def fit(keras: Any, model: Any, data: Any, steps: int) -> Marks:
+    """Train and return, after each step, the time and the bytes that have been sent."""
+    clock = make_clock(keras)
+    model.fit(data, steps_per_epoch=WARM_UP + steps, verbose=0, callbacks=[clock])
+    marks: Marks = clock.marks
+    return marks
 
 
 def make_clock(keras: Any) -> Any:
     class Clock(keras.callbacks.Callback):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.marks: list[tuple[float, float]] = []
+            self.marks: Marks = []
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
             self.marks.append((time.perf_counter(), sent_bytes()))
