@@ -7,7 +7,9 @@ script's size. The end of an epoch is split as evenly as can be, and counts of s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -33,12 +35,15 @@ class Datasets:
         self._size = size
         self._options = options
         self._report = report
+        self.rows = 1
+        """Rows of the last batch that an eager loop was given."""
 
     def install(self, patches: Patches) -> None:
         """Put the hooks in place."""
         patches.wrap(dataset_ops.DatasetV1, "_make_one_shot_iterator", self._iterate)
         patches.wrap(dataset_ops.DatasetV1, "_make_initializable_iterator", self._iterate)
         patches.wrap(iterator_ops.Iterator, "make_initializer", self._initialize)
+        patches.wrap(dataset_ops.DatasetV2, "__iter__", self._loop)
 
     def deal(self, dataset: Any) -> Any:
         """Return this worker's part of a dataset, or all of it if it is not for training."""
@@ -68,6 +73,18 @@ class Datasets:
     def _initialize(self, original: Callable[..., Any], iterator: Any, dataset: Any, *args: Any, **kw: Any) -> Any:
         return original(iterator, self.deal(dataset), *args, **kw)
 
+    def _loop(self, original: Callable[..., Any], dataset: Any) -> Any:
+        # Keras iterates datasets on its own, and fit's are dealt out by poseidon.keras.
+        if not tf.executing_eagerly() or _is_called_by_keras():
+            return original(dataset)
+        return self._counted(original(self.deal(dataset)))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            first = next((leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)), None)
+            self.rows = int(first.shape[0]) if first is not None and first.shape.rank else 1
+            yield batch
+
     def _is_for_training(self, dataset: Any, name: str | None) -> bool:
         if name in self._options.whole:
             return False
@@ -95,6 +112,15 @@ class Datasets:
             return joined.skip(self._rank).take(1)
 
         return dataset.window(self._size, drop_remainder=True).flat_map(mine)
+
+
+def _is_called_by_keras() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if f"{frame.f_globals.get('__name__')}.".startswith(("keras.", "poseidon.keras.")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def pipeline(dataset: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ rows are collected from all workers.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,16 @@ def join_results(
     ``has_open_rows`` tells of each result whether the graph leaves its length open, as it does for a batch's rows.
     """
     scalars = [i for i, result in enumerate(results) if _is_scalar(result)]
-    words = [count, *(_to_word(float(results[i])) for i in scalars)]
-    rows = team.gather_ints(words, "the others' results of the step")
+    kinds = zlib.crc32(repr((scalars, list(has_open_rows))).encode())
+    rows = team.gather_ints([count, kinds], "the others' results of the step")
     joined = list(results)
-    for column, i in enumerate(scalars, 1):
-        mean = mean_of([_from_word(row[column]) for row in rows], [row[0] for row in rows])
-        joined[i] = results[i].dtype.type(mean)
+    if len({row[1] for row in rows}) > 1:
+        return joined  # the workers have not fetched the same
+    counts = [row[0] for row in rows]
+    if scalars:
+        words = team.gather_ints([_to_word(float(results[i])) for i in scalars], "the others' results of the step")
+        for i, column in zip(scalars, zip(*words, strict=True), strict=True):
+            joined[i] = results[i].dtype.type(mean_of([_from_word(word) for word in column], counts))
     for i in _divided(team, results, has_open_rows, division):
         joined[i] = _collect(team, results[i], division)
     return joined

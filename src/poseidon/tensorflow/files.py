@@ -51,6 +51,8 @@ class Files:
         self._sessions = sessions
         self._report = report
         self._scratch: Path | None = None
+        self._is_inside = False
+        """Whether worker 0 is at it: what TensorFlow asks itself meanwhile, the others do not ask."""
 
     def install(self, patches: Patches) -> None:
         """Put the replacements in place."""
@@ -72,19 +74,19 @@ class Files:
     def _save(self, original: Callable[..., Any], one: Any, session: Any, path: str, *args: Any, **kwargs: Any) -> Any:
         self._report.say("checkpoints are written by worker 0")
         if self._team.rank == 0:
-            return original(one, session, path, *args, **kwargs)
+            return self._alone(original, one, session, path, *args, **kwargs)
         step = args[0] if args else kwargs.get("global_step")
         if step is None:
             return path
-        number = step if isinstance(step, int) else tf.compat.v1.train.global_step(session, step)
-        return f"{path}-{number}"
+        is_in_graph = isinstance(step, (tf.Tensor, tf.Variable))
+        return f"{path}-{tf.compat.v1.train.global_step(session, step) if is_in_graph else int(step)}"
 
     def _restore(self, original: Callable[..., Any], one: Any, session: Any, path: str) -> None:
         """Restore on worker 0 and take its values; a failure there is everybody's."""
         error: Exception | None = None
         if self._team.rank == 0:
             try:
-                original(one, session, path)
+                self._alone(original, one, session, path)
             except Exception as failure:
                 error = failure
         (said, *_) = self._team.gather_json("" if error is None else f"{type(error).__name__}: {error}")
@@ -95,20 +97,33 @@ class Files:
         self._sessions.take_over(session, _variables_of(one))
 
     def _ask_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mine = original(*args, **kwargs) if self._team.rank == 0 else None
+        if self._is_inside:
+            return original(*args, **kwargs)
+        mine = self._alone(original, *args, **kwargs) if self._team.rank == 0 else None
         return self._team.gather_json(mine)[0]
 
     def _ask_first_for_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mine = original(*args, **kwargs) if self._team.rank == 0 else None
+        if self._is_inside:
+            return original(*args, **kwargs)
+        mine = self._alone(original, *args, **kwargs) if self._team.rank == 0 else None
         text = self._team.gather_json(None if mine is None else mine.SerializeToString().hex())[0]
         if self._team.rank == 0 or text is None:
             return mine
         return checkpoint_management.CheckpointState.FromString(bytes.fromhex(text))
 
+    def _alone(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_inside = False
+
     # Other files.
 
     def _make_writer(self, original: Callable[..., Any], one: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
-        original(one, str(self._elsewhere(logdir)), *args, **kwargs)
+        place = self._elsewhere(logdir)
+        place.mkdir(parents=True, exist_ok=True)
+        original(one, str(place), *args, **kwargs)
 
     def _open(self, original: Callable[..., Any], one: Any, name: Any, mode: str = "r", *args: Any, **kw: Any) -> None:
         if set(mode) & set("wa+"):

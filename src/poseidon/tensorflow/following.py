@@ -19,11 +19,12 @@ class Following:
     def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
         gradients = Gradients(team, report)
         self._sessions = Sessions(team, gradients, report)
+        self.datasets = Datasets(team.rank, team.size, options, report)
         self._parts = (
             gradients,
             self._sessions,
             Files(team, self._sessions, report) if options.files == "first" else None,
-            Datasets(team.rank, team.size, options, report),
+            self.datasets,
             Seeds(team.rank, seed),
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.client import session as sessions
+from tensorflow.python.training import basic_session_run_hooks
 
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
@@ -60,6 +61,7 @@ class Sessions:
         patches.wrap(sessions.BaseSession, "_do_run", self._run)
         patches.wrap(sessions.BaseSession, "make_callable", self._make_callable)
         patches.wrap(sessions.BaseSession, "close", self._close)
+        patches.wrap(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", self._is_time)
 
     def take_over(self, session: Any, variables: Sequence[Any]) -> None:
         """Make variables of a session equal to worker 0's. Collective."""
@@ -120,6 +122,13 @@ class Sessions:
             self._compare(session)
             del self._trainings[session]
         return original(session)
+
+    def _is_time(self, original: Callable[..., Any], timer: Any, step: Any) -> bool:
+        """Let hooks that go by the clock go by worker 0's, so that all workers fetch the same."""
+        mine = bool(original(timer, step))
+        if timer._every_secs is None:
+            return mine
+        return bool(self._team.gather_ints([int(mine)], "the time of a hook")[0][0])
 
     # Inside.
 

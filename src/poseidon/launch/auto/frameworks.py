@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -9,12 +10,18 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.team.team import Team
+
+if TYPE_CHECKING:
+    from poseidon.tensorflow.datasets import Datasets
+
+Aside = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context in which the hooks in PyTorch leave backwards alone."""
 
 
 class Follower(Protocol):
@@ -32,14 +39,17 @@ class Follower(Protocol):
 
 
 class Frameworks:
-    """Waits for TensorFlow to be imported."""
+    """Waits for TensorFlow and Keras to be imported."""
 
-    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
+    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report, aside: Aside) -> None:
         self._team = team
         self._options = options
         self._seed = seed
         self._report = report
+        self._aside = aside
         self._followers: list[Follower] = []
+        self._datasets: Datasets | None = None
+        self._has_keras = False
 
     @property
     def has_trained(self) -> bool:
@@ -51,6 +61,7 @@ class Frameworks:
         if self._team.rank:
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its C++ part knows nothing of a silenced stderr
         watch_import(patches, "tensorflow", lambda: self._follow_tensorflow(patches))
+        watch_import(patches, "keras", lambda: self._follow_keras(patches))
 
     def conclude(self) -> None:
         """Check at the end that the workers hold the same. Collective."""
@@ -61,8 +72,27 @@ class Frameworks:
         from poseidon.tensorflow.following import Following
 
         following = Following(self._team, self._options, self._seed, self._report)
-        following.install(patches)
-        self._followers.append(following)
+        self._datasets = following.datasets
+        self._follow(following, patches)
+        if self._has_keras:
+            self._follow_keras(patches)
+
+    def _follow_keras(self, patches: Patches) -> None:
+        self._has_keras = True
+        if "tensorflow" in sys.modules and self._datasets is None:
+            return  # it is TensorFlow, still being imported, that imports Keras
+        from poseidon.launch.auto.keras_models import KerasModels
+
+        self._follow(KerasModels(self._team, self._options, self._report, self._aside), patches)
+        if sys.modules["keras"].backend.backend() == "tensorflow":
+            from poseidon.tensorflow.eager import EagerLoops
+
+            assert self._datasets is not None  # Keras has imported TensorFlow
+            self._follow(EagerLoops(self._team, self._datasets, self._report), patches)
+
+    def _follow(self, follower: Follower, patches: Patches) -> None:
+        follower.install(patches)
+        self._followers.append(follower)
 
 
 def watch_import(patches: Patches, name: str, then: Callable[[], None]) -> None:
@@ -80,18 +110,27 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
-        self._then = then
+        self._then: Callable[[], None] | None = then
+        self._is_asking = False
 
     def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Return what the other finders say of the module."""
-        if fullname != self._name:
+        """Return what the other finders say of the module; being asked does not mean that it will be imported."""
+        if fullname != self._name or self._is_asking or self._then is None:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            spec.loader = _Loader(loader, self._then)
+            spec.loader = _Loader(loader, self._loaded)
         return spec
+
+    def _loaded(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 class _Loader(importlib.abc.Loader):

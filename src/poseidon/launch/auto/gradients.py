@@ -8,7 +8,8 @@ gradients that a script put in place itself in ``optimizer.step()``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ class Gradients:
         if is_alone and not self._has_averaged:
             self._report.say("nothing was averaged: no backward reached a parameter; each worker ran by itself")
         self._engines.verify()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave backwards alone inside this context: another front end sees to their gradients."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
 
     # Optimizers.
 

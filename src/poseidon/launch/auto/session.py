@@ -86,7 +86,7 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
     loaders.install(patches)
     if options.evaluation != "full":
         SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
-    frameworks = Frameworks(team, options, seed, report)
+    frameworks = Frameworks(team, options, seed, report, gradients.aside)
     frameworks.install(patches)
     return gradients, frameworks
 
