@@ -1,0 +1,213 @@
+"""Keras on JAX: gradients are exchanged between backward and the optimizer, inside the jitted train step.
+
+The host takes part through callbacks, which JAX runs in the order of the program: begin the step, moments of synchronized
+layers, factors and rows as backward makes them, and one that hands over everything and waits for the means. A compiled
+step leaves no room for overlap, but the factors of a Dense kernel and the rows of an Embedding travel as such: their
+backward gives them to a callback and leaves the local gradient zero.
+
+Which layers do so is fixed when a step is traced. The first step asks all of them, because the plan needs to see what
+they give; then the step is traced again for the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
+from poseidon.errors import UnsupportedError
+from poseidon.keras.backend import Backend, Exchange, Setup
+from poseidon.keras.batches import count_rows, unpack
+from poseidon.keras.jax_callbacks import Host
+from poseidon.keras.moments import MomentsExchange, replace_moments
+from poseidon.keras.taps import Tap, find_short_layers, tap
+from poseidon.keras.units import describe_variables
+from poseidon.planning.planner import Plan
+from poseidon.units import Kind
+
+
+def make_backend(model: Any) -> Backend:
+    """Return the backend for a compiled model."""
+    return JaxBackend(is_eager=bool(model.run_eagerly))
+
+
+class JaxBackend:
+    """Keras' JAX backend, jitted or eagerly."""
+
+    forms: frozenset[Kind] = frozenset(("linear", "embedding"))
+    has_sparse_means = False
+
+    def __init__(self, is_eager: bool) -> None:
+        why = "run_eagerly leaves" if is_eager else "a jitted step leaves"
+        self.timing = f"after backward: {why} no room for overlap"
+
+    def check(self, model: Any) -> None:
+        """Raise if something else distributes the model already."""
+        distribution = keras.distribution.distribution()
+        if distribution is not None:
+            raise UnsupportedError(
+                f"keras.distribution.{type(distribution).__name__} is active; remove "
+                "keras.distribution.set_distribution: Poseidon runs one worker per device"
+            )
+        if keras.config.is_nnx_enabled():
+            raise UnsupportedError(
+                f"{model.name} uses Flax NNX variables, which cannot be followed; unset KERAS_NNX_ENABLED"
+            )
+
+    def attach(self, setup: Setup) -> Exchange:
+        """Put the exchange into the train step. Collective."""
+        return JaxExchange(setup)
+
+
+class JaxExchange:
+    """The exchange of one model's gradients, in its train step and its optimizer."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._model = setup.model
+        self._optimizer = setup.model.optimizer
+        self._host = _make_host(setup)
+        self._units = list(setup.units)
+        self._position_of = {id(variable): position for position, variable in enumerate(setup.variables)}
+        self._layers = find_short_layers(setup)
+        self._tapped = {setup.units[number].positions[0] for number in self._layers}
+        self._followed: Plan | None = None
+        """The plan for which the step was traced; None: the first kind of step, which taps all it can."""
+        for number, layer in self._layers.items():
+            tap(layer, self._tap(layer, setup.units[number]))
+        self._synchronized = setup.synchronized
+        self._row_weight: Any = None
+        """Samples that a row of the batch counts for; None outside of a step."""
+        for layer in self._synchronized:
+            replace_moments(layer, self._combined)
+        self._is_averaged = False
+        self._train_step: Callable[..., Any] = setup.model.train_step
+        self._has_own_step = "train_step" in vars(setup.model)
+        self._make_train_function: Callable[..., Any] = setup.model.make_train_function
+        self._stateless_apply: Callable[..., Any] = self._optimizer.stateless_apply
+        self._optimizer.stateless_apply = self._average_and_apply
+        setup.model.make_train_function = self._make_ours
+        self._trace_anew()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The routes in force; None before the end of the first step."""
+        return self._host.front.plan
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of a callback."""
+        return self._host.error
+
+    def detach(self) -> None:
+        """Give model, layers and optimizer back as they were."""
+        for layer in self._layers.values():
+            del layer.call
+        for layer in self._synchronized:
+            del layer._moments
+        del self._optimizer.stateless_apply
+        del self._model.make_train_function
+        if self._has_own_step:
+            self._model.train_step = self._train_step
+        else:
+            del self._model.train_step
+        self._model.train_function = None
+        self._host.front.detach()
+
+    # Between steps.
+
+    def _trace_anew(self) -> None:
+        """Forget what was traced."""
+        # JAX knows a function again by equality, and a bound method would equal itself.
+        self._model.train_step = functools.partial(self._step)
+        self._model.train_function = None
+
+    def _make_ours(self, force: bool = False) -> None:
+        """Stand in for ``model.make_train_function``."""
+        if self._model.train_function is not None and not force:
+            return
+        self._make_train_function(force=True)
+        train = self._model.train_function
+
+        def train_function(state: Any, iterator: Any) -> Any:
+            logs_and_state = train(state, iterator)
+            if self._followed is None:
+                jax.block_until_ready(logs_and_state)
+            if self.plan is not self._followed:
+                self._follow_plan()
+            return logs_and_state
+
+        self._model.train_function = train_function
+
+    def _follow_plan(self) -> None:
+        """Leave those layers as they are whose gradients travel in full, and trace the step anew if that matters."""
+        is_first, self._followed = self._followed is None, self.plan
+        routes = {} if self._followed is None else self._followed.routes
+        short = {u.positions[0] for u in self._units if routes.get(u.name) in ("factors", "rows")} - self._host.tied
+        if short != self._tapped or (is_first and self._tapped):
+            self._tapped = short
+            self._trace_anew()
+            self._make_ours()
+
+    # Inside a step, while it is traced, or run eagerly.
+
+    def _step(self, state: Any, data: Any) -> Any:
+        """Stand in for ``model.train_step``."""
+        data, samples = unpack(data)
+        rows = count_rows(data)
+        samples = jnp.full((1,), rows, jnp.int32) if samples is None else samples
+        self._host.begin(samples)
+        self._is_averaged = False
+        self._row_weight = samples[0] / rows
+        logs, after = self._train_step(state, data)
+        self._row_weight = None
+        if not self._is_averaged:
+            raise UnsupportedError(
+                f"the train_step of {type(self._model).__name__} did not call self.optimizer.stateless_apply, so its "
+                "gradients cannot be followed; let it update the model through self.optimizer"
+            )
+        # A batch that does not count must leave no trace in the metrics.
+        *others, metrics = after
+        metrics = [jnp.where(samples[0] > 0, new, old) for new, old in zip(metrics, state[-1], strict=True)]
+        return logs, (*others, metrics)
+
+    def _average_and_apply(self, optimizer_variables: Any, gradients: Any, trainable_variables: Any) -> Any:
+        """Stand in for ``optimizer.stateless_apply``."""
+        self._is_averaged = True
+        positions = [self._position_of[id(variable)] for variable in self._optimizer._trainable_variables]
+        means = self._host.average(positions, gradients, frozenset(self._tapped), is_first=self._followed is None)
+        return self._stateless_apply(optimizer_variables, means, trainable_variables)
+
+    def _tap(self, layer: Any, unit: OutsideUnit) -> Tap:
+        position = unit.positions[0]
+
+        def multiply(inputs: Any) -> Any:
+            kernel = keras.ops.convert_to_tensor(layer._kernel)
+            if position not in self._tapped or not isinstance(inputs, jax.Array) or inputs.dtype != kernel.dtype:
+                return None
+            return self._host.multiply(position, inputs, kernel)
+
+        def look_up(inputs: Any) -> Any:
+            if position not in self._tapped or not isinstance(inputs, jax.Array):
+                return None
+            table = keras.ops.convert_to_tensor(layer._embeddings)
+            return self._host.look_up(position, table, keras.ops.cast(inputs, "int32"))
+
+        return multiply if unit.kind == "linear" else look_up
+
+    def _combined(self, mean: Any, variance: Any, count: Any, name: str) -> Any:
+        if self._row_weight is None:  # a call of the user's own, which the other workers may not make
+            return mean, variance
+        return self._host.combine(mean, variance, jnp.asarray(count * self._row_weight, mean.dtype), name)
+
+
+def _make_host(setup: Setup) -> Host:
+    front = OutsideFrontEnd(setup.team, describe_variables(setup.variables), setup.units, setup.options)
+    moments = None
+    if setup.moments is not None:
+        moments = MomentsExchange(setup.team, setup.moments, lambda: front.weight)
+    return Host(front, setup.units, moments)
