@@ -1,9 +1,9 @@
 """Keras on JAX: gradients are exchanged between backward and the optimizer, inside the jitted train step.
 
-The host takes part through callbacks, which JAX runs in the order of the program: begin the step, moments of synchronized
-layers, factors and rows as backward makes them, and one that hands over everything and waits for the means. A compiled
-step leaves no room for overlap, but the factors of a Dense kernel and the rows of an Embedding travel as such: their
-backward gives them to a callback and leaves the local gradient zero.
+The host takes part through callbacks, which JAX runs in the order of the program: begin the step, moments of
+synchronized layers, factors and rows as backward makes them, and one that hands over everything and waits for the
+means. A compiled step leaves no room for overlap, but the factors of a Dense kernel and the rows of an Embedding travel
+as such: their backward gives them to a callback and leaves the local gradient zero.
 
 Which layers do so is fixed when a step is traced. The first step asks all of them, because the plan needs to see what
 they give; then the step is traced again for the plan.

@@ -1,7 +1,7 @@
 """What a train step on JAX does on the host, and the differentiable operations that call it.
 
-All callbacks are ordered: JAX runs them one after the other, in the order of the program, on threads of its own. None of
-them waits for anything but the other workers.
+All callbacks are ordered: JAX runs them one after the other, in the order of the program, on threads of its own. None
+of them waits for anything but the other workers.
 """
 
 from __future__ import annotations
@@ -88,14 +88,16 @@ class Host:
             return tuple(wholes), (mean, wholes[0], share)
 
         def backward(saved: Any, gradients: Any) -> Any:
-            sums = self._call(lambda *arrays: moments.backward(*arrays, name), (like, like), *gradients)
+            sums = self._call(lambda left, right: moments.backward(left, right, name), (like, like), *gradients)
             return *differentiate(*sums, *saved), jnp.zeros_like(count)
 
         combined = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
         combined.defvjp(forward, backward)
         return combined(mean, variance, count)
 
-    def average(self, positions: Sequence[int], gradients: Sequence[Any], tapped: Collection[int], is_first: bool) -> Any:
+    def average(
+        self, positions: Sequence[int], gradients: Sequence[Any], tapped: Collection[int], is_first: bool
+    ) -> Any:
         """Return the means of gradients, handing over all of them and waiting.
 
         The gradient of a ``tapped`` variable is what its short form leaves out. The first kind of step copes if it is
@@ -159,7 +161,7 @@ class Host:
         """Return the gradient that has been taken in short form."""
         taken = self._taken.pop(position, [])
         if self._unit_at[position].kind == "linear":
-            return np.sum([x.T @ g for x, g in taken], axis=0)
+            return sum((x.T @ g for x, g in taken), start=np.zeros((), np.float32))
         total = np.zeros(self.front.shape(position), taken[0][1].dtype if taken else np.float32)
         for numbers, values in taken:
             np.add.at(total, numbers, values)

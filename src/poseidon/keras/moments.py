@@ -1,7 +1,7 @@
 """BatchNormalization over the samples of all workers: what travels, how it is put together, where it takes effect.
 
-Each worker computes the moments of its own rows, sends them to everybody, and combines all workers' in the same way, and
-so to the same bits. How a backend calls this in the middle of a step, and differentiates it, is in its own file.
+Each worker computes the moments of its own rows, sends them to everybody, and combines those of all workers in the same
+way, and so to the same bits. How a backend calls this in the middle of a step, and differentiates it, is in its own file.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def combine(parts: Array, rank: int) -> tuple[Array, Array, float]:
     return mean, variance, float(counts[rank, 0] / total)
 
 
-def differentiate(
-    by_mean: Any, by_variance: Any, mean: Any, whole_mean: Any, share: Any
-) -> tuple[Any, Any]:
+def differentiate(by_mean: Any, by_variance: Any, mean: Any, whole_mean: Any, share: Any) -> tuple[Any, Any]:
     """Return gradients by a worker's own moments, given those by the moments over all workers."""
     from_variance = by_variance * share
     return by_mean * share + 2.0 * from_variance * (mean - whole_mean), from_variance

@@ -14,7 +14,7 @@ from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.outputs import unreached
-from poseidon.engine.outside import OutsideUnit, _weight as step_weight
+from poseidon.engine.outside import OutsideUnit, step_weight
 from poseidon.errors import UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup
 from poseidon.keras.batches import count_rows, unpack
@@ -52,7 +52,7 @@ class TorchBackend:
 
 
 class StepWeight:
-    """This worker's weight in each step: its samples, compared with what everybody has."""
+    """How much a worker counts in each step: its samples, compared with everybody's."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -144,8 +144,8 @@ class TorchExchange:
         self._row_weight = None
         if self._engine.step == step:
             raise UnsupportedError(
-                f"the train_step of {type(self._model).__name__} did not call backward() on a loss of its variables, so "
-                "its gradients cannot be followed; let autograd compute them"
+                f"the train_step of {type(self._model).__name__} did not call backward() on a loss of its variables, "
+                "so its gradients cannot be followed; let autograd compute them"
             )
         # A batch that does not count must leave no trace. Metrics made in this very step come after the others.
         for variable, value in zip(self._model.metrics_variables, before, strict=False):
@@ -156,7 +156,9 @@ class TorchExchange:
         if self._row_weight is None:  # a call of the user's own, which the other workers may not make
             return mean, variance
         function: Any = _CombinedMoments
-        found: tuple[Tensor, Tensor] = function.apply(mean, variance, float(count) * self._row_weight, self._moments, name)
+        found: tuple[Tensor, Tensor] = function.apply(
+            mean, variance, float(count) * self._row_weight, self._moments, name
+        )
         return found
 
     def _scale_and_watch(self, loss: Any) -> Any:
