@@ -17,6 +17,7 @@ Without the hook workers get a KeyboardInterrupt wherever they are, as a script 
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
-    """Notes requests to stop instead of being interrupted by them; use on the main thread, as a context manager.
+    """Notes requests to stop instead of being interrupted by them; a context manager.
+
+    Only the main thread can hear signals. Where the loop runs on another one, as in Ray's workers, whoever started it
+    stops it in its own way, and :meth:`agreed` stays False.
 
     ``every`` is how often :meth:`agreed` really asks the other workers, which costs a small collective operation.
     """
@@ -37,7 +41,8 @@ class Stopping:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stopping:
-        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,15 @@ def test_a_request_to_stop_is_noted_and_does_not_interrupt() -> None:
         assert stop.agreed()
         assert not stop.agreed(), "asked every second time only"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_loop_on_another_thread_runs_without_hearing_signals() -> None:
+    def loop() -> bool:
+        with Stopping() as stop:
+            return stop.agreed()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(loop).result() is False
 
 
 def test_a_worker_tells_the_launcher_through_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
