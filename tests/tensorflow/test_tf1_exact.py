@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs_tensorflow import MARKS
 
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.patches import Patches
@@ -17,7 +18,7 @@ from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.team import Team
 from ranks import run_ranks
 
-pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+pytestmark = MARKS
 
 SLOW = Link(bits_per_s=1e8, latency_s=1e-5)
 """Assumed instead of measured: saves the time, and makes short forms of gradients worth while."""
@@ -54,7 +55,6 @@ def train_all(names: list[str]) -> dict[str, Any]:
     return {**results, "said": said.getvalue()}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ten_steps_equal_those_of_one_worker(size: int, tmp_path: Path) -> None:
     names = ["mlp", "cnn", "embedding", "lstm", "transformer"]

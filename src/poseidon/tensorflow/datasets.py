@@ -47,7 +47,8 @@ class Datasets:
 
     def deal(self, dataset: Any) -> Any:
         """Return this worker's part of a dataset, or all of it if it is not for training."""
-        name = find_name(dataset)
+        # What a graph takes is wrapped for it; the script may have either.
+        name = find_name(dataset) or find_name(getattr(dataset, "_dataset", None) or dataset)
         label = name or "a dataset"
         if not self._is_for_training(dataset, name):
             self._report.say(f"{label}: whole on every worker (not shuffled or repeated, or named as for evaluation)")
@@ -107,8 +108,7 @@ class Datasets:
 
     def _take_turns(self, dataset: Any) -> Any:
         def mine(*windows: Any) -> Any:
-            datasets = tf.nest.map_structure(lambda window: window, windows)
-            joined = tf.data.Dataset.zip(datasets if len(datasets) > 1 else datasets[0])
+            joined = tf.data.Dataset.zip(windows if len(windows) > 1 else windows[0])
             return joined.skip(self._rank).take(1)
 
         return dataset.window(self._size, drop_remainder=True).flat_map(mine)

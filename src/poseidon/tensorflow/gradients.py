@@ -20,6 +20,7 @@ import tensorflow as tf
 import torch.distributed as dist
 from tensorflow.python.ops import gradients_impl
 from tensorflow.python.training import optimizer as optimizers
+from tensorflow.python.training import server_lib, sync_replicas_optimizer
 
 from poseidon.engine.outside import ExchangeOptions, OutsideFrontEnd, OutsideUnit, OutsideVariable, check_alike
 from poseidon.errors import UnsupportedError
@@ -36,7 +37,6 @@ v1 = tf.compat.v1
 
 _LEAST_MATRIX = 2**14
 """Values of a matrix below which its factors are not worth looking at: it fits in a packet or two."""
-_REFUSED = ("SyncReplicasOptimizer",)
 Pair = tuple[Any, Any]
 """A gradient, or None, and its variable."""
 
@@ -83,6 +83,8 @@ class Gradients:
         patches.wrap(optimizers.Optimizer, "apply_gradients", self._apply)
         for original in (gradients_impl.gradients, gradients_impl.gradients_v2):
             replace_everywhere(patches, original, self._record)
+        for kind in (sync_replicas_optimizer.SyncReplicasOptimizer, server_lib.Server):
+            patches.wrap(kind, "__init__", _refuse)
         patches.on_undo(self.close)
 
     def begins(self, graph: Any) -> dict[str, int]:
@@ -261,14 +263,19 @@ class _Form:
 
 def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
-    if name in _REFUSED:
-        raise UnsupportedError(f"{name} distributes the script itself; use the optimizer that it wraps, or no --auto")
     if tf.distribute.has_strategy():
         strategy = type(tf.distribute.get_strategy()).__name__
         raise UnsupportedError(
             f"{name} is used inside tf.distribute's {strategy}: two systems cannot distribute one script; remove the "
             "strategy, or run without --auto"
         )
+
+
+def _refuse(_: Callable[..., Any], one: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001 - as the original
+    raise UnsupportedError(
+        f"this script distributes itself (tf.train.{type(one).__name__}); run it without --auto, or take that part "
+        "out: written for one device, it needs nothing else"
+    )
 
 
 def _check_shapes(pairs: Sequence[Pair]) -> None:

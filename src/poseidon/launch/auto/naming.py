@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_NOT_THE_SCRIPT = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_SCRIPT = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = ("tensorflow.", "keras.")
 
 
 def find_name(wanted: Any) -> str | None:
@@ -20,10 +21,15 @@ def find_name(wanted: Any) -> str | None:
     name: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        if not _is_library(frame):
             name = _name_in(frame, wanted) or name
         frame = frame.f_back
     return name
+
+
+def _is_library(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT) or f"{module}.".startswith(_LIBRARIES)
 
 
 def _name_in(frame: FrameType, wanted: Any) -> str | None:

@@ -1,0 +1,107 @@
+"""What ``--auto`` does around a TensorFlow 1 graph: feeds, fetches, datasets, random numbers, files, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from needs_tensorflow import MARKS
+
+from ranks import run_ranks
+
+pytestmark = MARKS
+
+
+def run_parts(folder: str) -> Any:
+    from tf1_parts import check_all
+
+    return check_all(folder)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two workers found, in one run for all tests."""
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTRAOP_THREADS": "1"}
+    return run_ranks(run_parts, 2, str(tmp_path_factory.mktemp("parts")), env=env, timeout_s=600)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other_graphs", ["MismatchError", "odd has shape [4, 1] on rank 0 and [4, 2] on rank 1"]),
+        ("inside_strategy", ["UnsupportedError", "MirroredStrategy", "remove the strategy"]),
+        ("sync_replicas", ["UnsupportedError", "SyncReplicasOptimizer", "run it without --auto"]),
+        ("own_server", ["UnsupportedError", "tf.train.Server", "run it without --auto"]),
+        ("eager_v1", ["UnsupportedError", "cannot be followed", "disable_eager_execution()"]),
+        ("unknown_shape", ["UnsupportedError", "any has shape", "give it one"]),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_on_every_worker(
+    case: str, words: list[str], results: list[dict[str, Any]]
+) -> None:
+    for result in results:
+        message = result["refused"][case]
+        assert all(word in message for word in words), message
+
+
+def test_batches_of_a_fixed_length_stay_whole_and_it_says_so(results: list[dict[str, Any]]) -> None:
+    for apart, start, _ in (result["fixed"] for result in results):
+        assert apart < 1e-12
+        assert start == results[0]["fixed"][1]
+    assert "fed batches stay whole" in results[0]["fixed"][2]
+    assert "write None for the batch" in results[0]["fixed"][2]
+
+
+def test_fetched_rows_and_means_are_those_of_the_whole_batch(results: list[dict[str, Any]]) -> None:
+    for (apart, count), mean in (result["fetched"] for result in results):
+        assert (apart < 1e-12, count) == (True, 7)
+        assert abs(mean) < 1e-12
+
+
+def test_gradients_of_unknown_origin_are_averaged_when_applied(results: list[dict[str, Any]]) -> None:
+    assert all(result["by hand"] < 1e-12 for result in results)
+    assert "did not come from tf.gradients" in results[0]["said"]
+
+
+def test_moving_averages_are_those_of_worker_0_also_after_a_restore(results: list[dict[str, Any]]) -> None:
+    for found, expected in (result["averages"] for result in results):
+        assert found == results[0]["averages"][0]
+        assert abs(found - expected) < 1e-12
+    assert "averages.ckpt-3.index" in results[0]["files"]
+
+
+def test_noise_differs_between_workers_and_the_order_of_data_does_not(results: list[dict[str, Any]]) -> None:
+    (noise, order), (other_noise, other_order) = (result["random"] for result in results)
+    assert noise != other_noise
+    assert order == other_order
+
+
+def test_a_dataset_in_a_graph_is_dealt_out_with_every_sample_counted_once(results: list[dict[str, Any]]) -> None:
+    *mine, (total,) = results[0]["graph dataset"]
+    *theirs, (other_total,) = results[1]["graph dataset"]
+    assert [len(part) for part in mine] == [len(part) for part in theirs] == [4, 4, 3]
+    assert sorted(value for part in mine + theirs for value in part) == list(range(22))
+    means = [sum(a + b) / len(a + b) for a, b in zip(mine, theirs, strict=True)]
+    assert total == other_total == round(sum(means) * 1000)
+
+
+def test_datasets_are_dealt_out_by_rows(results: list[dict[str, Any]]) -> None:
+    deals = results[0]["deals"]
+    first, second = deals["per-worker"]
+    assert [x for x, _ in first] == [[0, 1, 2], [6, 7]]
+    assert [x for x, _ in second] == [[3, 4, 5], [8, 9]]
+    assert [y for _, y in second] == [[-3, -4, -5], [-8, -9]]
+    assert deals["total"] == [[[0], [3], [6], [9]], [[1, 2], [4, 5], [7, 8], [9]]]
+    assert deals["full"] == [[2], [[0, 1], [4, 5]]]
+
+
+def test_what_has_no_rows_to_join_is_dealt_out_by_turns(results: list[dict[str, Any]]) -> None:
+    deals = results[0]["deals"]
+    assert deals["single"] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert [len(part) for part in deals["turns"]] == [2, 2]
+
+
+def test_data_for_evaluation_stay_whole(results: list[dict[str, Any]]) -> None:
+    deals = results[0]["deals"]
+    assert deals["whole"] == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
+    assert deals["test"] == [list(range(10))] * 2

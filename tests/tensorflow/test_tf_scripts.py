@@ -1,0 +1,119 @@
+"""Plain TensorFlow and Keras scripts (``tests/auto_scripts``), as they are, by ``poseidon run --auto`` and psd_run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from needs_tensorflow import MARKS
+
+from poseidon.planning.cluster import Cluster, Link
+
+pytestmark = MARKS
+
+SCRIPTS = Path(__file__).parents[1] / "auto_scripts"
+LINK = Link(bits_per_s=1e9, latency_s=1e-5)
+"""Assumed instead of measured, to save the time."""
+
+
+def run(words: list[str], folder: Path, **env: str) -> str:
+    """Run a command to its end in a folder; return what it writes."""
+    unwanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "KERAS_BACKEND")
+    base = {name: value for name, value in os.environ.items() if name not in unwanted}
+    cluster = folder / "links.json"
+    Cluster(machines=2, between=LINK, inside=LINK).save(cluster)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTRAOP_THREADS": "1"}
+    base |= {"OMP_NUM_THREADS": "1", "POSEIDON_CLUSTER": str(cluster), **quiet, **env}
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=base, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def run_auto(script: str, folder: Path, *options: str) -> str:
+    words = ["-m", "poseidon.launch.cli", "run", "--quiet", "--log-dir", "none", "--nproc", "2", "--auto", *options]
+    return run([*words, str(SCRIPTS / script)], folder)
+
+
+def run_psd(folder: Path, command: str) -> str:
+    cluster = {"worker_nodes": ["127.0.0.1", "127.0.0.1"], "server_nodes": ["127.0.0.1"], "master_node": "127.0.0.1"}
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    return run(["-m", "poseidon.launch.psd_run", "-c", "cluster.json", "-o", "logs_of_nodes", command], folder)
+
+
+def load(path: Path) -> dict[str, Any]:
+    with np.load(path) as found:
+        return dict(found)
+
+
+def test_a_script_with_placeholders_comes_out_as_alone(tmp_path: Path) -> None:
+    said = run_auto("tf_digits_feed.py", tmp_path)
+    together = load(tmp_path / "tf_digits_feed.npz")
+    assert "of 64 rows this one computes 32" in said
+    alone_folder = tmp_path / "alone"
+    alone_folder.mkdir()
+    run([str(SCRIPTS / "tf_digits_feed.py")], alone_folder)
+    alone = load(alone_folder / "tf_digits_feed.npz")
+    for name, values in alone.items():
+        # 40 steps in float32, with sums in another order.
+        np.testing.assert_allclose(together[name], values, rtol=1e-3, atol=1e-3)
+    assert (tmp_path / "model.ckpt-40.index").exists()
+    assert len(list((tmp_path / "logs").iterdir())) == 1, "one worker writes summaries"
+
+
+def test_a_monitored_session_with_data_of_its_own(tmp_path: Path) -> None:
+    said = run_auto("tf_digits_monitored.py", tmp_path)
+    assert "dealt out, batches of 50 (100 in all)" in said
+    found = load(tmp_path / "tf_digits_monitored.npz")
+    # 60 batches are 30 for each worker; hooks take some of them outside of training.
+    assert 25 <= int(found["steps"]) <= 30
+    assert float(found["accuracy"]) > 0.5
+    assert len(list((tmp_path / "train").glob("events*"))) == 1, "one worker writes summaries"
+
+
+def test_a_keras_script_with_callbacks(tmp_path: Path) -> None:
+    said = run_auto("keras_digits.py", tmp_path)
+    assert "fit's data are dealt out" in said
+    assert "12/12" in said, "1,350 samples in batches of 60, two at a time"
+    history = json.loads((tmp_path / "history.json").read_text())
+    with (tmp_path / "history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["val_loss"]) for row in rows] == pytest.approx(history["val_loss"])
+    assert float(load(tmp_path / "keras_digits.npz")["accuracy"]) > 0.6
+    assert (tmp_path / "digits.keras").exists()
+
+
+def test_a_keras_script_with_tf_data(tmp_path: Path) -> None:
+    said = run_auto("keras_text.py", tmp_path)
+    assert "13/13" in said, "25 batches, two at a time"
+    assert float(load(tmp_path / "keras_text.npz")["accuracy"]) > 0.6
+
+
+def test_a_loop_of_tensorflow_2(tmp_path: Path) -> None:
+    said = run_auto("tf2_loop.py", tmp_path)
+    assert "gradients are averaged when they are applied" in said
+    found = load(tmp_path / "tf2_loop.npz")
+    assert int(found["batches"]) == 30, "two epochs of 30 batches, two at a time"
+    assert float(found["accuracy"]) > 0.5
+
+
+@pytest.mark.parametrize("script", ["tf_digits_monitored", "keras_digits", "keras_text"])
+def test_the_originals_command_runs_scripts(script: str, tmp_path: Path) -> None:
+    said = run_psd(tmp_path, f"python {SCRIPTS / script}.py")
+    assert "server_nodes: not needed" in said
+    assert float(load(tmp_path / f"{script}.npz")["accuracy"]) > 0.5
+    assert sorted(path.name for path in (tmp_path / "logs_of_nodes").iterdir()) == ["worker-0.log", "worker-1.log"]
+
+
+def test_the_originals_command_takes_a_command_for_each_worker(tmp_path: Path) -> None:
+    script = SCRIPTS / "tf_digits_feed.py"
+    run_psd(tmp_path, f"python {script} --steps 12,python {script} --batch 64 --steps 12")
+    assert (tmp_path / "model.ckpt-12.index").exists()

@@ -1,0 +1,209 @@
+"""What ranks do for ``test_tf1_parts.py``: small graphs, each for one thing that ``--auto`` must see to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from poseidon.errors import PoseidonError
+from poseidon.launch.auto.options import AutoOptions
+from poseidon.launch.auto.report import Report
+from poseidon.tensorflow.datasets import Datasets
+
+v1 = tf.compat.v1
+
+
+def line(rows: int | None = None, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+    """Return placeholders, a variable and the loss of a straight line."""
+    x, y = v1.placeholder(tf.float64, [rows, 3], "x"), v1.placeholder(tf.float64, [rows], "y")
+    weights = v1.get_variable("weights", initializer=np.random.default_rng(seed).normal(size=(3, 1)))
+    return x, y, weights, tf.reduce_mean(tf.square(tf.squeeze(tf.matmul(x, weights), 1) - y))
+
+
+def batch(rows: int = 6) -> tuple[Any, Any]:
+    generator = np.random.default_rng(5)
+    return generator.normal(size=(rows, 3)), generator.normal(size=rows)
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    """Return the error that an action ends with."""
+    try:
+        with tf.Graph().as_default():
+            action()
+    except PoseidonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def other_graphs() -> None:
+    shape = [4, 1 + int(os.environ["RANK"])]
+    loss = tf.reduce_sum(v1.get_variable("odd", shape, tf.float64))
+    v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+
+
+def inside_strategy() -> None:
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        v1.train.GradientDescentOptimizer(0.1).compute_gradients(line()[3])
+
+
+def sync_replicas() -> None:
+    v1.train.SyncReplicasOptimizer(v1.train.GradientDescentOptimizer(0.1), 2)
+
+
+def own_server() -> None:
+    v1.train.Server({"worker": ["127.0.0.1:1"]}, start=False)
+
+
+def eager_v1() -> None:
+    with tf.init_scope():
+        variable = tf.Variable(1.0)
+        v1.train.GradientDescentOptimizer(0.1).minimize(lambda: variable * 2.0, var_list=[variable])
+
+
+def unknown_shape() -> None:
+    variable = v1.get_variable("any", initializer=v1.placeholder(tf.float64, None), validate_shape=False)
+    v1.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_sum(variable))
+
+
+def refused() -> dict[str, str]:
+    actions = (other_graphs, inside_strategy, sync_replicas, own_server, eager_v1, unknown_shape)
+    return {action.__name__: message_of(action) for action in actions}
+
+
+def fixed_rows(said: Any) -> tuple[float, float, str]:
+    """Train where placeholders have a fixed length: everybody computes everything."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, y, weights, loss = line(6)
+        step = v1.train.GradientDescentOptimizer(0.125).minimize(loss)
+        session.run(v1.global_variables_initializer())
+        inputs, labels = batch()
+        start = session.run(weights)
+        session.run(step, {x: inputs, y: labels})
+        expected = start - 0.125 * (2 / 6) * inputs.T @ (inputs @ start - labels[:, None])
+        return float(np.abs(session.run(weights) - expected).max()), float(start.sum()), said.getvalue()
+
+
+def fetched() -> tuple[list[float], float]:
+    """Fetch rows and a mean beside a step: they are those of the whole batch."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, y, weights, loss = line()
+        rows = tf.squeeze(tf.matmul(x, weights), 1)
+        step = v1.train.AdamOptimizer(0.0).minimize(loss)
+        session.run(v1.global_variables_initializer())
+        inputs, labels = batch(7)
+        _, found, mean, length = session.run([step, rows, loss, tf.shape(rows)[0]], {x: inputs, y: labels})
+        expected = (inputs @ session.run(weights))[:, 0]
+        assert length in (3, 4)
+        return [float(np.abs(found - expected).max()), len(found)], float(mean - np.mean((expected - labels) ** 2))
+
+
+def by_hand() -> float:
+    """Apply gradients that no tf.gradients made."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, y, weights, _ = line()
+        gradient = tf.reduce_mean(x, 0)[:, None] * 1.0
+        step = v1.train.GradientDescentOptimizer(1.0).apply_gradients([(gradient, weights)])
+        session.run(v1.global_variables_initializer())
+        inputs, labels = batch()
+        start = session.run(weights)
+        session.run(step, {x: inputs, y: labels})
+        return float(np.abs(start - session.run(weights) - inputs.mean(0)[:, None]).max())
+
+
+def moving_averages(rank: int) -> tuple[float, float]:
+    """Keep an average of each worker's own batch: worker 0's counts. Return the averages here and in the checkpoint."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, y, _, loss = line()
+        average = v1.get_variable("average", [], tf.float64, tf.zeros_initializer(), trainable=False)
+        with tf.control_dependencies([v1.assign(average, 0.5 * average + tf.reduce_mean(x))]):
+            step = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+        session.run(v1.global_variables_initializer())
+        inputs, labels = batch()
+        for _ in range(3):
+            session.run(step, {x: inputs, y: labels})
+        expected = (1 + 0.5 + 0.25) * inputs[:3].mean()
+        saver = v1.train.Saver()
+        path = saver.save(session, "./averages.ckpt", global_step=3)
+        session.run(v1.assign(average, 100.0 + rank))
+        saver.restore(session, path)
+        return float(session.run(average)), float(expected)
+
+
+def random_numbers() -> tuple[list[float], list[int]]:
+    """Return noise in the graph, which is each worker's own, and the order of a dataset, which is the same."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        v1.set_random_seed(3)
+        noise = tf.random.uniform([2])
+        test_data = tf.data.Dataset.range(20).shuffle(20)
+        items = v1.data.make_one_shot_iterator(test_data).get_next()
+        order = [int(session.run(items)) for _ in range(10)]
+        return [float(value) for value in session.run(noise)], order
+
+
+def graph_dataset() -> list[list[int]]:
+    """Return the batches that one worker gets of 22 samples in batches of 4, and train on them."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        samples = tf.data.Dataset.range(22).shuffle(22, seed=1).map(lambda i: tf.cast(i, tf.float64)).batch(4)
+        values = v1.data.make_one_shot_iterator(samples).get_next()
+        total = v1.get_variable("total", [], tf.float64, tf.zeros_initializer())
+        step = v1.train.GradientDescentOptimizer(1.0).minimize(-total * tf.reduce_mean(values))
+        session.run(v1.global_variables_initializer())
+        seen: list[list[int]] = []
+        while True:
+            try:
+                seen.append([int(value) for value in session.run([step, values])[1]])
+            except tf.errors.OutOfRangeError:
+                return [*seen, [round(float(session.run(total)) * 1000)]]
+
+
+def deal(rank: int, dataset: Any, **options: Any) -> list[Any]:
+    """Return what a worker of two gets of a dataset, as lists."""
+    dealt = Datasets(rank, 2, AutoOptions(**options), Report(False)).deal(dataset)
+    return [tf.nest.map_structure(lambda part: part.numpy().tolist(), element) for element in dealt]
+
+
+def eager_deals() -> dict[str, Any]:
+    ten = tf.data.Dataset.range(10)
+    repeated = ten.repeat(1)
+    pairs = tf.data.Dataset.zip((ten, ten.map(lambda i: -i))).repeat(1)
+    padded = ten.repeat(1).map(lambda i: tf.fill([i % 3 + 1], i)).padded_batch(2)
+    test_set = ten.shuffle(10).batch(3)
+    full = Datasets(0, 2, AutoOptions(), Report(False)).deal(repeated.batch(2, drop_remainder=True))
+    return {
+        "per-worker": [deal(rank, pairs.batch(3)) for rank in range(2)],
+        "total": [deal(rank, repeated.batch(3), batch="total") for rank in range(2)],
+        "full": [full.element_spec.shape.as_list(), [part.numpy().tolist() for part in full]],
+        "turns": [deal(rank, padded) for rank in range(2)],
+        "single": [deal(rank, repeated) for rank in range(2)],
+        "whole": [deal(rank, ten.batch(4)) for rank in range(2)],
+        "test": [sorted(value for part in deal(rank, test_set) for value in part) for rank in range(2)],
+    }
+
+
+def check_all(folder: str) -> dict[str, Any]:
+    from test_tf1_exact import follow
+
+    rank = int(os.environ["RANK"])
+    os.chdir(folder)
+    deals = eager_deals() if rank == 0 else None
+    following, patches, said = follow()
+    results = {
+        "deals": deals,
+        "refused": refused(),
+        "fixed": fixed_rows(said),
+        "fetched": fetched(),
+        "by hand": by_hand(),
+        "averages": moving_averages(rank),
+        "random": random_numbers(),
+        "graph dataset": graph_dataset(),
+    }
+    following.conclude()
+    patches.undo()
+    sys.stderr = sys.__stderr__
+    return {**results, "files": sorted(path.name for path in Path().iterdir()), "said": said.getvalue()}
