@@ -63,6 +63,14 @@ def test_gradients_of_unknown_origin_are_averaged_when_applied(results: list[dic
     assert "did not come from tf.gradients" in results[0]["said"]
 
 
+def test_gradients_travel_during_backward(results: list[dict[str, Any]]) -> None:
+    assert all(result["overlap"] for result in results)
+
+
+def test_learning_rates_are_multiplied_if_asked_for(results: list[dict[str, Any]]) -> None:
+    assert [result["rate"] for result in results] == [2.0, 2.0]
+
+
 def test_moving_averages_are_those_of_worker_0_also_after_a_restore(results: list[dict[str, Any]]) -> None:
     for found, expected in (result["averages"] for result in results):
         assert found == results[0]["averages"][0]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from test_tf1_exact import follow
 
+from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import PoseidonError
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.report import Report
@@ -116,6 +120,53 @@ def by_hand() -> float:
         return float(np.abs(start - session.run(weights) - inputs.mean(0)[:, None]).max())
 
 
+def overlap() -> bool:
+    """Tell whether the top layer's gradient leaves while the bottom layer's is still to be computed.
+
+    The bottom layer's backward waits for it, so it is no matter of time.
+    """
+    has_left = threading.Event()
+    seen: list[bool] = []
+
+    def wait(gradient: Any) -> Any:
+        seen.append(has_left.wait(60))
+        return gradient
+
+    @tf.custom_gradient
+    def bottom(x: Any) -> Any:
+        return tf.identity(x), lambda gradient: tf.ensure_shape(tf.numpy_function(wait, [gradient], x.dtype), x.shape)
+
+    give = OutsideFrontEnd.give
+
+    def noted(front: Any, position: int, gradient: Any) -> None:
+        give(front, position, gradient)
+        if position == 1:
+            has_left.set()
+
+    with tf.Graph().as_default(), mock.patch.object(OutsideFrontEnd, "give", noted):
+        x, y, weights, _ = line()
+        top = v1.get_variable("top", initializer=np.ones([1, 1]))
+        output = tf.matmul(bottom(tf.matmul(x, weights)), top)
+        step = v1.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_mean(tf.square(output[:, 0] - y)))
+        with v1.Session(config=v1.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=4)) as session:
+            session.run(v1.global_variables_initializer())
+            session.run(step, dict(zip((x, y), batch(), strict=True)))
+    return seen == [True]
+
+
+def scaled_rate(options: AutoOptions) -> float:
+    """Return by how much a step of rate 1 moves what has gradient 1."""
+    _, patches, _ = follow(options)
+    with tf.Graph().as_default(), v1.Session() as session:
+        variable = v1.get_variable("v", [], tf.float64, tf.zeros_initializer())
+        step = v1.train.GradientDescentOptimizer(1.0).minimize(-variable)
+        session.run(v1.global_variables_initializer())
+        session.run(step)
+        value = float(session.run(variable))
+    patches.undo()
+    return value
+
+
 def moving_averages(rank: int) -> tuple[float, float]:
     """Keep an average of each worker's own batch: worker 0's counts. Return the averages here and in the checkpoint."""
     with tf.Graph().as_default(), v1.Session() as session:
@@ -187,23 +238,23 @@ def eager_deals() -> dict[str, Any]:
 
 
 def check_all(folder: str) -> dict[str, Any]:
-    from test_tf1_exact import follow
-
     rank = int(os.environ["RANK"])
     os.chdir(folder)
     deals = eager_deals() if rank == 0 else None
     following, patches, said = follow()
-    results = {
+    results: dict[str, Any] = {
         "deals": deals,
         "refused": refused(),
         "fixed": fixed_rows(said),
         "fetched": fetched(),
         "by hand": by_hand(),
+        "overlap": overlap(),
         "averages": moving_averages(rank),
         "random": random_numbers(),
         "graph dataset": graph_dataset(),
     }
     following.conclude()
     patches.undo()
+    results["rate"] = scaled_rate(AutoOptions(scale_lr=True))
     sys.stderr = sys.__stderr__
     return {**results, "files": sorted(path.name for path in Path().iterdir()), "said": said.getvalue()}

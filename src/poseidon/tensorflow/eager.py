@@ -25,6 +25,7 @@ from poseidon.engine.outside import (
     take_from_first,
 )
 from poseidon.errors import UnsupportedError
+from poseidon.launch.auto.keras_models import scale_rate
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.team.team import Team
@@ -36,8 +37,10 @@ from poseidon.tensorflow.exchange import GraphExchange
 class EagerLoops:
     """Averages what Keras optimizers are given outside of ``fit``."""
 
-    def __init__(self, team: Team, datasets: Datasets, report: Report) -> None:
+    def __init__(self, team: Team, datasets: Datasets, report: Report, rate: float = 1.0) -> None:
         self._team = team
+        self._rate = rate
+        """Factor for learning rates."""
         self._datasets = datasets
         self._report = report
         self._exchanges: dict[tuple[int, ...], tuple[GraphExchange, Sequence[Any]]] = {}
@@ -106,6 +109,8 @@ class EagerLoops:
         taken = take_from_first(team, [np.asarray(variable) for variable in variables])
         for variable, value in zip(variables, taken, strict=True):
             variable.assign(value)
+        if self._rate != 1.0:
+            scale_rate(optimizer, self._rate, self._report)
         units = [OutsideUnit(one.name, "dense", (i,)) for i, one in enumerate(described)]
         front = OutsideFrontEnd(team, described, units, ExchangeOptions(timeout_s=self._team.timeout_s))
         self._report.say(

@@ -17,7 +17,7 @@ class Following:
     """The hooks in TensorFlow, and what is checked at the end."""
 
     def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
-        gradients = Gradients(team, report)
+        gradients = Gradients(team, report, float(team.size) if options.scale_lr else 1.0)
         self._sessions = Sessions(team, gradients, report)
         self.datasets = Datasets(team.rank, team.size, options, report)
         self._parts = (

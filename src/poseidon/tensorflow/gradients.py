@@ -69,9 +69,12 @@ class _Notes:
 class Gradients:
     """Watches optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
 
-    def __init__(self, team: Team, report: Report) -> None:
+    def __init__(self, team: Team, report: Report, rate: float = 1.0) -> None:
         self._team = team
         self._report = report
+        self._rate = rate
+        """Factor for learning rates."""
+        self._scaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._notes: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
         self._cluster: Cluster | None = None
         self._is_inside = False
@@ -122,6 +125,7 @@ class Gradients:
         _check(optimizer)
         if tf.executing_eagerly():
             return original(optimizer, pairs, *args, **kwargs)
+        self._scale(optimizer)
         updated = original(optimizer, self._completed(type(optimizer).__name__, list(pairs)), *args, **kwargs)
         self._notes_of(v1.get_default_graph()).owned.update(v.op.name for v in optimizer.variables())
         return updated
@@ -136,6 +140,15 @@ class Gradients:
         return found
 
     # Inside.
+
+    def _scale(self, optimizer: Any) -> None:
+        if self._rate == 1.0 or optimizer in self._scaled:
+            return
+        self._scaled.add(optimizer)
+        for name in ("_learning_rate", "_lr"):
+            value = getattr(optimizer, name, None)
+            if value is not None:
+                setattr(optimizer, name, (value() if callable(value) else value) * self._rate)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

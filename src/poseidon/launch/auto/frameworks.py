@@ -88,7 +88,8 @@ class Frameworks:
             from poseidon.tensorflow.eager import EagerLoops
 
             assert self._datasets is not None  # Keras has imported TensorFlow
-            self._follow(EagerLoops(self._team, self._datasets, self._report), patches)
+            rate = float(self._team.size) if self._options.scale_lr else 1.0
+            self._follow(EagerLoops(self._team, self._datasets, self._report, rate), patches)
 
     def _follow(self, follower: Follower, patches: Patches) -> None:
         follower.install(patches)

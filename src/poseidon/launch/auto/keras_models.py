@@ -80,7 +80,7 @@ class KerasModels:
         # The model itself is kept, so that no other one takes its identity.
         self._distributed[id(model)] = (model, made)
         if self._options.scale_lr:
-            model.optimizer.learning_rate = float(model.optimizer.learning_rate) * self._team.size
+            scale_rate(model.optimizer, self._team.size, self._report)
         batch = "a batch for each worker" if self._options.batch == "per-worker" else "each batch divided"
         self._report.say(
             f"{model.name}: taken from worker 0; fit's data are dealt out, {batch}; gradients are averaged in every "
@@ -123,6 +123,14 @@ class KerasModels:
         for _, distribution in self._distributed.values():
             distribution.close()
         self._distributed.clear()
+
+
+def scale_rate(optimizer: Any, factor: float, report: Report) -> None:
+    """Multiply an optimizer's learning rate, unless a schedule gives it."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        report.say(f"{optimizer.name}: its learning rate comes from a schedule and stays as it is")
+    else:
+        optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
 
 def _owner(name: str) -> Any:
