@@ -1,7 +1,7 @@
 """BatchNormalization over the samples of all workers: what travels, how it is put together, where it takes effect.
 
 Each worker computes the moments of its own rows, sends them to everybody, and combines those of all workers in the same
-way, and so to the same bits. How a backend calls this in the middle of a step, and differentiates it, is in its own file.
+way, and so to the same bits. How a backend calls this in the middle of a step, and differentiates it, is up to it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
-from poseidon.engine.outputs import unreached
 from poseidon.engine.outside import OutsideUnit, step_weight
 from poseidon.errors import UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup
@@ -81,10 +81,9 @@ class TorchExchange:
 
     def __init__(self, setup: Setup) -> None:
         self._model = setup.model
-        self._optimizer = setup.model.optimizer
         self._weight = StepWeight(setup.team)
         self._engine = _make_engine(setup)
-        self._front = AutogradFrontEnd(self._engine)
+        self._front = AutogradFrontEnd(self._engine, turns=self)
         self._parameters: list[nn.Parameter] = [p for unit in self._engine.units for p in unit.parameters]
         # Gradients are weighted where they arise, not through the loss: a train_step of the user's may never ask us.
         self._handles = [parameter.register_hook(self._weighted) for parameter in self._parameters]
@@ -98,13 +97,9 @@ class TorchExchange:
             self._moments = MomentsExchange(setup.team, setup.moments, self._weight.get)
         for layer in self._synchronized:
             replace_moments(layer, self._combined)
-        self._has_unused: bool | None = None
-        """Whether the first step left variables out; None before it."""
         self._train_step = setup.model.train_step
         self._has_own_step = "train_step" in vars(setup.model)
-        self._scale_loss = self._optimizer.scale_loss
         setup.model.train_step = self._step
-        self._optimizer.scale_loss = self._scale_and_watch
 
     @property
     def plan(self) -> Plan | None:
@@ -119,13 +114,12 @@ class TorchExchange:
             del layer.call
         for layer in self._synchronized:
             del layer._moments
-        del self._optimizer.scale_loss
         if self._has_own_step:
             self._model.train_step = self._train_step
         else:
             del self._model.train_step
         self._front.close()
-        self._engine.detach()
+        self.close()
 
     # What the model calls in a step, in this order.
 
@@ -141,7 +135,8 @@ class TorchExchange:
         before = [] if samples else [v.value.detach().clone() for v in self._model.metrics_variables]
         step = self._engine.step
         logs = self._train_step(data)
-        self._row_weight = None
+        # A backward outside of a step is the user's own affair.
+        self._engine.is_armed, self._row_weight = False, None
         if self._engine.step == step:
             raise UnsupportedError(
                 f"the train_step of {type(self._model).__name__} did not call backward() on a loss of its variables, "
@@ -161,19 +156,26 @@ class TorchExchange:
         )
         return found
 
-    def _scale_and_watch(self, loss: Any) -> Any:
-        """Stand in for ``optimizer.scale_loss``, which sees the loss just before its backward."""
-        loss = self._scale_loss(loss)
-        unused: list[nn.Parameter] = []
-        if self._has_unused is not False:
-            unused = unreached([loss], self._parameters)
-            self._has_unused = bool(unused)
-        self._front.watch_outputs([loss], unused)
-        return loss
+    # What the hooks call when a backward begins and ends.
+
+    def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> bool:
+        """Start the exchange, unless it has; what backward does not reach gets no gradient, as in Keras."""
+        if self._engine.in_backward:
+            return False
+        unused = [parameter for parameter in self._parameters if not self._front.will_accumulate(parameter)]
+        return self._engine.begin_backward(unused)
+
+    def end_backward(self) -> None:
+        """Wait for the means."""
+        self._engine.end_backward()
+
+    def close(self) -> None:
+        """End the engine's threads; the team goes on."""
+        self._engine.detach()
 
     def _weighted(self, gradient: Tensor | None) -> Tensor | None:
         """Weight a gradient on its way into ``.grad``; there is none where factors have been given."""
-        weight = self._weight.get()
+        weight = self._weight.get() if self._engine.is_armed else 1.0
         return None if gradient is None or weight == 1.0 else gradient * weight
 
     def _tap(self, layer: Any, unit: LiveUnit) -> Tap:

@@ -1,0 +1,156 @@
+"""Keras on torch, several workers against one; each set of workers is started once for many checks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import checks
+import pytest
+from models import CASES, TOLERANCE
+
+from ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed"),
+    pytest.mark.timeout(600),
+]
+
+ENV = {"KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _two_workers(folder: str) -> dict[str, Any]:
+    checks.prepare()
+    return {
+        **checks.exactness(cluster=checks.slow_cluster()),
+        "datasets_and_adam": checks.datasets_and_adam(),
+        "own_step": checks.own_step(_train_step),
+        "tied": checks.tied(),
+        "files_and_layers": checks.files_and_layers(Path(folder)),
+        "overlap": _overlap(),
+        "compiled": _compiled(),
+    }
+
+
+def _four_workers() -> dict[str, Any]:
+    checks.prepare()
+    return checks.exactness()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of 2 workers on slow links, so that short forms are taken, and of 4, where the plan decides."""
+    folder = str(tmp_path_factory.mktemp("keras"))
+    return {
+        2: run_ranks(_two_workers, 2, folder, timeout_s=500, env=ENV),
+        4: run_ranks(_four_workers, 4, timeout_s=500, env=ENV),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_worker_with_all_samples(workers: Any, name: str, size: int) -> None:
+    checks.assert_equals_one(workers[size], name)
+
+
+def test_dense_layers_send_factors_and_embeddings_rows_during_backward(workers: Any) -> None:
+    mlp, embedding = workers[2][0]["mlp"], workers[2][0]["embedding"]
+    assert list(mlp.routes.values()).count("factors") == 2  # one kernel has a penalty, one is too small
+    assert "rows" in embedding.routes.values()
+    assert "Gradients travel during backward." in mlp.summary
+
+
+def test_datasets_clipping_accumulation_and_adam(workers: Any) -> None:
+    # Adam divides by the root of a mean of squares, which magnifies rounding where gradients are near zero.
+    checks.assert_exact(workers[2], "datasets_and_adam", 1e-7)
+
+
+def _train_step(self: Any, data: Any) -> Any:
+    import torch
+
+    x, y = data
+    self.zero_grad()
+    loss = self.compute_loss(x, y, self(x, training=True))
+    loss.backward()
+    variables = list(self.trainable_weights)
+    with torch.no_grad():
+        self.optimizer.apply([variable.value.grad for variable in variables], variables)
+    return {"loss": loss}
+
+
+def test_a_train_step_of_ones_own_with_shared_and_unused_layers(workers: Any) -> None:
+    checks.assert_exact(workers[2], "own_step")
+    assert list(workers[2][0]["own_step"][2].values()).count("factors") == 2
+
+
+def test_a_table_that_is_also_multiplied_with(workers: Any) -> None:
+    checks.assert_exact(workers[2], "tied")
+
+
+def test_worker_0_writes_and_the_model_is_given_back(workers: Any) -> None:
+    checks.assert_files_and_layers(workers[2])
+
+
+def _overlap() -> list[bool]:
+    """Tell, step by step, whether a layer's factors were the last to leave when backward came to the layer below."""
+    import keras
+    import torch
+
+    import poseidon.keras
+    from poseidon.routes.factors import FactorsRoute
+
+    seen: list[bool] = []
+    left = [""]
+    start = FactorsRoute.start
+
+    def start_and_tell(self: Any, unit: Any, step: int) -> Any:
+        left.append(unit.name)
+        return start(self, unit, step)
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:  # noqa: ARG004 - autograd's own signature
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:  # noqa: ARG004 - autograd's own signature
+            seen.append(left[-1] == layers[-1].name)
+            return gradient
+
+    class Between(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            return Look.apply(x) if x.requires_grad else x
+
+    layers = [keras.layers.Dense(8), Between(), keras.layers.Dense(5)]
+    model = keras.Sequential([keras.Input((40,)), *layers])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    distributed = poseidon.keras.distribute(model, routes={"dense*": "factors"})
+    FactorsRoute.start = start_and_tell  # type: ignore[method-assign]
+    model.fit(*CASES["mlp"].data(24), batch_size=4, verbose=0)
+    FactorsRoute.start = start  # type: ignore[method-assign]
+    distributed.close()
+    return seen
+
+
+def test_factors_leave_while_backward_goes_on(workers: Any) -> None:
+    # The first backward goes by allreduce.
+    assert all(worker["overlap"] == [False, True, True] for worker in workers[2])
+
+
+def _compiled() -> Any:
+    """Ask for a compiled step; return whether it still is one, and the last loss."""
+    import models
+
+    import poseidon.keras
+
+    model = models.make_model("mlp", jit_compile=True)
+    distributed = poseidon.keras.distribute(model)
+    history = model.fit(*CASES["mlp"].data(24), batch_size=6, verbose=0)
+    distributed.close()
+    return model.jit_compile, history.history["loss"][-1]
+
+
+def test_a_compiled_step_is_turned_off(workers: Any) -> None:
+    assert [worker["compiled"][0] for worker in workers[2]] == [False, False]
+    assert len({worker["compiled"][1] for worker in workers[2]}) == 1
