@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import keras
 
 from poseidon.engine.outside import ExchangeOptions, OutsideUnit, SummingChannel
-from poseidon.errors import unknown_name
+from poseidon.errors import UnsupportedError, unknown_name
 from poseidon.planning.planner import Plan
 from poseidon.team.team import Team
 from poseidon.units import Kind
@@ -74,6 +74,26 @@ class Backend(Protocol):
 
     def attach(self, setup: Setup) -> Exchange:
         """Make every train step of the model exchange gradients. Collective."""
+
+
+def check_alone(model: Any) -> None:
+    """Raise if Keras distributes by itself, or if gradients would reach an optimizer that nobody watches."""
+    active = keras.distribution.distribution()
+    if active is not None:
+        raise UnsupportedError(
+            f"keras.distribution.{type(active).__name__} is active; leave out keras.distribution.set_distribution: "
+            "Poseidon runs one worker per device"
+        )
+    others = [
+        name
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+    ]
+    if others:
+        raise UnsupportedError(
+            f"{model.name} has optimizers besides its compiled one: {', '.join(sorted(others))}. Only gradients of "
+            "model.optimizer are averaged; train each part as a model of its own and distribute each"
+        )
 
 
 def load_backend(model: Any) -> Backend:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup
+from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
 from poseidon.keras.batches import unpack
 from poseidon.keras.tensorflow_moments import Moments
 from poseidon.keras.units import describe_variables
@@ -44,26 +44,12 @@ class TensorFlowBackend:
     def check(self, model: Any) -> None:
         """Raise if something else distributes the model already, or trains it past the optimizer."""
         strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else model._distribute_strategy
-        if strategy is not None and _is_chosen(strategy):
+        if strategy is not None:
             raise UnsupportedError(
                 f"{model.name} was made under tf.distribute's {type(strategy).__name__}; make and compile it outside "
                 "of strategy.scope(): Poseidon runs one worker per device"
             )
-        if keras.distribution.distribution() is not None:
-            raise UnsupportedError(
-                f"keras.distribution.{type(keras.distribution.distribution()).__name__} is active; remove "
-                "keras.distribution.set_distribution: Poseidon runs one worker per device"
-            )
-        others = [
-            name
-            for name, value in vars(model).items()
-            if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
-        ]
-        if others:
-            raise UnsupportedError(
-                f"{model.name} has optimizers besides its compiled one: {', '.join(sorted(others))}. Only gradients "
-                "of model.optimizer are averaged; train each part as a model of its own and distribute each"
-            )
+        check_alone(model)
         if model.jit_compile:
             log.warning("jit_compile is turned off: XLA cannot exchange gradients in the middle of a step")
             model.jit_compile = False
@@ -71,10 +57,6 @@ class TensorFlowBackend:
     def attach(self, setup: Setup) -> Exchange:
         """Put the exchange into the train step. Collective."""
         return TensorFlowExchange(setup)
-
-
-def _is_chosen(strategy: Any) -> bool:
-    return type(strategy).__name__ != "_DefaultDistributionStrategy"
 
 
 class TensorFlowExchange:
@@ -89,7 +71,6 @@ class TensorFlowExchange:
         self._moments = Moments(setup, self._front)
         self._token: Any = None
         self._is_averaged = False
-        self._plan: Plan | None = None
         self._train_step: Callable[..., Any] = setup.model.train_step
         self._has_own_step = "train_step" in vars(setup.model)
         self._apply: Callable[..., Any] = self._optimizer.apply

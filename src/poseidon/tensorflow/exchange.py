@@ -26,7 +26,9 @@ class GraphExchange:
     def __init__(self, front: OutsideFrontEnd, units: Sequence[OutsideUnit]) -> None:
         self.front = front
         self._units = units
+        self._tables = {position for unit in units if unit.kind == "embedding" for position in unit.positions}
         self._unused: list[int] = []
+        """Positions without a gradient in the step that is being traced."""
         self._has_begun = False
         self.error: BaseException | None = None
         """The first error of a callback, of which TensorFlow would show nothing but the text."""
@@ -37,9 +39,10 @@ class GraphExchange:
             self._has_begun = True
             self.front.begin(int(samples))
             return None
+        unused = self._unused = []
 
         def begin(count: Any) -> Any:
-            self.front.begin(int(count), self._unused)
+            self.front.begin(int(count), unused)
             return np.int32(0)
 
         # Stateful: the number may be a constant, and what only depends on constants is run once, when it is optimized.
@@ -47,11 +50,12 @@ class GraphExchange:
 
     def average(self, gradients: Sequence[Gradient], token: Any = None) -> list[Gradient]:
         """Return the means of gradients, which are in the order of the front end's variables; None stays None."""
-        self._unused = [position for position, gradient in enumerate(gradients) if gradient is None]
+        gradients = [self._plain(position, gradient) for position, gradient in enumerate(gradients)]
         if tf.executing_eagerly():
             return self._average_now(gradients)
         if token is None:
             token = self.begin(tf.constant(1))
+        self._unused += [position for position, gradient in enumerate(gradients) if gradient is None]
         tokens = [token]
         for unit in self._units:
             given = [position for position in unit.positions if gradients[position] is not None]
@@ -59,27 +63,31 @@ class GraphExchange:
                 tokens.append(self._give(unit, given, gradients, token))
         return self._await(gradients, tokens)
 
+    def _plain(self, position: int, gradient: Gradient) -> Gradient:
+        """Return a gradient in full where it is no embedding's, whose rows could travel alone."""
+        if not isinstance(gradient, tf.IndexedSlices) or position in self._tables:
+            return gradient
+        return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, self.front.shape(position)[0])
+
     def _average_now(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         if not self._has_begun:
             self.front.begin(1)
         self._has_begun = False
-        for position in self._unused:
-            self.front.leave_out(position)
         for position, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices):
-                self._give_rows(position, gradient.indices.numpy(), gradient.values.numpy())
-            elif gradient is not None:
+            if gradient is None:
+                self.front.leave_out(position)
+            elif isinstance(gradient, tf.IndexedSlices):
+                self.front.give_rows(position, gradient.indices.numpy(), gradient.values.numpy())
+            else:
                 self.front.give(position, gradient.numpy())
         self.front.finish()
-        means = [None if gradient is None else self.front.mean(p) for p, gradient in enumerate(gradients)]
-        return [
-            tf.IndexedSlices(mean.values, mean.numbers, gradients[position].dense_shape)
-            if isinstance(mean, Rows)
-            else None
-            if mean is None
-            else tf.convert_to_tensor(mean)
-            for position, mean in enumerate(means)
-        ]
+        return [None if gradient is None else self._mean_now(p) for p, gradient in enumerate(gradients)]
+
+    def _mean_now(self, position: int) -> Gradient:
+        mean = self.front.mean(position)
+        if isinstance(mean, Rows):
+            return tf.IndexedSlices(mean.values, mean.numbers, tf.constant(self.front.shape(position), tf.int64))
+        return tf.convert_to_tensor(mean)
 
     def _give(self, unit: OutsideUnit, given: Sequence[int], gradients: Sequence[Gradient], token: Any) -> Any:
         """Return an operation that hands over the gradients of a unit in the shortest form that the graph shows."""
@@ -87,35 +95,22 @@ class GraphExchange:
         factors = find_factors(gradient) if unit.kind == "linear" else []
         if isinstance(gradient, tf.IndexedSlices):
             inputs = [gradient.indices, gradient.values]
-
-            def give(numbers: Any, values: Any) -> None:
-                self._give_rows(given[0], numbers, values)
         elif factors:
             inputs = [tensor for pair in factors for tensor in pair]
-
-            def give(*arrays: Any) -> None:
-                self.front.give_factors(given[0], list(zip(arrays[::2], arrays[1::2], strict=True)))
         else:
             inputs = [gradients[position] for position in given]
 
-            def give(*arrays: Any) -> None:
+        def give(_: Any, *arrays: Any) -> Any:
+            if isinstance(gradient, tf.IndexedSlices):
+                self.front.give_rows(given[0], *arrays)
+            elif factors:
+                self.front.give_factors(given[0], list(zip(arrays[::2], arrays[1::2], strict=True)))
+            else:
                 for position, array in zip(given, arrays, strict=True):
                     self.front.give(position, array)
-
-        def call(_: Any, *arrays: Any) -> Any:
-            give(*arrays)
             return np.int32(0)
 
-        return tf.numpy_function(self._guarded(call), [token, *inputs], tf.int32, stateful=False)
-
-    def _give_rows(self, position: int, numbers: Any, values: Any) -> None:
-        unit = next(unit for unit in self._units if position in unit.positions)
-        if unit.kind == "embedding":
-            self.front.give_rows(position, numbers, values)
-            return
-        total = np.zeros(self.front.shape(position), values.dtype)
-        np.add.at(total, numbers, values)
-        self.front.give(position, total)
+        return tf.numpy_function(self._guarded(give), [token, *inputs], tf.int32, stateful=False)
 
     def _await(self, gradients: Sequence[Gradient], tokens: Sequence[Any]) -> list[Gradient]:
         """Return the means, as the results of one operation that waits for all of them."""
