@@ -32,7 +32,7 @@ def build() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-def main() -> None:
+def main() -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> None:
     )
     # Normalised over the samples of all workers, the result is that of one worker with their batches in one.
     distributed = poseidon.keras.distribute(model, batch="total", sync_batchnorm=True)
-    model.fit(
+    history = model.fit(
         images[:1500],
         digits[:1500],
         batch_size=64,
@@ -59,6 +59,7 @@ def main() -> None:
     )
     if distributed.rank == 0:
         print(distributed.summary())
+    return history.history["val_accuracy"][-1]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     return np.array(pieces, "int32")[order], np.array(labels)[order]
 
 
-def main() -> None:
+def main() -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--pieces", type=int, default=None, help="use only so many pieces of text")
@@ -61,9 +61,10 @@ def main() -> None:
         metrics=["accuracy"],
     )
     distributed = poseidon.keras.distribute(model)
-    model.fit(pieces, labels, batch_size=32, epochs=options.epochs, validation_split=0.2)
+    history = model.fit(pieces, labels, batch_size=32, epochs=options.epochs, validation_split=0.2)
     if distributed.rank == 0:
         print(distributed.summary())
+    return history.history["val_accuracy"][-1]
 
 
 if __name__ == "__main__":
