@@ -22,21 +22,19 @@ from tensorflow.python.ops import gradients_impl
 from tensorflow.python.training import optimizer as optimizers
 from tensorflow.python.training import server_lib, sync_replicas_optimizer
 
-from poseidon.engine.outside import ExchangeOptions, OutsideFrontEnd, OutsideUnit, OutsideVariable, check_alike
+from poseidon.engine.outside import ExchangeOptions, OutsideFrontEnd, check_alike
 from poseidon.errors import UnsupportedError
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.planning.cluster import Cluster
 from poseidon.team.team import Team
-from poseidon.tensorflow.exchange import GraphExchange, find_factors
+from poseidon.tensorflow.exchange import GraphExchange
+from poseidon.tensorflow.forms import Form
 from poseidon.tensorflow.graphs import find_ancestors, find_batch, find_descendants, redirect, tensors_of
 from poseidon.tensorflow.replacing import replace_everywhere
-from poseidon.tensorflow.variables import describe
 
 v1 = tf.compat.v1
 
-_LEAST_MATRIX = 2**14
-"""Values of a matrix below which its factors are not worth looking at: it fits in a packet or two."""
 Pair = tuple[Any, Any]
 """A gradient, or None, and its variable."""
 
@@ -108,11 +106,6 @@ class Gradients:
 
     def _compute(self, original: Callable[..., Any], optimizer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         _check(optimizer)
-        if callable(loss) or tf.executing_eagerly():
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: eager code that uses tf.compat.v1's optimizers cannot be followed; call "
-                "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
-            )
         bound = inspect.signature(original).bind(optimizer, loss, *args, **kwargs)
         # The means wait for all gradients anyway. Gates inside would only make a layer's own gradient be computed where
         # its factors travel instead.
@@ -123,8 +116,6 @@ class Gradients:
 
     def _apply(self, original: Callable[..., Any], optimizer: Any, pairs: Any, *args: Any, **kwargs: Any) -> Any:
         _check(optimizer)
-        if tf.executing_eagerly():
-            return original(optimizer, pairs, *args, **kwargs)
         self._scale(optimizer)
         updated = original(optimizer, self._completed(type(optimizer).__name__, list(pairs)), *args, **kwargs)
         self._notes_of(v1.get_default_graph()).owned.update(v.op.name for v in optimizer.variables())
@@ -207,8 +198,7 @@ class Gradients:
         used = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         if not used:
             return list(pairs)
-        _check_shapes(used)
-        forms = [_Form(gradient, variable) for gradient, variable in used]
+        forms = [Form(gradient, variable) for gradient, variable in used]
         front = self._make_front(forms)
         exchange = GraphExchange(front, [form.unit(i) for i, form in enumerate(forms)])
         rows = find_batch(find_ancestors(ys))
@@ -230,7 +220,7 @@ class Gradients:
         found = iter(form.unflatten(mean) for form, mean in zip(forms, means, strict=True))
         return [(gradient if gradient is None else next(found), variable) for gradient, variable in pairs]
 
-    def _make_front(self, forms: Sequence[_Form]) -> OutsideFrontEnd:
+    def _make_front(self, forms: Sequence[Form]) -> OutsideFrontEnd:
         # Exchanges work at the same time, so each has channels of its own: nothing orders one's messages and another's.
         team = Team(dist.new_group(), self._team.timeout_s)
         variables = [form.variable for form in forms]
@@ -242,38 +232,6 @@ class Gradients:
         return front
 
 
-class _Form:
-    """The form in which one gradient travels: as it is, as factors, or as rows of a matrix."""
-
-    def __init__(self, gradient: Any, variable: Any) -> None:
-        self._gradient = gradient
-        self._shape = tuple(variable.shape.as_list())
-        self._is_sparse = isinstance(gradient, tf.IndexedSlices)
-        described = describe(variable)
-        matrix = (self._shape[0], math.prod(self._shape[1:])) if self._is_sparse else self._shape
-        self.variable = OutsideVariable(described.name, matrix, described.dtype)
-        self.flat = gradient
-        if self._is_sparse and len(self._shape) != 2:
-            values = tf.reshape(gradient.values, [-1, matrix[1]])
-            self.flat = tf.IndexedSlices(values, gradient.indices, tf.constant(matrix, tf.int64))
-
-    def unit(self, position: int) -> OutsideUnit:
-        """Return the variable as a unit of its own."""
-        if self._is_sparse:
-            return OutsideUnit(self.variable.name, "embedding", (position,), is_sparse=True)
-        is_large = len(self._shape) == 2 and math.prod(self._shape) >= _LEAST_MATRIX
-        kind = "linear" if is_large and find_factors(self._gradient) else "dense"
-        return OutsideUnit(self.variable.name, kind, (position,))  # type: ignore[arg-type]
-
-    def unflatten(self, mean: Any) -> Any:
-        """Return a mean in the shape, and with the types, of the gradient."""
-        if not self._is_sparse:
-            return mean
-        values = tf.reshape(mean.values, [-1, *self._shape[1:]])
-        shape = tf.constant(self._shape, tf.int64)
-        return tf.IndexedSlices(values, tf.cast(mean.indices, self._gradient.indices.dtype), shape)
-
-
 def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if tf.distribute.has_strategy():
@@ -282,6 +240,11 @@ def _check(optimizer: Any) -> None:
             f"{name} is used inside tf.distribute's {strategy}: two systems cannot distribute one script; remove the "
             "strategy, or run without --auto"
         )
+    if tf.executing_eagerly() or v1.get_default_graph().building_function:
+        raise UnsupportedError(
+            f"{name}: eager code that uses tf.compat.v1's optimizers cannot be followed; call "
+            "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
+        )
 
 
 def _refuse(_: Callable[..., Any], one: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001 - as the original
@@ -289,15 +252,6 @@ def _refuse(_: Callable[..., Any], one: Any, *args: Any, **kwargs: Any) -> None:
         f"this script distributes itself (tf.train.{type(one).__name__}); run it without --auto, or take that part "
         "out: written for one device, it needs nothing else"
     )
-
-
-def _check_shapes(pairs: Sequence[Pair]) -> None:
-    for _, variable in pairs:
-        if not variable.shape.is_fully_defined():
-            raise UnsupportedError(
-                f"{variable.op.name} has shape {variable.shape}; gradients of variables without a fixed shape cannot "
-                "be averaged: give it one when it is made"
-            )
 
 
 def _leads(source: Any, ways: dict[str, Any]) -> bool:

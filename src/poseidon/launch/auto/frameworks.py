@@ -60,6 +60,8 @@ class Frameworks:
         """Begin to wait."""
         if self._team.rank:
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its C++ part knows nothing of a silenced stderr
+        if "OMP_NUM_THREADS" in os.environ:  # the launcher divides a machine's cores between its workers
+            os.environ.setdefault("TF_NUM_INTRAOP_THREADS", os.environ["OMP_NUM_THREADS"])
         watch_import(patches, "tensorflow", lambda: self._follow_tensorflow(patches))
         watch_import(patches, "keras", lambda: self._follow_keras(patches))
 
