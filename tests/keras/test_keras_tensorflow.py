@@ -468,6 +468,23 @@ def test_errors_say_what_to_do(behaviours: Any) -> None:
     assert "no unit matches 'nothing'" in messages["routes"]
 
 
+def _check_unequal_ends(folder: Path) -> Any:
+    import poseidon.keras
+    from poseidon.errors import MismatchError
+
+    model = _mlp(3)
+    poseidon.keras.distribute(model, data="own")
+    data = CASES["mlp"].data(8 if os.environ["RANK"] == "0" else 12)
+    with pytest.raises(MismatchError) as caught:
+        model.fit(*data, batch_size=4, verbose=0)
+    return str(caught.value)
+
+
+def test_a_worker_with_fewer_batches_is_named(behaviours: Any) -> None:
+    for worker in behaviours:
+        assert "worker 0 has ended its epoch while worker 1 has a batch left" in worker["unequal_ends"]
+
+
 def _check_dealing(folder: Path) -> Any:
     from poseidon.keras.batches import Deal, DealtArrays, unpack
 

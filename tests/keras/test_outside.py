@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from poseidon.engine.outside import (
+    NO_STEP,
     ExchangeOptions,
     OutsideFrontEnd,
     OutsideUnit,
@@ -44,6 +45,8 @@ UNITS = [
 def test_a_step_counts_samples_not_workers() -> None:
     assert step_weight(4, [4, 4]) == 1.0
     assert [step_weight(n, [3, 1, 0]) for n in (3, 1, 0)] == [9 / 4, 3 / 4, 0.0]
+    with pytest.raises(MismatchError, match="worker 1 has ended its epoch while worker 0 has a batch left"):
+        step_weight(4, [4, NO_STEP])
     with pytest.raises(UnsupportedError, match="no worker has a sample"):
         step_weight(0, [0, 0])
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import ConfigError, MismatchError, UnsupportedError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes.base import LiveUnit
@@ -44,6 +44,10 @@ _TYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+
+
+NO_STEP = -1
+"""What a worker says in place of its number of samples when it expects no further step."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,13 @@ def take_from_first(team: Team, arrays: Sequence[Array], what: str = "the initia
     copies = [np.array(array, order="C") for array in arrays]
     mirror_all(team, [_as_bytes(copy) for copy in copies if copy.nbytes], 0, what)
     return copies
+
+
+def end_steps(team: Team) -> None:
+    """Raise :class:`~poseidon.errors.MismatchError` if another worker has begun one more step. Collective."""
+    counts = [row[0] for row in team.gather_ints([NO_STEP], "the others to end their epoch")]
+    if any(count != NO_STEP for count in counts):
+        step_weight(NO_STEP, counts)
 
 
 class OutsideFrontEnd:
@@ -315,6 +326,13 @@ def _mirror(variable: OutsideVariable) -> nn.Parameter:
 
 def step_weight(mine: int, counts: Sequence[int]) -> float:
     """Return the factor, n_mine * workers / n_all, that makes the mean over workers one over samples. Pure."""
+    done = [rank for rank, count in enumerate(counts) if count == NO_STEP]
+    if done:
+        busy = next(rank for rank in range(len(counts)) if rank not in done)
+        raise MismatchError(
+            f"worker {done[0]} has ended its epoch while worker {busy} has a batch left; give all workers equally many, "
+            "and let them stop at the end of an epoch"
+        )
     total = sum(counts)
     if total == 0:
         raise UnsupportedError("no worker has a sample in this step; give at least one worker a batch")

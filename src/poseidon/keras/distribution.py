@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import keras
 
-from poseidon.engine.outside import ExchangeOptions, SummingChannel, check_alike
+from poseidon.engine.outside import ExchangeOptions, SummingChannel, check_alike, end_steps
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
 from poseidon.keras.batches import Deal, unpack
@@ -244,6 +244,7 @@ class Distribution:
     def _end_epoch(self, original: Callable[..., Any], logs: Any) -> Any:
         """Add up the metrics of an epoch, and let moving averages be worker 0's before anything is evaluated."""
         if not self._is_evaluating and self._exchange is not None:
+            end_steps(self._team)
             share(self._team, self.model.non_trainable_weights, "the moving averages")
             add_up_metrics(self._team, self.model.metrics)
         return original(logs)
