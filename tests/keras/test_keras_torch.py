@@ -8,7 +8,7 @@ from typing import Any
 
 import checks
 import pytest
-from models import CASES, TOLERANCE
+from models import CASES
 
 from ranks import run_ranks
 

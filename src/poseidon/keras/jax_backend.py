@@ -21,7 +21,7 @@ import keras
 
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup
+from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
 from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.jax_callbacks import Host
 from poseidon.keras.moments import MomentsExchange, replace_moments
@@ -47,13 +47,8 @@ class JaxBackend:
         self.timing = f"after backward: {why} no room for overlap"
 
     def check(self, model: Any) -> None:
-        """Raise if something else distributes the model already."""
-        distribution = keras.distribution.distribution()
-        if distribution is not None:
-            raise UnsupportedError(
-                f"keras.distribution.{type(distribution).__name__} is active; remove "
-                "keras.distribution.set_distribution: Poseidon runs one worker per device"
-            )
+        """Raise if something else distributes the model already, or trains it past the optimizer."""
+        check_alone(model)
         if keras.config.is_nnx_enabled():
             raise UnsupportedError(
                 f"{model.name} uses Flax NNX variables, which cannot be followed; unset KERAS_NNX_ENABLED"

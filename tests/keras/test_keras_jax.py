@@ -1,0 +1,156 @@
+"""Keras on JAX, several workers against one; each set of workers is started once for many checks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import checks
+import models
+import pytest
+from models import CASES
+
+from ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed"),
+    pytest.mark.timeout(600),
+]
+
+ENV = {"KERAS_BACKEND": "jax", "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def _two_workers(folder: str) -> dict[str, Any]:
+    checks.prepare()
+    return {
+        **checks.exactness(cluster=checks.slow_cluster()),
+        "datasets_and_adam": checks.datasets_and_adam(),
+        "own_step": checks.own_step(_train_step),
+        "tied": checks.tied(),
+        "files_and_layers": checks.files_and_layers(Path(folder)),
+        "eagerly": _eagerly(),
+        "tied_late": _tied_late(),
+        "by_hand": _by_hand(),
+    }
+
+
+def _four_workers() -> dict[str, Any]:
+    checks.prepare()
+    return checks.exactness()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of 2 workers on slow links, so that short forms are taken, and of 4, where the plan decides."""
+    folder = str(tmp_path_factory.mktemp("keras"))
+    return {
+        2: run_ranks(_two_workers, 2, folder, timeout_s=500, env=ENV),
+        4: run_ranks(_four_workers, 4, timeout_s=500, env=ENV),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_worker_with_all_samples(workers: Any, name: str, size: int) -> None:
+    checks.assert_equals_one(workers[size], name)
+
+
+def test_dense_layers_send_factors_and_embeddings_rows_after_backward(workers: Any) -> None:
+    mlp, embedding = workers[2][0]["mlp"], workers[2][0]["embedding"]
+    assert list(mlp.routes.values()).count("factors") == 2  # one kernel has a penalty, one is too small
+    assert "rows" in embedding.routes.values()
+    assert "a jitted step leaves no room for overlap" in mlp.summary
+
+
+def test_datasets_clipping_accumulation_and_adam(workers: Any) -> None:
+    # Adam divides by the root of a mean of squares, which magnifies rounding where gradients are near zero.
+    checks.assert_exact(workers[2], "datasets_and_adam", 1e-7)
+
+
+def _train_step(self: Any, state: Any, data: Any) -> Any:
+    import jax
+
+    trainable, others, optimizer, metrics = state
+    x, y = data
+
+    def find_loss(trainable: Any) -> Any:
+        outputs, after = self.stateless_call(trainable, others, x)
+        return self.compute_loss(x, y, outputs), after
+
+    (loss, others), gradients = jax.value_and_grad(find_loss, has_aux=True)(trainable)
+    trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+    return {"loss": loss}, (trainable, others, optimizer, metrics)
+
+
+def test_a_train_step_of_ones_own_with_shared_and_unused_layers(workers: Any) -> None:
+    checks.assert_exact(workers[2], "own_step")
+    assert list(workers[2][0]["own_step"][2].values()).count("factors") == 2
+
+
+def test_a_table_that_is_also_multiplied_with(workers: Any) -> None:
+    checks.assert_exact(workers[2], "tied")
+    # What is used elsewhere too shows in the first step, and the plan does without its short form.
+    assert "rows" not in workers[2][0]["tied"][2].values()
+
+
+def test_worker_0_writes_and_the_model_is_given_back(workers: Any) -> None:
+    checks.assert_files_and_layers(workers[2])
+
+
+def _eagerly() -> Any:
+    return checks.both(
+        lambda seed: models.make_model("mlp", seed=seed, run_eagerly=True),
+        lambda model, _: model.fit(*CASES["mlp"].data(27), batch_size=12, shuffle=False, verbose=0),
+        batch="total",
+    )
+
+
+def test_eager_steps_are_exact_too(workers: Any) -> None:
+    checks.assert_exact(workers[2], "eagerly")
+
+
+def _message(model: Any, train: Any, **options: Any) -> str:
+    import poseidon.keras
+    from poseidon.errors import UnsupportedError
+
+    distributed = poseidon.keras.distribute(model, **options)
+    with pytest.raises(UnsupportedError) as caught:
+        train()
+    distributed.close()
+    return str(caught.value)
+
+
+def _tied_late() -> str:
+    """Open the gate between two epochs: then the table has a gradient that rows do not tell."""
+    import keras
+
+    model = checks.make_tied(3, gate=0.0)
+    opening = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.layers[-1].gate.assign(1.0))
+
+    def train() -> None:
+        model.fit(*checks.tied_data(), batch_size=8, epochs=2, callbacks=[opening], verbose=0)
+
+    return _message(model, train, cluster=checks.slow_cluster())
+
+
+def test_a_weight_used_elsewhere_later_on_is_an_error(workers: Any) -> None:
+    for worker in workers[2]:
+        assert "has a gradient from outside of its layer" in worker["tied_late"]
+        assert '"allreduce"})' in worker["tied_late"]
+
+
+def _by_hand() -> str:
+    import keras
+
+    class Manual(keras.Sequential):  # type: ignore[misc]
+        def train_step(self, state: Any, data: Any) -> Any:  # noqa: ARG002 - Keras' own signature
+            return {}, state
+
+    model = Manual([keras.Input((40,)), keras.layers.Dense(5)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return _message(model, lambda: models.train(model, "mlp"))
+
+
+def test_a_step_past_the_optimizer_is_an_error(workers: Any) -> None:
+    assert "did not call self.optimizer.stateless_apply" in workers[2][1]["by_hand"]
