@@ -299,9 +299,7 @@ def as_tensor(array: Array) -> Tensor:
     if not array.flags.writeable:
         # torch warns of arrays that it may not write to. It will not write here, and a copy could be large.
         memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-        tensor = torch.from_numpy(np.frombuffer(memoryview(memory).cast("B"), array.dtype).reshape(array.shape))
-        tensor._poseidon_source = array  # type: ignore[attr-defined]
-        return tensor
+        return torch.from_numpy(np.frombuffer(memoryview(memory).cast("B"), array.dtype).reshape(array.shape))
     return torch.from_numpy(array)
 
 
@@ -330,8 +328,8 @@ def step_weight(mine: int, counts: Sequence[int]) -> float:
     if done:
         busy = next(rank for rank in range(len(counts)) if rank not in done)
         raise MismatchError(
-            f"worker {done[0]} has ended its epoch while worker {busy} has a batch left; give all workers equally many, "
-            "and let them stop at the end of an epoch"
+            f"worker {done[0]} has ended its epoch while worker {busy} has a batch left; give all workers equally "
+            "many, and let them stop at the end of an epoch"
         )
     total = sum(counts)
     if total == 0:
