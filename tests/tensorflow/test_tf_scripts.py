@@ -29,7 +29,7 @@ def run(words: list[str], folder: Path, **env: str) -> str:
     base = {name: value for name, value in os.environ.items() if name not in unwanted}
     cluster = folder / "links.json"
     Cluster(machines=2, between=LINK, inside=LINK).save(cluster)
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTRAOP_THREADS": "1"}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONHASHSEED": "0"}
     base |= {"OMP_NUM_THREADS": "1", "POSEIDON_CLUSTER": str(cluster), **quiet, **env}
     ended = subprocess.run(
         [sys.executable, *words], cwd=folder, env=base, capture_output=True, text=True, timeout=580, check=False
@@ -117,3 +117,8 @@ def test_the_originals_command_takes_a_command_for_each_worker(tmp_path: Path) -
     script = SCRIPTS / "tf_digits_feed.py"
     run_psd(tmp_path, f"python {script} --steps 12,python {script} --batch 64 --steps 12")
     assert (tmp_path / "model.ckpt-12.index").exists()
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "tensorflow" / "cifar10.py"
+    assert "3 steps, test accuracy" in run([str(example), "--steps", "3", "--batch", "8"], tmp_path)

@@ -105,7 +105,7 @@ class Gradients:
     # Replacements.
 
     def _compute(self, original: Callable[..., Any], optimizer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        _check(optimizer)
+        _check(optimizer, is_eager=callable(loss))
         bound = inspect.signature(original).bind(optimizer, loss, *args, **kwargs)
         # The means wait for all gradients anyway. Gates inside would only make a layer's own gradient be computed where
         # its factors travel instead.
@@ -232,7 +232,7 @@ class Gradients:
         return front
 
 
-def _check(optimizer: Any) -> None:
+def _check(optimizer: Any, is_eager: bool = False) -> None:
     name = type(optimizer).__name__
     if tf.distribute.has_strategy():
         strategy = type(tf.distribute.get_strategy()).__name__
@@ -240,7 +240,7 @@ def _check(optimizer: Any) -> None:
             f"{name} is used inside tf.distribute's {strategy}: two systems cannot distribute one script; remove the "
             "strategy, or run without --auto"
         )
-    if tf.executing_eagerly() or v1.get_default_graph().building_function:
+    if is_eager or tf.executing_eagerly() or v1.get_default_graph().building_function:
         raise UnsupportedError(
             f"{name}: eager code that uses tf.compat.v1's optimizers cannot be followed; call "
             "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
