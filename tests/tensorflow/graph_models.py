@@ -45,7 +45,7 @@ def mlp(model: Model, x: Any, labels: Any) -> tuple[Any, Any]:
     hidden = tf.nn.relu(model.dense(x, "one", 512))
     hidden = tf.nn.tanh(model.dense(hidden, "two", 96))
     loss = loss_of(model.dense(hidden, "three", 5), labels)
-    with v1.variable_scope("three", reuse=True):
+    with v1.variable_scope("one", reuse=True):
         loss += 0.01 * tf.nn.l2_loss(v1.get_variable("weights", dtype=tf.float64))
     optimizer = v1.train.MomentumOptimizer(0.05, 0.9)
     pairs = optimizer.compute_gradients(loss)

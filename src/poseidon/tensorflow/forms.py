@@ -10,8 +10,8 @@ import tensorflow as tf
 from poseidon.engine.outside import OutsideUnit, OutsideVariable
 from poseidon.errors import UnsupportedError
 from poseidon.tensorflow.exchange import find_factors
+from poseidon.tensorflow.graphs import rests_on_variables
 from poseidon.tensorflow.variables import describe
-from poseidon.units import Kind
 
 _LEAST_MATRIX = 2**14
 """Values of a matrix below which its factors are not worth looking at: it fits in a packet or two."""
@@ -29,26 +29,45 @@ class Form:
         self._gradient = gradient
         self._shape = tuple(variable.shape.as_list())
         self._is_sparse = isinstance(gradient, tf.IndexedSlices)
+        self._is_linear = False
+        self._rest: list[Any] = []
         described = describe(variable)
         matrix = (self._shape[0], math.prod(self._shape[1:])) if self._is_sparse else self._shape
         self.variable = OutsideVariable(described.name, matrix, described.dtype)
         self.flat = gradient
+        """What travels."""
         if self._is_sparse and len(self._shape) != 2:
             values = tf.reshape(gradient.values, [-1, matrix[1]])
             self.flat = tf.IndexedSlices(values, gradient.indices, tf.constant(matrix, tf.int64))
+        elif not self._is_sparse and len(self._shape) == 2 and math.prod(self._shape) >= _LEAST_MATRIX:
+            self.flat, self._rest = split_products(gradient)
+            self._is_linear = bool(find_factors(self.flat))
 
     def unit(self, position: int) -> OutsideUnit:
         """Return the variable as a unit of its own."""
         if self._is_sparse:
             return OutsideUnit(self.variable.name, "embedding", (position,), is_sparse=True)
-        is_large = len(self._shape) == 2 and math.prod(self._shape) >= _LEAST_MATRIX
-        kind: Kind = "linear" if is_large and find_factors(self._gradient) else "dense"
-        return OutsideUnit(self.variable.name, kind, (position,))
+        return OutsideUnit(self.variable.name, "linear" if self._is_linear else "dense", (position,))
 
-    def unflatten(self, mean: Any) -> Any:
-        """Return a mean in the shape, and with the types, of the gradient."""
+    def complete(self, mean: Any) -> Any:
+        """Return the mean of what has travelled as the mean of the gradient, in its shape and with its types."""
         if not self._is_sparse:
-            return mean
+            return tf.add_n([mean, *self._rest]) if self._rest else mean
         values = tf.reshape(mean.values, [-1, *self._shape[1:]])
         shape = tf.constant(self._shape, tf.int64)
         return tf.IndexedSlices(values, tf.cast(mean.indices, self._gradient.indices.dtype), shape)
+
+
+def split_products(gradient: Any) -> tuple[Any, list[Any]]:
+    """Return a gradient as a sum of products of factors, and terms that are the same on all workers.
+
+    Weight decay is such a term; it need not travel, and the rest can as factors. A gradient that is made otherwise is
+    returned as it is.
+    """
+    if gradient.op.type not in ("AddN", "AddV2") or any(part.shape != gradient.shape for part in gradient.op.inputs):
+        return gradient, []
+    products = [part for part in gradient.op.inputs if find_factors(part)]
+    rest = [part for part in gradient.op.inputs if not find_factors(part)]
+    if not products or not all(map(rests_on_variables, rest)):
+        return gradient, []
+    return tf.add_n(products) if len(products) > 1 else products[0], rest

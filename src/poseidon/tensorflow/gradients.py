@@ -217,7 +217,7 @@ class Gradients:
         self._report.say(
             f"{label}: {len(used)} variables, {size:,} parameters; gradients are averaged in the graph, during backward"
         )
-        found = iter(form.unflatten(mean) for form, mean in zip(forms, means, strict=True))
+        found = iter(form.complete(mean) for form, mean in zip(forms, means, strict=True))
         return [(gradient if gradient is None else next(found), variable) for gradient, variable in pairs]
 
     def _make_front(self, forms: Sequence[Form]) -> OutsideFrontEnd:

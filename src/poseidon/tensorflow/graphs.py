@@ -14,6 +14,7 @@ import tensorflow as tf
 v1 = tf.compat.v1
 
 _ASSIGNMENTS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+_HOLDING = ("VarHandleOp", "ReadVariableOp", "VariableV2", "Variable")
 _PASSING = ("Identity", "ReadVariableOp", "Enter", "RefEnter", "Switch", "RefSwitch")
 
 
@@ -75,6 +76,15 @@ def assigned_variables(graph: Any, operations: dict[str, Any]) -> list[Any]:
     """Return the variables, of those that a graph keeps, to which some of the operations assign values."""
     names = {_holder(operation.inputs[0]).name for operation in operations.values() if operation.type in _ASSIGNMENTS}
     return [variable for variable in all_variables(graph) if variable.op.name in names]
+
+
+def rests_on_variables(tensor: Any) -> bool:
+    """Tell whether nothing but variables and constants decides a tensor, so that it is the same on all workers."""
+    operations = find_ancestors([tensor]).values()
+    return not any(
+        operation.type.startswith("Placeholder") or (operation.op_def.is_stateful and operation.type not in _HOLDING)
+        for operation in operations
+    )
 
 
 def find_batch(operations: dict[str, Any]) -> Any | None:
