@@ -434,6 +434,11 @@ def _check_errors(folder: Path) -> Any:
         model.second_optimizer = keras.optimizers.SGD()
         return model
 
+    def twice() -> Any:
+        model = _mlp(3)
+        poseidon.keras.distribute(model)
+        return model
+
     class Manual(keras.Sequential):
         def train_step(self, data: Any) -> Any:
             x, y = data
@@ -455,6 +460,7 @@ def _check_errors(folder: Path) -> Any:
         "by_hand": message(by_hand),
         "batch": message(lambda: _mlp(3), batch="each"),
         "routes": message(lambda: _mlp(3), routes={"nothing": "factors"}),
+        "twice": message(twice),
     }
 
 
@@ -465,6 +471,7 @@ def test_errors_say_what_to_do(behaviours: Any) -> None:
     assert "second_optimizer" in messages["optimizers"]
     assert "did not call self.optimizer.apply" in messages["by_hand"]
     assert "per-worker, total" in messages["batch"]
+    assert "is distributed already" in messages["twice"]
     assert "no unit matches 'nothing'" in messages["routes"]
 
 

@@ -10,6 +10,7 @@ import inspect
 import logging
 import secrets
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -31,6 +32,10 @@ log = logging.getLogger("poseidon.keras")
 
 _SEED_STRIDE = 7919
 """Distance between the random states of two workers' dropout layers."""
+
+
+_DISTRIBUTED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models that workers hold at present."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Distribution:
     """The workers' hold on one model. Making one is collective; :meth:`close` gives the model back as it was."""
 
     def __init__(self, model: Any, options: DistributeOptions) -> None:
+        if model in _DISTRIBUTED:
+            raise ConfigError(f"{model.name} is distributed already; call close() on what distribute() returned first")
         self.model = model
         self._options = options
         self._team = Team(None, options.exchange.timeout_s)
@@ -84,6 +91,7 @@ class Distribution:
         self._is_seeded = False
         self._is_evaluating = False
         self._originals: dict[str, Any] = {}
+        _DISTRIBUTED.add(model)
         self._replace("fit", self._fit)
         self._replace("evaluate", self._evaluate)
         self._replace("train_on_batch", self._train_on_batch)
@@ -134,6 +142,7 @@ class Distribution:
         for name in self._originals:
             vars(self.model).pop(name, None)
         self._originals.clear()
+        _DISTRIBUTED.discard(self.model)
         self._team.close()
 
     # Inside: putting the exchange in place.
