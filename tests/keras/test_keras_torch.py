@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 ENV = {"KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""}
@@ -39,31 +39,37 @@ def _four_workers() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of 2 workers on slow links, so that short forms are taken, and of 4, where the plan decides."""
-    folder = str(tmp_path_factory.mktemp("keras"))
-    return {
-        2: run_ranks(_two_workers, 2, folder, timeout_s=500, env=ENV),
-        4: run_ranks(_four_workers, 4, timeout_s=500, env=ENV),
-    }
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of two workers on slow links, so that short forms are taken."""
+    return run_ranks(_two_workers, 2, str(tmp_path_factory.mktemp("keras")), timeout_s=800, env=ENV)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.fixture(scope="module")
+def four() -> Any:
+    """Results of four workers, where the plan decides."""
+    return run_ranks(_four_workers, 4, timeout_s=800, env=ENV)
+
+
 @pytest.mark.parametrize("name", list(CASES))
-def test_equals_one_worker_with_all_samples(workers: Any, name: str, size: int) -> None:
-    checks.assert_equals_one(workers[size], name)
+def test_two_equal_one_worker_with_all_samples(two: Any, name: str) -> None:
+    checks.assert_equals_one(two, name)
 
 
-def test_dense_layers_send_factors_and_embeddings_rows_during_backward(workers: Any) -> None:
-    mlp, embedding = workers[2][0]["mlp"], workers[2][0]["embedding"]
+@pytest.mark.parametrize("name", list(CASES))
+def test_four_equal_one_worker_with_all_samples(four: Any, name: str) -> None:
+    checks.assert_equals_one(four, name)
+
+
+def test_dense_layers_send_factors_and_embeddings_rows_during_backward(two: Any) -> None:
+    mlp, embedding = two[0]["mlp"], two[0]["embedding"]
     assert list(mlp.routes.values()).count("factors") == 2  # one kernel has a penalty, one is too small
     assert "rows" in embedding.routes.values()
     assert "Gradients travel during backward." in mlp.summary
 
 
-def test_datasets_clipping_accumulation_and_adam(workers: Any) -> None:
+def test_datasets_clipping_accumulation_and_adam(two: Any) -> None:
     # Adam divides by the root of a mean of squares, which magnifies rounding where gradients are near zero.
-    checks.assert_exact(workers[2], "datasets_and_adam", 1e-7)
+    checks.assert_exact(two, "datasets_and_adam", 1e-7)
 
 
 def _train_step(self: Any, data: Any) -> Any:
@@ -79,17 +85,17 @@ def _train_step(self: Any, data: Any) -> Any:
     return {"loss": loss}
 
 
-def test_a_train_step_of_ones_own_with_shared_and_unused_layers(workers: Any) -> None:
-    checks.assert_exact(workers[2], "own_step")
-    assert list(workers[2][0]["own_step"][2].values()).count("factors") == 2
+def test_a_train_step_of_ones_own_with_shared_and_unused_layers(two: Any) -> None:
+    checks.assert_exact(two, "own_step")
+    assert list(two[0]["own_step"][2].values()).count("factors") == 2
 
 
-def test_a_table_that_is_also_multiplied_with(workers: Any) -> None:
-    checks.assert_exact(workers[2], "tied")
+def test_a_table_that_is_also_multiplied_with(two: Any) -> None:
+    checks.assert_exact(two, "tied")
 
 
-def test_worker_0_writes_and_the_model_is_given_back(workers: Any) -> None:
-    checks.assert_files_and_layers(workers[2])
+def test_worker_0_writes_and_the_model_is_given_back(two: Any) -> None:
+    checks.assert_files_and_layers(two)
 
 
 def _overlap() -> list[bool]:
@@ -133,9 +139,9 @@ def _overlap() -> list[bool]:
     return seen
 
 
-def test_factors_leave_while_backward_goes_on(workers: Any) -> None:
+def test_factors_leave_while_backward_goes_on(two: Any) -> None:
     # The first backward goes by allreduce.
-    assert all(worker["overlap"] == [False, True, True] for worker in workers[2])
+    assert all(worker["overlap"] == [False, True, True] for worker in two)
 
 
 def _compiled() -> Any:
@@ -151,6 +157,6 @@ def _compiled() -> Any:
     return model.jit_compile, history.history["loss"][-1]
 
 
-def test_a_compiled_step_is_turned_off(workers: Any) -> None:
-    assert [worker["compiled"][0] for worker in workers[2]] == [False, False]
-    assert len({worker["compiled"][1] for worker in workers[2]}) == 1
+def test_a_compiled_step_is_turned_off(two: Any) -> None:
+    assert [worker["compiled"][0] for worker in two] == [False, False]
+    assert len({worker["compiled"][1] for worker in two}) == 1
