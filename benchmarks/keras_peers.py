@@ -63,7 +63,8 @@ def compare(options: argparse.Namespace) -> int:
     ours, theirs = (medians[system] for system in SYSTEMS)
     result = {
         "what": "VGG-like Keras model, per step; medians over the repetitions in `runs`",
-        "command": " ".join(["python", "benchmarks/keras_peers.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/keras_peers.py --machines {options.machines} --rate {options.rate} "
+        f"--batch {options.batch} --steps {options.steps} --repetitions {options.repetitions}",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {options.machines} machines at {options.rate}",
         "batch_per_worker": options.batch,
