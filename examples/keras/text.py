@@ -56,7 +56,7 @@ def main() -> float:
         ]
     )
     model.compile(
-        keras.optimizers.SGD(0.5, momentum=0.9),
+        keras.optimizers.Adam(0.003),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

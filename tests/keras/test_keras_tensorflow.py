@@ -332,8 +332,8 @@ def _check_examples(folder: Path) -> Any:
 
 def test_examples_learn(behaviours: Any) -> None:
     assert behaviours[0]["examples"] == behaviours[1]["examples"]
-    # By chance 1 in 10 and about 1 in 5 would be right.
-    assert behaviours[0]["examples"]["text"] > 0.3
+    # Who always says the commonest is right in 3 of 10.
+    assert behaviours[0]["examples"]["text"] > 0.5
 
 
 def _check_files_and_logs(folder: Path) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import secrets
 import types
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from poseidon.engine.outside import ExchangeOptions, SummingChannel, check_alike, end_steps
 from poseidon.errors import ConfigError, UnsupportedError
@@ -204,7 +204,8 @@ class Distribution:
     def _fit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         settings = inspect.signature(original).bind(*args, **kwargs).arguments
         self.model._assert_compile_called("fit")
-        seed = self._team.gather_ints([secrets.randbits(31)], "the seed")[0][0]
+        # From the generator that keras.utils.set_random_seed sets, so that a run can be repeated.
+        seed = self._team.gather_ints([np.random.randint(2**31)], "the seed")[0][0]
         settings = deal_inputs(settings, self._deal, seed, is_own=self._options.data == "own")
         self._build(settings)
         self.attach()
