@@ -43,10 +43,10 @@ def run_auto(script: str, folder: Path, *options: str) -> str:
     return run([*words, str(SCRIPTS / script)], folder)
 
 
-def run_psd(folder: Path, command: str) -> str:
+def run_psd(folder: Path, command: str, **env: str) -> str:
     cluster = {"worker_nodes": ["127.0.0.1", "127.0.0.1"], "server_nodes": ["127.0.0.1"], "master_node": "127.0.0.1"}
     (folder / "cluster.json").write_text(json.dumps(cluster))
-    return run(["-m", "poseidon.launch.psd_run", "-c", "cluster.json", "-o", "logs_of_nodes", command], folder)
+    return run(["-m", "poseidon.launch.psd_run", "-c", "cluster.json", "-o", "logs_of_nodes", command], folder, **env)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -105,9 +105,12 @@ def test_a_loop_of_tensorflow_2(tmp_path: Path) -> None:
     assert float(found["accuracy"]) > 0.5
 
 
-@pytest.mark.parametrize("script", ["tf_digits_monitored", "keras_digits", "keras_text"])
-def test_the_originals_command_runs_scripts(script: str, tmp_path: Path) -> None:
-    said = run_psd(tmp_path, f"python {SCRIPTS / script}.py")
+@pytest.mark.parametrize(
+    ("script", "backend"),
+    [("tf_digits_monitored", "tensorflow"), ("keras_digits", "torch"), ("keras_text", "tensorflow")],
+)
+def test_the_originals_command_runs_scripts(script: str, backend: str, tmp_path: Path) -> None:
+    said = run_psd(tmp_path, f"python {SCRIPTS / script}.py", KERAS_BACKEND=backend)
     assert "server_nodes: not needed" in said
     assert float(load(tmp_path / f"{script}.npz")["accuracy"]) > 0.5
     assert sorted(path.name for path in (tmp_path / "logs_of_nodes").iterdir()) == ["worker-0.log", "worker-1.log"]

@@ -7,16 +7,14 @@ script's size. The end of an epoch is split as evenly as can be, and counts of s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
 from tensorflow.python.framework import tensor_util
 
-from poseidon.launch.auto.naming import find_name
+from poseidon.launch.auto.naming import find_name, is_called_by_keras
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
@@ -75,8 +73,7 @@ class Datasets:
         return original(iterator, self.deal(dataset), *args, **kw)
 
     def _loop(self, original: Callable[..., Any], dataset: Any) -> Any:
-        # Keras iterates datasets on its own, and fit's are dealt out by poseidon.keras.
-        if not tf.executing_eagerly() or _is_called_by_keras():
+        if not tf.executing_eagerly() or is_called_by_keras():
             return original(dataset)
         return self._counted(original(self.deal(dataset)))
 
@@ -112,15 +109,6 @@ class Datasets:
             return joined.skip(self._rank).take(1)
 
         return dataset.window(self._size, drop_remainder=True).flat_map(mine)
-
-
-def _is_called_by_keras() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if f"{frame.f_globals.get('__name__')}.".startswith(("keras.", "poseidon.keras.")):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def pipeline(dataset: Any) -> Iterator[Any]:

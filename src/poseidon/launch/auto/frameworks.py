@@ -49,7 +49,7 @@ class Frameworks:
         self._aside = aside
         self._followers: list[Follower] = []
         self._datasets: Datasets | None = None
-        self._has_keras = False
+        self._keras_waits = False
 
     @property
     def has_trained(self) -> bool:
@@ -76,12 +76,12 @@ class Frameworks:
         following = Following(self._team, self._options, self._seed, self._report)
         self._datasets = following.datasets
         self._follow(following, patches)
-        if self._has_keras:
+        if self._keras_waits:
             self._follow_keras(patches)
 
     def _follow_keras(self, patches: Patches) -> None:
-        self._has_keras = True
-        if "tensorflow" in sys.modules and self._datasets is None:
+        self._keras_waits = "tensorflow" in sys.modules and self._datasets is None
+        if self._keras_waits:
             return  # it is TensorFlow, still being imported, that imports Keras
         from poseidon.launch.auto.keras_models import KerasModels
 

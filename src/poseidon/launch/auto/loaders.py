@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get
 from poseidon.engine.outputs import tensors_in
 from poseidon.launch.auto.dealing import Dealer, Part
 from poseidon.launch.auto.engines import Engines
-from poseidon.launch.auto.naming import find_name
+from poseidon.launch.auto.naming import find_name, is_called_by_keras
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
@@ -197,6 +197,8 @@ class Loaders:
         patches.wrap(DataLoader, "__len__", self._count)
 
     def _iterate(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
+        if is_called_by_keras():
+            return original(loader)
         deal = self._deal_of(loader)
         name = find_name(loader) or "a loader"
         deal.is_dealt = self._is_for_training(loader, name)
@@ -211,6 +213,8 @@ class Loaders:
 
     def _count(self, original: Callable[..., int], loader: DataLoader[Any]) -> int:
         count = original(loader)
+        if is_called_by_keras():
+            return count
         deal = self._deal_of(loader)
         is_dealt = deal.is_dealt if deal.is_decided else self._guess(loader)
         if not is_dealt:

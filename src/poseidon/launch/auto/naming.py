@@ -1,4 +1,4 @@
-"""What does the script call this object? For the report, and for options that name a loader."""
+"""What does the script call this object, and who is using it? For the report, and for options that name a loader."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def find_name(wanted: Any) -> str | None:
             name = _name_in(frame, wanted) or name
         frame = frame.f_back
     return name
+
+
+def is_called_by_keras() -> bool:
+    """Tell whether Keras is at work: it reads data in ways of its own, and fit's are dealt out by poseidon.keras."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if f"{frame.f_globals.get('__name__')}.".startswith(("keras.", "poseidon.keras.")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_library(frame: FrameType) -> bool:
