@@ -8,6 +8,7 @@ early waits for what comes before it.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +47,9 @@ class Routes:
         self.gather = GatherRoute(team, self.factors) if use_gather else None
         self._is_cuda = is_cuda
         self._sharded: ShardedRoute | None = None
+        # A script may end right after its last step: others may still wait for what is queued here, and a thread that
+        # is inside PyTorch while the interpreter is torn down would abort the process.
+        atexit.register(self.close)
 
     @property
     def sharded(self) -> ShardedRoute:
@@ -58,7 +62,8 @@ class Routes:
         return self._sharded
 
     def close(self) -> None:
-        """End the background threads."""
+        """Let what is queued for others leave, and end the background threads; runs at the interpreter's exit too."""
+        atexit.unregister(self.close)
         self._pairs.close()
         self.allreduce.close()
         if self._sharded is not None:

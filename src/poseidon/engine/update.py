@@ -8,6 +8,7 @@ the user's own optimizer for just the parameters of that flight. What the next f
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import threading
 from collections.abc import Collection, Iterable, Sequence
@@ -50,6 +51,8 @@ class Updater:
         self._clears: bool | None = None
         """``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
         self._failure: BaseException | None = None
+        # A script may end with a step under way; the others cannot finish theirs without this worker.
+        atexit.register(self._finish)
 
     # What the front end and the wrapper call.
 
@@ -153,15 +156,19 @@ class Updater:
 
     def close(self) -> None:
         """Finish what is under way, give the optimizer its own class back, and close the engine."""
+        atexit.unregister(self._finish)
         try:
-            if self._failure is None:
-                self.land_all()
+            self._finish()
         finally:
             for parameter in self._pending:
                 make_plain(parameter)
             self.optimizer.__dict__.pop("_poseidon_updater", None)
             self.optimizer.__class__ = self.plain
             self.engine.close()
+
+    def _finish(self) -> None:
+        if self._failure is None:
+            self.land_all()
 
     def _check_failure(self) -> None:
         if self._failure is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +103,9 @@ class Pairs:
         self._outbox.put(None)
         for _ in self._threads[1:]:
             self._inbox.put(None)
+        deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=CLOSE_S)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _tag(self, unit: int, origin: int, is_header: bool) -> int:
         return (unit * self._team.size + origin) * 2 + is_header
