@@ -190,7 +190,7 @@ class JaxExchange:
             if position not in self._tapped or not isinstance(inputs, jax.Array):
                 return None
             table = keras.ops.convert_to_tensor(layer._embeddings)
-            return self._host.look_up(position, table, keras.ops.cast(inputs, "int32"))
+            return self._host.look_up(position, table, keras.ops.cast(inputs, "int32"), layer.variable_dtype)
 
         return multiply if unit.kind == "linear" else look_up
 

@@ -57,8 +57,11 @@ class Host:
         product.defvjp(lambda x, kernel: (product(x, kernel), (x, kernel)), backward)
         return product(x, kernel)
 
-    def look_up(self, position: int, table: Any, numbers: Any) -> Any:
-        """Return rows of a table; backward takes their numbers and gradients and leaves the table's gradient zero."""
+    def look_up(self, position: int, table: Any, numbers: Any, dtype: Any) -> Any:
+        """Return rows of a table; backward takes their numbers and gradients and leaves the table's gradient zero.
+
+        ``dtype`` is the variable's own type, in which gradients are added up; the table may come in a shorter one.
+        """
 
         @jax.custom_vjp
         def look_up(table: Any, numbers: Any) -> Any:
@@ -67,7 +70,7 @@ class Host:
         def backward(saved: Any, g: Any) -> Any:
             table, numbers = saved
             numbers = jnp.where(numbers < 0, numbers + table.shape[0], numbers)
-            rows = numbers.reshape(-1), g.reshape(-1, g.shape[-1])
+            rows = numbers.reshape(-1), g.reshape(-1, g.shape[-1]).astype(dtype)
             return self._take(position, table, *rows), np.zeros(numbers.shape, jax.dtypes.float0)
 
         look_up.defvjp(lambda table, numbers: (look_up(table, numbers), (table, numbers)), backward)
