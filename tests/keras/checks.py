@@ -188,3 +188,36 @@ def assert_equals_one(workers: Any, name: str) -> None:
     for outcome in outcomes:
         for key, value in outcomes[0].expected_logs.items():
             assert abs(outcome.logs[key] - value) < models.TOLERANCE, key
+
+
+def half_precision() -> Any:
+    """Train in bfloat16 and in float16 with a scaled loss; return losses and routes, if the replicas are identical."""
+    import keras
+
+    import poseidon.keras
+
+    found = []
+    for policy in ("mixed_bfloat16", "mixed_float16"):
+        models.begin(3)
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
+        layers = [keras.layers.Embedding(500, 16), keras.layers.Flatten(), keras.layers.Dense(64, activation="relu")]
+        model = keras.Sequential([keras.Input((9,), dtype="int32"), *layers, keras.layers.Dense(4, dtype="float32")])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        distributed = poseidon.keras.distribute(model, cluster=slow_cluster())
+        x, y = CASES["embedding"].data(30)
+        history = model.fit(x % 500, y, batch_size=5, epochs=2, verbose=0)
+        distributed.verify_replicas()
+        assert distributed.plan is not None
+        found.append((history.history["loss"], sorted(set(distributed.plan.routes.values()))))
+        distributed.close()
+    return found
+
+
+def assert_half_precision(workers: Any) -> None:
+    mine, theirs = (worker["half_precision"] for worker in workers)
+    assert mine == theirs
+    assert all(losses[1] < losses[0] < 2.0 for losses, _ in mine)
+    # Keras on torch does not multiply float16 on a CPU, so that has no factors there.
+    assert {"factors", "rows"} <= set(mine[0][1])
+    assert "rows" in mine[1][1]

@@ -37,6 +37,7 @@ def _two_workers(folder: str) -> dict[str, Any]:
         "datasets_and_adam": checks.datasets_and_adam(),
         "own_step": checks.own_step(_train_step),
         "tied": checks.tied(),
+        "half_precision": checks.half_precision(),
         "files_and_layers": checks.files_and_layers(Path(folder)),
         "eagerly": _eagerly(),
         "tied_late": _tied_late(),
@@ -107,6 +108,10 @@ def test_a_table_that_is_also_multiplied_with(two: Any) -> None:
     checks.assert_exact(two, "tied")
     # What is used elsewhere too shows in the first step, and the plan does without its short form.
     assert "rows" not in two[0]["tied"][2].values()
+
+
+def test_half_precision(two: Any) -> None:
+    checks.assert_half_precision(two)
 
 
 def test_worker_0_writes_and_the_model_is_given_back(two: Any) -> None:

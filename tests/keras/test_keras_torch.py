@@ -27,6 +27,7 @@ def _two_workers(folder: str) -> dict[str, Any]:
         "datasets_and_adam": checks.datasets_and_adam(),
         "own_step": checks.own_step(_train_step),
         "tied": checks.tied(),
+        "half_precision": checks.half_precision(),
         "files_and_layers": checks.files_and_layers(Path(folder)),
         "overlap": _overlap(),
         "compiled": _compiled(),
@@ -92,6 +93,10 @@ def test_a_train_step_of_ones_own_with_shared_and_unused_layers(two: Any) -> Non
 
 def test_a_table_that_is_also_multiplied_with(two: Any) -> None:
     checks.assert_exact(two, "tied")
+
+
+def test_half_precision(two: Any) -> None:
+    checks.assert_half_precision(two)
 
 
 def test_worker_0_writes_and_the_model_is_given_back(two: Any) -> None:
