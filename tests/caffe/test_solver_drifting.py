@@ -8,6 +8,7 @@ from shared_rows import knowing_the_layer, shared_rows, values, write_solver  # 
 
 import poseidon.caffe as caffe
 from poseidon.caffe.drifting import Drifting
+from poseidon.engine.relaxed import Shared
 from poseidon.errors import UnsupportedError
 from ranks import run_ranks
 
@@ -29,17 +30,32 @@ def solver_state(solver):
     return f"{solver.param.snapshot_prefix}_iter_{solver.iter}.solverstate"
 
 
-def test_without_staleness_workers_equal_one_with_the_total_batch(tmp_path):
-    (tmp_path / "alone").mkdir()
-    alone = caffe.get_solver(write_solver(tmp_path / "alone", 12, ""))
-    alone.step(STEPS)
-    want = values(alone.net)
-    for got, seen, losses in run_ranks(knowing_the_layer, 2, train, str(write_solver(tmp_path, 6, "")), 0, "SSP"):
-        assert set(seen) == {0}
-        assert losses == {}
-        for name, blobs in want.items():
-            for number, blob in enumerate(blobs):
-                np.testing.assert_allclose(got[name][number], blob, rtol=2e-4, atol=2e-6, err_msg=f"{name} {number}")
+def train_and_count(path):
+    changes = []
+    share = Shared.share
+
+    def counted(self, ledger, before):
+        changes.append((ledger.read() - before).astype(np.float64))
+        share(self, ledger, before)
+
+    Shared.share = counted
+    solver = caffe.get_solver(path, lambda s: Drifting(s.net, 0, "SSP", 60))
+    start = solver._workers._ledger().read()
+    solver.step(STEPS)
+    end = solver._workers._ledger().read()
+    solver.close()
+    return start, sum(changes), end
+
+
+def test_every_change_of_every_worker_counts_once(tmp_path):
+    (start, first, end), (_, second, other) = run_ranks(
+        knowing_the_layer, 2, train_and_count, str(write_solver(tmp_path, 6, ""))
+    )
+    # With staleness 0 the last read waits for everybody's last update, and none comes after it.
+    for got in (end, other):
+        np.testing.assert_allclose(got, start + (first + second) / 2, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(first, second), "each has data of its own"
+    assert not np.allclose(start, end)
 
 
 @pytest.mark.parametrize("model", ["SSPPush", "SSPAggr"])

@@ -9,17 +9,17 @@ batch.
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from poseidon.caffe.joined import Joined
 from poseidon.caffe.layers.embed import Embed
 from poseidon.caffe.net import Net
 from poseidon.caffe.net_units import NetUnit, find_net_units, gets_gradient
@@ -29,9 +29,7 @@ from poseidon.engine.engine import Engine, Options
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, check_overrides
-from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import mirror_all
-from poseidon.team.team import Team
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -50,7 +48,7 @@ class ExchangeOptions:
     """How long to wait for another worker; one of them may be writing a large snapshot."""
 
 
-class Together:
+class Together(Joined):
     """The workers of torch's default process group, training one net (see ``solver/workers.py`` for the calls).
 
     Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
@@ -58,13 +56,11 @@ class Together:
 
     def __init__(self, net: Net, options: ExchangeOptions | None = None) -> None:
         options = options or ExchangeOptions()
-        self._net = net
         self._units = find_net_units(net)
         if not self._units:
             raise ConfigError(f"net {net.name!r} learns nothing, so there is nothing to train on several workers")
         check_overrides([unit.live.spec for unit in self._units], dict(options.routes or {}))
-        self._team = Team(None, options.timeout_s)
-        agree_on_parameters(self._team, net)
+        super().__init__(net, options.timeout_s)
         before = set(threading.enumerate())
         self._engine = self._make_engine(options)
         self._threads = [thread for thread in threading.enumerate() if thread not in before]
@@ -79,21 +75,6 @@ class Together:
         # The background threads must not outlive the solver.
         self._release = weakref.finalize(self, self._engine.close)
         self._release.atexit = False
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this worker writes files and logs."""
-        return self._team.rank == 0
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        return self._team.rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self._team.size
 
     @property
     def plan(self) -> Plan | None:
@@ -138,19 +119,10 @@ class Together:
     def end_update(self) -> None:
         """Do nothing: equal gradients have changed the parameters alike."""
 
-    def average(self, values: Sequence[float]) -> list[float]:
-        """Return the means of the values over all workers."""
-        return average_over(self._team, values)
-
     def ask(self, wanted: ActionFunction) -> ActionFunction:
         """Begin to agree on what anybody wants; the answer is awaited only when it is asked for."""
         pending = self._team.start_gather([int(wanted())])
         return lambda: Action(max(row[0] for row in pending("the others' signals")))
-
-    def take_from_root(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return the root's numbers and make the tensors equal to the root's."""
-        mirror_all(self._team, tensors, 0, "the solver's state")
-        return self._team.gather_ints(numbers, "the solver's state")[0]
 
     def settle(self) -> None:
         """Take from the root what no gradient keeps equal and passes have changed, such as BatchNorm's averages."""
@@ -225,20 +197,3 @@ class Together:
         if unit.kind == "linear":
             return unit.layer.factor_sink is not None
         return unit.kind == "embedding" and isinstance(unit.layer, Embed) and unit.layer.rows_sink is not None
-
-
-def agree_on_parameters(team: Team, net: Net) -> None:
-    """Make everybody's parameters those of worker 0; workers with different nets are told so. Collective."""
-    learnable = net.learnable
-    names = [f"{net.layers[entry.layer_index].name}.{entry.param_index}" for entry in learnable]
-    tensors = [entry.blob.data_tensor for entry in learnable]
-    check_same_model(team, describe(list(zip(names, tensors, strict=True))))
-    mirror_all(team, tensors, 0, "the initial parameters")
-
-
-def average_over(team: Team, values: Sequence[float]) -> list[float]:
-    """Return the means of the values over all workers, added in rank order and so equal everywhere. Collective."""
-    words = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
-    rows = team.gather_ints(words, "the others' outputs")
-    everybody = [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in rows]
-    return [sum(column) / team.size for column in zip(*everybody, strict=True)]

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from poseidon.caffe.distributed import agree_on_parameters, average_over
+from poseidon.caffe.joined import Joined
 from poseidon.caffe.net import Net
 from poseidon.caffe.solver.workers import ActionFunction
 from poseidon.engine.relaxed import WIDTH, Ledger, Shared
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
 from poseidon.ps import Table, connect
 from poseidon.server.formats import Array
-from poseidon.team.mirror import mirror_all
-from poseidon.team.team import Team
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -34,7 +32,7 @@ MODELS = {
 to be asked."""
 
 
-class Drifting:
+class Drifting(Joined):
     """The workers of torch's default process group, each as far as it gets (see ``solver/workers.py`` for the calls).
 
     Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
@@ -45,30 +43,13 @@ class Drifting:
             raise unknown_name("consistency model with staleness", model, tuple(MODELS))
         if not net.learnable:
             raise ConfigError(f"net {net.name!r} learns nothing, so there is nothing to train on several workers")
-        self._net = net
+        super().__init__(net, timeout_s)
         self._staleness = staleness
         self._model = model
-        self._team = Team(None, timeout_s)
-        agree_on_parameters(self._team, net)
         self._job = connect(timeout_s=timeout_s)
         self._table: Table | None = None
         self._shared: Shared | None = None
         self._before: Array = np.empty(0)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this worker writes files and logs."""
-        return self._team.rank == 0
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        return self._team.rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self._team.size
 
     # What the solver calls.
 
@@ -100,10 +81,6 @@ class Drifting:
         assert self._shared is not None
         self._shared.share(self._ledger(), self._before)
 
-    def average(self, values: Sequence[float]) -> list[float]:
-        """Return the means of the values over all workers; waits for the slowest."""
-        return average_over(self._team, values)
-
     def ask(self, wanted: ActionFunction) -> ActionFunction:
         """Return the question itself: agreeing in every iteration would keep everybody in step."""
         return wanted
@@ -112,8 +89,7 @@ class Drifting:
         """Return the root's numbers and make the tensors equal to the root's; before the first iteration only."""
         if self._shared is not None:
             raise UnsupportedError("a snapshot cannot be restored in the middle of training with staleness; start anew")
-        mirror_all(self._team, tensors, 0, "the solver's state")
-        return self._team.gather_ints(numbers, "the solver's state")[0]
+        return super().take_from_root(numbers, tensors)
 
     def settle(self) -> None:
         """Do nothing: running averages stay each worker's own, as its other copies do."""
