@@ -222,7 +222,7 @@ class OutsideFrontEnd:
         rows = as_tensor(values).reshape(-1, unit.weight.shape[1])
         if weight != 1.0:
             rows = rows * weight
-        if self._engine.is_observing and not unit.spec.is_sparse:  # which leaves no choice
+        if self._engine.is_observing:
             self._engine.observe(unit, Load(torch.unique(where).numel()))
         is_short = unit.spec.is_sparse or self._engine.makes_rows(unit)
         if is_short:

@@ -131,9 +131,12 @@ def _decide(
     costs = _costs(unit, load, cluster, [route for route in possible if route in offered])
     wanted = next((r for p, r in overrides.items() if fnmatch.fnmatchcase(unit.name, p) and r in possible), None)
     route = min(costs, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
-    why = _reason(route, costs, unit, load) if cluster.workers > 1 else "one worker: nothing to exchange"
     if unit.is_sparse:
         why = "sparse gradients were asked for"
+    elif cluster.workers > 1:
+        why = _reason(route, costs, unit, load)
+    else:
+        why = "one worker: nothing to exchange"
     if wanted is not None and cluster.workers > 1:
         costs = {**_costs(unit, load, cluster, [wanted]), **costs}
         costs.setdefault(wanted, Cost(0.0, 0.0, 0.0))
@@ -142,7 +145,7 @@ def _decide(
         unit=unit.name,
         kind=unit.kind,
         shape=tuple(p.shape for p in unit.parameters),
-        rows=None if load is None or unit.kind == "dense" or unit.is_sparse else load.rows,
+        rows=None if load is None or unit.kind == "dense" else load.rows,
         route=route,
         why=why,
         costs=costs,
