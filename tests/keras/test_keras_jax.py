@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-ENV = {
-    "KERAS_BACKEND": "jax",
-    "JAX_ENABLE_X64": "1",
-    "JAX_PLATFORMS": "cpu",
-    # Nearly all time goes into compiling steps that run once or a few times.
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-}
-if importlib.util.find_spec("jax") is not None and metadata.version("jaxlib").startswith("0.10."):
-    ENV["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # XLA would not start if it did not know it
+# XLA as it is: with fewer optimizations steps compile faster, but exp and erf get worse than the tolerance.
+ENV = {"KERAS_BACKEND": "jax", "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def _two_workers(folder: str) -> dict[str, Any]:
