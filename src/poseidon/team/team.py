@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,6 +32,20 @@ order that aborts the process; destroyed earlier, the next group of the same wor
 
 _SERIAL: Counter[str] = Counter()
 """Numbers the teams of each group; equal on all its workers, because they are made in the same order everywhere."""
+
+
+SETTLE_S = 0.1
+"""How long gloo's threads are given at the end to drop the tensors of the last operations."""
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Wait a moment before the interpreter is torn down, once everything else has been closed.
+
+    A gloo thread that drops the last reference to a tensor has to enter the interpreter; if that is going away, C++
+    ends the process with an abort, after a training that went well.
+    """
+    atexit.register(time.sleep, SETTLE_S)
 
 
 def machine_name() -> str:
@@ -68,6 +85,7 @@ class Team:
         hosts = [f"host of rank {rank}" for rank in range(self.size)]
         name = self.group.group_name
         _SERIAL[name] += 1
+        _settle_at_exit()
         self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, hosts, timeout_s)
         self.control = self.new_group()
         identity = self.gather_json({"host": self.host, "machine": machine_name()})
