@@ -7,7 +7,8 @@ import pytest
 from shared_rows import knowing_the_layer, shared_rows, values, write_solver  # noqa: F401 - a fixture
 
 import poseidon.caffe as caffe
-from poseidon.caffe.distributed import ExchangeOptions, Together
+from poseidon.caffe.distributed import Together
+from poseidon.engine.assemble import ExchangeOptions
 from poseidon.planning.cluster import Cluster, Link
 from ranks import run_ranks
 

@@ -13,9 +13,7 @@ import threading
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
@@ -24,28 +22,15 @@ from poseidon.caffe.layers.embed import Embed
 from poseidon.caffe.net import Net
 from poseidon.caffe.net_units import NetUnit, find_net_units, gets_gradient
 from poseidon.caffe.solver.workers import Action, ActionFunction
-from poseidon.engine.assemble import assemble_engine
+from poseidon.engine.assemble import ExchangeOptions, assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.errors import ConfigError
-from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.team.mirror import mirror_all
 
 log = logging.getLogger("poseidon.caffe")
 
 _Sink = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """How workers exchange gradients, as the user chose it."""
-
-    routes: Mapping[str, str] | None = None
-    """Routes to insist on, by layer name or pattern."""
-    cluster: Cluster | str | Path | None = None
-    """Speeds of links and devices, or a file of them, instead of a measurement."""
-    timeout_s: float = 300.0
-    """How long to wait for another worker; one of them may be writing a large snapshot."""
 
 
 class Together(Joined):

@@ -14,7 +14,7 @@ from typing import TextIO
 import torch
 
 from poseidon.caffe import device
-from poseidon.caffe.distributed import ExchangeOptions, Together
+from poseidon.caffe.distributed import Together
 from poseidon.caffe.drifting import Drifting
 from poseidon.caffe.glog import console
 from poseidon.caffe.schema import Proto, SolverParameter
@@ -23,6 +23,7 @@ from poseidon.caffe.solver.report import Output
 from poseidon.caffe.solver.signals import SignalActions
 from poseidon.caffe.solver.workers import Alone, Workers
 from poseidon.caffe.upgrade import read_solver
+from poseidon.engine.assemble import ExchangeOptions
 from poseidon.errors import ConfigError
 from poseidon.launch.environment import World, init
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,18 @@ from poseidon.planning.cluster import Cluster
 from poseidon.routes.base import LiveUnit
 from poseidon.team.calibrate import arithmetic_digest, find_cluster
 from poseidon.team.team import Team
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How workers exchange gradients, as the user of a front end outside of PyTorch chose it."""
+
+    routes: Mapping[str, str] | None = None
+    """Routes to insist on, by unit name or pattern."""
+    cluster: Cluster | str | Path | None = None
+    """Speeds of links and devices, or a file of them, instead of a measurement."""
+    timeout_s: float = 300.0
+    """How long to wait for another worker; one of them may be compiling its step or writing a large snapshot."""
 
 
 def assemble_engine(

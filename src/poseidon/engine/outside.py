@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from poseidon.engine.assemble import assemble_engine
+from poseidon.engine.assemble import ExchangeOptions, assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.errors import ConfigError, MismatchError, UnsupportedError
-from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model
@@ -80,18 +78,6 @@ class Rows:
 
     numbers: Array
     values: Array
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """How workers exchange gradients, as the user chose it."""
-
-    routes: Mapping[str, str] | None = None
-    """Routes to insist on, by unit name or pattern."""
-    cluster: Cluster | str | Path | None = None
-    """Speeds of links and devices, or a file of them, instead of a measurement."""
-    timeout_s: float = 300.0
-    """How long to wait for another worker; one of them may be compiling its step or writing a checkpoint."""
 
 
 def check_alike(team: Team, variables: Sequence[OutsideVariable]) -> None:

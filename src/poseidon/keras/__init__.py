@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from poseidon.engine.outside import ExchangeOptions
+from poseidon.engine.assemble import ExchangeOptions
 from poseidon.errors import ConfigError
 from poseidon.keras.callbacks import BroadcastCallback
 from poseidon.keras.distribution import Alone, DistributeOptions, Distribution

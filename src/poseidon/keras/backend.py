@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import keras
 
-from poseidon.engine.outside import ExchangeOptions, OutsideUnit, SummingChannel
+from poseidon.engine.assemble import ExchangeOptions
+from poseidon.engine.outside import OutsideUnit, SummingChannel
 from poseidon.errors import UnsupportedError, unknown_name
 from poseidon.planning.planner import Plan
 from poseidon.team.team import Team

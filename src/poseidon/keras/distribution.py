@@ -17,7 +17,8 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from poseidon.engine.outside import ExchangeOptions, SummingChannel, check_alike, end_steps
+from poseidon.engine.assemble import ExchangeOptions
+from poseidon.engine.outside import SummingChannel, check_alike, end_steps
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
 from poseidon.keras.batches import Deal, unpack

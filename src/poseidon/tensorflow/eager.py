@@ -16,8 +16,8 @@ import tensorflow as tf
 import torch
 import torch.distributed as dist
 
+from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import (
-    ExchangeOptions,
     OutsideFrontEnd,
     OutsideUnit,
     OutsideVariable,

@@ -22,7 +22,8 @@ from tensorflow.python.ops import gradients_impl
 from tensorflow.python.training import optimizer as optimizers
 from tensorflow.python.training import server_lib, sync_replicas_optimizer
 
-from poseidon.engine.outside import ExchangeOptions, OutsideFrontEnd, check_alike
+from poseidon.engine.assemble import ExchangeOptions
+from poseidon.engine.outside import OutsideFrontEnd, check_alike
 from poseidon.errors import UnsupportedError
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
