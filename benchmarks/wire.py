@@ -26,7 +26,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-BUCKET_BYTES = 25 << 20
 CHUNK_KB = 2048
 LONGEST_S = 60.0
 
@@ -75,6 +74,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
     parser.add_argument("--wires", default="carrier=tcp; carrier=zeromq", help="ways to carry the sharded sum")
     parser.add_argument("--peers", default="gloo", help="systems to compare with: gloo, nccl, or nothing")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB that one allreduce of the peers carries")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which everything is ended")
     parser.add_argument("--output", default="wire.json", help="where the figures go")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -106,7 +106,7 @@ def print_table(options: argparse.Namespace, systems: list[Measured], bound_s: f
 
 
 def write_report(path: Path, options: argparse.Namespace, systems: list[Measured], bound_s: float) -> None:
-    facts = {name: getattr(options, name) for name in ("machines", "rate", "megabytes", "rounds")}
+    facts = {name: getattr(options, name) for name in ("machines", "rate", "megabytes", "rounds", "bucket_mb")}
     figures = [vars(system) | {"of_bound": bound_s / statistics.median(system.seconds)} for system in systems]
     path.write_text(json.dumps(facts | {"bound_s": bound_s, "cpus": os.cpu_count(), "systems": figures}, indent=1))
 
@@ -277,13 +277,14 @@ class ShardedSum:
 
 
 class Allreduce:
-    """PyTorch's allreduce of the same buffer, in buckets of the size that DistributedDataParallel uses."""
+    """PyTorch's allreduce of the same buffer, in buckets; 25 MiB is what DistributedDataParallel uses."""
 
     def __init__(self, options: argparse.Namespace, backend: str) -> None:
         import torch
         import torch.distributed as dist
 
         self._group = dist.new_group(backend=backend)
+        self._bucket_values = int(options.bucket_mb * 2**20) // 4
         self._expected = all_sums(options.elements, dist.get_world_size())
         self._values = torch.from_numpy(own_values(options.elements, dist.get_rank()))
         if backend == "nccl":
@@ -297,7 +298,8 @@ class Allreduce:
     def sum(self) -> None:
         import torch.distributed as dist
 
-        works = [dist.all_reduce(one, group=self._group, async_op=True) for one in self._sums.split(BUCKET_BYTES // 4)]
+        buckets = self._sums.split(self._bucket_values)
+        works = [dist.all_reduce(bucket, group=self._group, async_op=True) for bucket in buckets]
         for work in works:
             work.wait()
         self._wait_for_device()
