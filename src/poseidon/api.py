@@ -86,7 +86,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.bucket_bytes_cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+        self._bucket_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.require_backward_grad_sync = True
         self.device_ids = device_ids
         self.output_device = output_device
@@ -242,7 +242,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             tensors = tensors_of(self.module, self._ignored, with_buffers=self.broadcast_buffers)
             mirror_all(team, tensors, 0, "the initial parameters")
         options = Options(
-            bucket_bytes=self.bucket_bytes_cap,
+            bucket_bytes=self._bucket_bytes,
             keep_views=self.gradient_as_bucket_view,
             allow_unused=self.find_unused_parameters,
             static_graph=self.static_graph,

@@ -82,8 +82,6 @@ class DeferredDataParallel(DistributedDataParallel):
         self._half_synced: list[Callable[[], None]] = []
         # One copy of each gradient fewer: nobody but the update reads it from its bucket.
         options.setdefault("gradient_as_bucket_view", True)
-        # A layer's next forward waits for its whole bucket, so buckets are smaller than where all wait for the last.
-        options.setdefault("bucket_cap_mb", 8)
         super().__init__(module, **options)
 
     def finish_step(self) -> None:

@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from poseidon.engine.buckets import SMALLEST_BUCKET_BYTES, Bucket, assign_buckets
+from poseidon.planning.packing import limit_collective, limit_served
+from poseidon.server.slots import chunk_bytes_for
 
 MB = 2**20
 SIZES = st.lists(st.tuples(st.sampled_from(["f32", "f16"]), st.integers(0, 40 * MB)), max_size=40)
@@ -174,3 +176,22 @@ def test_gradients_keep_the_memory_order_of_their_parameters() -> None:
     bucket.unpack([True, True])
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
+
+
+def test_what_the_user_asked_for_limits_every_bucket() -> None:
+    assert limit_collective(3 * MB, defers=True) == limit_collective(3 * MB, defers=False) == 3 * MB
+    assert limit_served(3 * MB, owners=8, chunk_bytes=4 * MB) == 3 * MB
+
+
+def test_buckets_are_smaller_where_a_layer_waits_for_nothing_but_its_own() -> None:
+    assert limit_collective(None, defers=True) < limit_collective(None, defers=False)
+
+
+@given(st.integers(2, 1024), st.floats(1e6, 1e11))
+def test_a_served_bucket_has_a_whole_chunk_for_every_owner_as_long_as_that_is_not_too_much(
+    owners: int, bytes_per_s: float
+) -> None:
+    chunk_bytes = chunk_bytes_for(bytes_per_s)
+    limit = limit_served(None, owners, chunk_bytes)
+    assert 4 * MB <= limit <= 25 * MB
+    assert limit >= owners * chunk_bytes or limit == 25 * MB

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.planning.planner import ROUTES, Plan, check_overrides, make_plan, possible_routes
+from poseidon.planning.planner import (
+    ROUTES,
+    Plan,
+    check_overrides,
+    make_plan,
+    possible_routes,
+    server_beats_nccl,
+)
+from poseidon.team.nccl import chooses_sockets
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 SLOW = Cluster(8, between=Link(1e8, 1e-4), flops=1e12)
@@ -172,3 +180,27 @@ def test_no_units_make_an_empty_plan() -> None:
 
 def test_every_route_is_known_to_some_unit() -> None:
     assert {route for one in (CONV, FC, TABLE) for route in possible_routes(one)} == set(ROUTES)
+
+
+def test_the_server_is_offered_beside_nccl_only_where_it_was_seen_to_pay() -> None:
+    slow, fast = Link(10e9, 5e-5), Link(100e9, 5e-6)
+    assert server_beats_nccl(Cluster(8, between=slow), defers=True)
+    assert not server_beats_nccl(Cluster(8, between=slow), defers=False)
+    assert not server_beats_nccl(Cluster(8, between=slow), defers=True, uses_sockets=False)
+    assert not server_beats_nccl(Cluster(8, 2, between=slow), defers=True)
+    assert not server_beats_nccl(Cluster(8, between=fast), defers=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_rdma", "goes_by_tcp"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"NCCL_IB_DISABLE": "1"}, True, True),
+        ({"NCCL_IB_DISABLE": "0"}, True, False),
+        ({"NCCL_NET": "Socket"}, True, True),
+        ({"NCCL_NET": "AWS Libfabric"}, False, False),
+    ],
+)
+def test_what_nccl_sends_over(environment: dict[str, str], has_rdma: bool, goes_by_tcp: bool) -> None:
+    assert chooses_sockets(environment, has_rdma) is goes_by_tcp

@@ -23,8 +23,10 @@ from poseidon.engine.stopwatch import Stopwatch
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
-from poseidon.planning.planner import Plan, make_plan
+from poseidon.planning.packing import limit_collective
+from poseidon.planning.planner import Plan, make_plan, server_beats_nccl
 from poseidon.routes.base import LiveUnit, can_be_served
+from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import PendingGather, Team
 from poseidon.units import Load
 
@@ -40,7 +42,8 @@ _TIMED_BACKWARD = 3
 class Options:
     """How the engine works, as the user chose it."""
 
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int | None = None
+    """Most bytes that travel together; None: as suits each route."""
     keep_views: bool = False
     """Leave ``.grad`` as a view into its bucket (torch calls it gradient_as_bucket_view)."""
     allow_unused: bool = False
@@ -112,8 +115,9 @@ class Engine:
         self.plan: Plan | None = None
         is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
         self._routes = Routes(team, is_cuda, options.gather_factors, cluster.between)
-        # NCCL moves gradients from device to device; the server would carry them through host memory.
-        self._offers_server = not team.is_nccl and all(can_be_served(p) for unit in units for p in unit.parameters)
+        self._offers_server = all(can_be_served(p) for unit in units for p in unit.parameters) and (
+            not team.is_nccl or server_beats_nccl(cluster, options.defers, nccl_uses_sockets(team))
+        )
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
         self._has_local_gradients = False
         self._order = list(reversed(range(len(units))))
@@ -410,8 +414,14 @@ class Engine:
             if self._routes.gather is not None and route_of[unit.index] == "factors" and unit.name in self._loads
         ]
         options = self.options
-        book = self._routes.sharded.book if "sharded" in route_of.values() else None
-        return Schedule(self.units, route_of, self._order, options.bucket_bytes, options.keep_views, gathers, book)
+        bucket_bytes = limit_collective(options.bucket_bytes, options.defers)
+        served_bytes, book = 0, None
+        if "sharded" in route_of.values():
+            served_bytes = self._routes.sharded.limit_bucket(options.bucket_bytes)
+            book = self._routes.sharded.book
+        return Schedule(
+            self.units, route_of, self._order, bucket_bytes, options.keep_views, gathers, served_bytes, book
+        )
 
     def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
         names = {

@@ -12,10 +12,6 @@ from poseidon.engine.buckets import Bucket, assign_buckets
 from poseidon.routes.base import LiveUnit
 from poseidon.server.slots import Slot
 
-SERVED_BYTES = 4 * 2**20
-"""Buckets for the parameter server are smaller than those for collectives: they need no common order, so latencies
-overlap, and a layer's next forward waits for its whole bucket."""
-
 Book = Callable[[Sequence[int], Sequence[torch.dtype]], list[Slot]]
 """Agrees with all workers on slots of the parameter server for buckets of these sizes and types."""
 
@@ -62,8 +58,9 @@ Item = Bucket | Box | Gather
 class Schedule:
     """A fixed assignment of units to routes and items; used for many steps.
 
-    ``order`` holds unit numbers as they are expected to become ready. Everything here must be the same on all workers.
-    Making one that uses the parameter server is collective, through ``book``.
+    ``order`` holds unit numbers as they are expected to become ready; ``bucket_bytes`` and ``served_bytes`` limit what
+    shares a collective and what goes through the parameter server together. Everything here must be the same on all
+    workers. Making one that uses the parameter server is collective, through ``book``.
     """
 
     def __init__(
@@ -74,6 +71,7 @@ class Schedule:
         bucket_bytes: int,
         keep_views: bool,
         gathers: Sequence[Gather] = (),
+        served_bytes: int = 0,
         book: Book | None = None,
     ) -> None:
         self.route_of = dict(route_of)
@@ -85,7 +83,7 @@ class Schedule:
             collectives.append((place[last], bucket))
         self.collectives: list[Item] = [item for _, item in sorted(collectives, key=lambda pair: pair[0])]
         """Must be started in this order on all workers."""
-        served = [bucket for _, bucket in self._fill_buckets("sharded", order, min(bucket_bytes, SERVED_BYTES))]
+        served = [bucket for _, bucket in self._fill_buckets("sharded", order, served_bytes)]
         self.boxes: list[Item] = []
         """In the order in which they are expected to be ready; may be started in any."""
         if served:

@@ -25,7 +25,6 @@ from poseidon.routes.factors import FactorsRoute
 from poseidon.routes.gather import GatherExchange, GatherRoute
 from poseidon.routes.pairs import Pairs
 from poseidon.routes.rows import RowsRoute
-from poseidon.server.slots import chunk_bytes_for
 from poseidon.team.team import PendingGather, Team
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Routes:
             # Imported here: plans without a server can do without the wire.
             from poseidon.routes.sharded import ShardedRoute
 
-            self._sharded = ShardedRoute(self.team, self._is_cuda, chunk_bytes_for(self._link.bytes_per_s))
+            self._sharded = ShardedRoute(self.team, self._is_cuda, self._link)
         return self._sharded
 
     def close(self) -> None:

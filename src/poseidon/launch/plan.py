@@ -11,6 +11,7 @@ from typing import Any
 
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster, Link, parse_rate
+from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
 from poseidon.planning.source import Source, device_flops, find_profile
 from poseidon.planning.table import format_bytes
@@ -117,12 +118,13 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         raise unknown_name("--transport", args.transport, ("auto", "nccl", "gloo"))
     is_gpu = profile.device.startswith("cuda") or cluster.flops >= GPU_FLOPS
     transport = args.transport if args.transport != "auto" else ("nccl" if is_gpu else "gloo")
+    simulated = find_system(system)
     return Setting(
         profile,
         cluster,
-        find_system(system),
+        simulated,
         collectives=TRANSPORTS[transport],
-        offers_server=transport == "gloo",
+        offers_server=transport == "gloo" or server_beats_nccl(cluster, simulated.overlaps_forward),
         payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
         gathers_factors=transport == "nccl",
     )

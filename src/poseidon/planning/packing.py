@@ -6,6 +6,29 @@ from collections.abc import Hashable, Sequence
 
 SMALLEST_BUCKET_BYTES = 2**20
 """Below this, a collective costs latency rather than bandwidth."""
+_LARGEST_BYTES = 25 * 2**20
+"""As torch's DistributedDataParallel has it."""
+_DEFERRED_BYTES = 8 * 2**20
+"""Where a layer's next forward waits for its whole bucket, and for nothing else."""
+_SERVED_BYTES = 4 * 2**20
+"""Messages need no common order, so latencies overlap and buckets may be small."""
+
+
+def limit_collective(asked_bytes: int | None, defers: bool) -> int:
+    """Return the most bytes that shall share a collective; ``defers``: the next forward need not wait for all."""
+    if asked_bytes is not None:
+        return asked_bytes
+    return _DEFERRED_BYTES if defers else _LARGEST_BYTES
+
+
+def limit_served(asked_bytes: int | None, owners: int, chunk_bytes: int) -> int:
+    """Return the most bytes that shall go through the parameter server together.
+
+    A bucket is spread over all owners, so one with less than a whole chunk for each makes more messages of the same
+    bytes, and on fast links messages are what costs.
+    """
+    most = _LARGEST_BYTES if asked_bytes is None else asked_bytes
+    return min(most, max(_SERVED_BYTES, owners * chunk_bytes))
 
 
 def assign_buckets(sizes: Sequence[tuple[Hashable, int]], limit_bytes: int) -> list[list[int]]:

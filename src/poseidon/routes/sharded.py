@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from poseidon.errors import FrameError, PoseidonError
+from poseidon.planning.cluster import Link
+from poseidon.planning.packing import limit_served
 from poseidon.routes.base import Exchange
 from poseidon.routes.levels import Levels, LevelsExchange
 from poseidon.server.chunks import Chunk, owned_by
 from poseidon.server.service import ShardService
 from poseidon.server.shard import Shard
-from poseidon.server.slots import Slot, make_slots
+from poseidon.server.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.team.team import CLOSE_S, Arrival, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.message import Header, Kind
@@ -46,12 +48,13 @@ class ShardedRoute:
     Only :meth:`book` is collective. On CUDA tensors are staged in pinned memory on a side stream.
     """
 
-    def __init__(self, team: Team, is_cuda: bool, chunk_bytes: int) -> None:
+    def __init__(self, team: Team, is_cuda: bool, link: Link) -> None:
         self._team = team
+        self._chunk_bytes = chunk_bytes_for(link.bytes_per_s)
         topology = team.topology
         use_levels = topology.has_levels and topology.is_even and not is_cuda
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
-        self._exchange = _ShardedSum(team, self._members, chunk_bytes)
+        self._exchange = _ShardedSum(team, self._members, self._chunk_bytes, link)
         self._levels = Levels(team) if use_levels else None
         self._stager = _Stager() if is_cuda else None
 
@@ -59,6 +62,10 @@ class ShardedRoute:
     def needs_order(self) -> bool:
         """Whether calls must come in one order after all, because workers of a machine combine first."""
         return self._levels is not None
+
+    def limit_bucket(self, asked_bytes: int | None) -> int:
+        """Return the most bytes that shall travel together; what was asked for counts."""
+        return limit_served(asked_bytes, len(self._members), self._chunk_bytes)
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective."""
@@ -91,11 +98,11 @@ class ShardedRoute:
 class _ShardedSum:
     """Sums arrays over ``members`` through their shards."""
 
-    def __init__(self, team: Team, members: Sequence[int], chunk_bytes: int) -> None:
+    def __init__(self, team: Team, members: Sequence[int], chunk_bytes: int, link: Link) -> None:
         self._team = team
         self._members = members
         self._chunk_bytes = chunk_bytes
-        self._transport: Transport = connect_wire(team, members)
+        self._transport: Transport = connect_wire(team, members, link=link)
         self._rank = self._transport.rank
         self._slots = 0
         self._priorities: dict[int, int] = {}

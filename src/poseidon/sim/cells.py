@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
@@ -52,13 +53,15 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
     """Return the simulation of one system in one cell."""
     is_nccl = bench.is_gpu and system != "ddp-gloo"
     cores = bench.cores / bench.machines
+    cluster = Cluster(bench.machines, between=Link(bench.rate_bits, LAB_LATENCY_S), flops=bench.flops)
+    simulated = SYSTEMS[SIMULATED[system]]
     return Setting(
         profile=bench.profile.scaled_to(bench.linear_s),
-        cluster=Cluster(bench.machines, between=Link(bench.rate_bits, LAB_LATENCY_S), flops=bench.flops),
-        system=SYSTEMS[SIMULATED[system]],
+        cluster=cluster,
+        system=simulated,
         collectives=TRANSPORTS["nccl" if is_nccl else "gloo"].on_cores(cores),
         messages=TRANSPORTS["messages"].on_cores(cores),
         payload=LAB_PAYLOAD,
-        offers_server=not is_nccl,
+        offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         gathers_factors=is_nccl,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from poseidon.planning.ordering import order_by_need
-from poseidon.planning.packing import assign_buckets
+from poseidon.planning.packing import assign_buckets, limit_served
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.server.chunks import Chunk
 from poseidon.server.slots import make_slots
@@ -17,9 +17,6 @@ from poseidon.sim.setting import Setting
 MOST_ROUNDS = 400
 """A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
 finer ones change the answer by less than they cost."""
-
-SERVED_BYTES = 4 * 2**20
-"""The engine's limit for buckets that go through the parameter server; a test compares the two."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +210,7 @@ def _served(setting: Setting, units: Sequence[int]) -> list[Exchange]:
     if setting.system.packing == "units":
         packed = [[at for at, (i, _) in enumerate(members) if i == unit] for unit in units]
     else:
-        packed = assign_buckets(sizes, min(setting.system.bucket_bytes, SERVED_BYTES))
+        packed = assign_buckets(sizes, limit_served(None, machines, setting.least_chunk_bytes))
     items = [sizes[bucket[0]][0] for bucket in packed]
     elements = [sum(members[at][1].numel for at in bucket) for bucket in packed]
     rounds = MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8

@@ -27,7 +27,7 @@ class Setting:
     payload: float = ETHERNET_PAYLOAD
     """Share of the cluster's link rate that is data; 1 where the rate was measured by programs."""
     offers_server: bool = False
-    """The planner may choose the parameter server, as the engine lets it where NCCL is not."""
+    """The planner may choose the parameter server, as the engine lets it without NCCL and where it beats NCCL."""
     gathers_factors: bool = True
     """Factors and rows go by collectives, as between GPUs, where whole gradients do; else by direct messages."""
     chunk_bytes: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from poseidon.errors import unknown_name
+from poseidon.planning.packing import limit_collective
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class System:
     """The next forward waits unit by unit, and what it needs first goes first."""
     packing: Literal["engine", "ddp", "whole", "units"] = "engine"
     """Which gradients travel together: as Poseidon's engine packs, as torch's DDP does, all in one, or none."""
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = limit_collective(None, defers=False)
     """Most bytes that share a collective, as torch's and Poseidon's wrappers have it by default."""
 
     @property
@@ -62,7 +63,7 @@ SYSTEMS = {
             dense="planned",
             special="planned",
             overlaps_forward=True,
-            bucket_bytes=8 * 2**20,
+            bucket_bytes=limit_collective(None, defers=True),
         ),
     )
 }

@@ -8,21 +8,27 @@ import socket
 from collections.abc import Sequence
 
 from poseidon.errors import WireError
+from poseidon.planning.cluster import Link
 from poseidon.team.team import Team
 from poseidon.wire.network import NetworkTransport
 from poseidon.wire.open import open_transport
-from poseidon.wire.settings import WireSettings
+from poseidon.wire.settings import WireSettings, send_buffer_for
 
 SECRET = "POSEIDON_SECRET"
 """Environment variable with the job's secret, as a launcher sets it; without it worker 0 draws one."""
 
 
-def connect_wire(team: Team, members: Sequence[int], settings: WireSettings | None = None) -> NetworkTransport:
+def connect_wire(
+    team: Team, members: Sequence[int], settings: WireSettings | None = None, link: Link | None = None
+) -> NetworkTransport:
     """Return this worker's transport among ``members`` (ranks in the team, itself included). Collective in the team.
 
-    Ranks of the transport are positions in ``members``.
+    Ranks of the transport are positions in ``members``. Without ``settings`` it is set for ``link``, as far as the
+    environment does not say otherwise.
     """
-    settings = settings or WireSettings.from_environment(os.environ, **default_place())
+    if settings is None:
+        suited = {} if link is None else {"send_buffer_bytes": send_buffer_for(link.bytes_per_s)}
+        settings = WireSettings.from_environment(os.environ, **default_place(), **suited)
     secret = _agree_on_secret(team)
     transport = open_transport(members.index(team.rank), len(members), secret, settings)
     try:

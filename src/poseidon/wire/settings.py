@@ -11,6 +11,10 @@ from poseidon.errors import ConfigError, unknown_name
 
 CARRIERS = ("tcp", "zeromq")
 PREFIX = "POSEIDON_WIRE_"
+BUFFERED_S = 0.5e-3
+"""What lies in the kernel's buffer for one peer delays an urgent message by about this much..."""
+SMALLEST_BUFFER_BYTES, LARGEST_BUFFER_BYTES = 8 << 10, 64 << 10
+"""... as far as a thread can keep up with a buffer so small; larger ones fill no link better."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class WireSettings:
     in_flight_bytes: int = 1
     """A connection is given its next message when it is busy with fewer bytes than this. 1: one message at a time,
     with the kernel's buffer to bridge the gap between two."""
-    send_buffer_bytes: int = 64 << 10
+    send_buffer_bytes: int = LARGEST_BUFFER_BYTES
     """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
     congestion: str = "cubic"
     """The kernel's congestion control for tcp connections, where it has it; empty: the system's own. BBR sends at the
@@ -89,6 +93,11 @@ class WireSettings:
                     raise ConfigError(f"environment variable {variable} is no wire setting; known: {known}")
                 values[name] = _read(variable, text, kinds[name])
         return cls(**values)
+
+
+def send_buffer_for(bytes_per_s: float) -> int:
+    """Return a send buffer for links of this speed."""
+    return int(min(max(bytes_per_s * BUFFERED_S, SMALLEST_BUFFER_BYTES), LARGEST_BUFFER_BYTES))
 
 
 def _read(variable: str, text: str, kind: type) -> Any:

@@ -10,7 +10,7 @@ from sim_settings import dense, linear, profile, setting, small
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.sim.exchanges import SERVED_BYTES, ddp_buckets, make_schedule
+from poseidon.sim.exchanges import ddp_buckets, make_schedule
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS, find_system
@@ -211,12 +211,6 @@ def test_ddps_buckets_are_as_torch_makes_them():
     mib = 2**20
     assert ddp_buckets([mib // 2, mib // 2, 10 * mib, 20 * mib, mib], 25 * mib) == [[0, 1], [2, 3], [4]]
     assert ddp_buckets([], 25 * mib) == []
-
-
-def test_the_engines_limit_for_served_buckets_is_the_simulators():
-    from poseidon.engine.schedule import SERVED_BYTES as OF_ENGINE
-
-    assert SERVED_BYTES == OF_ENGINE
 
 
 def test_transports_are_as_measured():
