@@ -10,8 +10,8 @@ cpu)
     ;;
 gpu)
     for rate in 10 25; do
-        "$PYTHON" benchmarks/wire.py --machines 8 --rate ${rate}gbit --megabytes 241 --peers gloo,nccl --rounds 5 \
-            --wires "carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=2048,send_buffer_bytes=262144; carrier=zeromq,chunk_kb=2048" \
+        "$PYTHON" benchmarks/wire.py --machines 8 --rate ${rate}gbit --megabytes 241 --peers gloo,nccl --rounds 7 \
+            --wires "carrier=tcp,chunk_kb=1024; carrier=tcp,chunk_kb=2048; carrier=zeromq,chunk_kb=2048" \
             --timeout 100 --output "$results/wire_${rate}gbe.json" "$@"
     done
     ;;

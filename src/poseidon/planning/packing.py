@@ -24,11 +24,11 @@ def limit_collective(asked_bytes: int | None, defers: bool) -> int:
 def limit_served(asked_bytes: int | None, owners: int, chunk_bytes: int) -> int:
     """Return the most bytes that shall go through the parameter server together.
 
-    A bucket is spread over all owners, so one with less than a whole chunk for each makes more messages of the same
-    bytes, and on fast links messages are what costs.
+    A bucket is spread over all owners. One with less than a whole chunk for each makes more messages of the same bytes,
+    and on fast links messages are what costs; two for each let the sums of one travel while the next one's parts come.
     """
     most = _LARGEST_BYTES if asked_bytes is None else asked_bytes
-    return min(most, max(_SERVED_BYTES, owners * chunk_bytes))
+    return min(most, max(_SERVED_BYTES, 2 * owners * chunk_bytes))
 
 
 def assign_buckets(sizes: Sequence[tuple[Hashable, int]], limit_bytes: int) -> list[list[int]]:

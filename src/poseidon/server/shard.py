@@ -1,12 +1,13 @@
 """Sums of chunks in rank order: step 5 of the journey. Pure.
 
-Contributions arrive in any order. Float addition is not associative, so they are added in the order of ranks: as soon
-as the next rank's contribution is there it goes into the sum, and later ones are held by reference until their turn.
+Contributions arrive in any order. Float addition is not associative, so they are added in the order of ranks, a few at
+a time as soon as the next ones are there; later ones are held by reference until their turn.
 Every worker receives the bits that one place computed, so replicas stay identical.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,6 +19,8 @@ from poseidon.server.formats import Array, Format, find_format
 
 PIECE_BYTES = 128 * 1024
 """Contributions that are there together are added piece by piece, so that the sum stays in the core's own cache."""
+FEWEST_ADDED = 4
+"""Contributions wait for so many to be added together: each time the whole sum is read and written once."""
 
 
 class Shard:
@@ -124,17 +127,11 @@ class Shard:
     def _add_up(self, total: _Sum, ready: list[Array]) -> None:
         """Add ``ready`` to the sum, in order. Called by the one thread that took them, without the lock."""
         values = [total.format.widen(one) for one in ready]
-        if total.partial is None and len(values) == 1 and len(self.workers) > 1:
-            # One alone is kept where it lies: adding the next one to it writes the sum without a copy first.
-            total.partial = values[0]
-            return
-        target = total.target
-        if target is None:
-            target = total.target = self._make(total)
-        if total.partial is not None:
-            values.insert(0, total.partial)
-        _sum_pieces(values, target)
-        total.partial = target
+        if total.target is None:
+            total.target = self._make(total)
+        else:
+            values.insert(0, total.target)
+        _sum_pieces(values, total.target)
 
     def _make(self, total: _Sum) -> Array:
         dtype = total.format.summed
@@ -165,9 +162,8 @@ class _Sum:
         """Contributions whose turn has not come."""
         self.added = 0
         """How many workers, in order, are in the sum."""
-        self.partial: Array | None = None
-        """The sum of those: one contribution as it came, or ``target``."""
         self.target: Array | None = None
+        """The sum of those."""
         self.is_busy = False
 
     def open(self, clock: int, rank: int) -> None:
@@ -181,14 +177,15 @@ class _Sum:
 
     def take_ready(self, order: Sequence[int]) -> list[Array]:
         """Take the contributions whose turn it is and claim the sum; nothing while another thread works on it."""
-        ready: list[Array] = []
         if self.is_busy:
-            return ready
-        while self.added < len(order) and order[self.added] in self.waiting:
-            ready.append(self.waiting.pop(order[self.added]))
-            self.added += 1
-        self.is_busy = bool(ready)
-        return ready
+            return []
+        left = order[self.added :]
+        turns = list(itertools.takewhile(self.waiting.__contains__, left))
+        if len(turns) < min(FEWEST_ADDED, len(left)):
+            return []
+        self.added += len(turns)
+        self.is_busy = bool(turns)
+        return [self.waiting.pop(rank) for rank in turns]
 
     def take_finished(self, workers: int) -> Array | None:
         """Take the sum if all ``workers`` are in it, and get ready for the next clock."""
@@ -196,7 +193,7 @@ class _Sum:
             return None
         finished = self.target
         self.added = 0
-        self.partial = self.target = None
+        self.target = None
         return finished
 
     def __str__(self) -> str:
