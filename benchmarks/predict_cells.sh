@@ -6,7 +6,7 @@ source "$(dirname "$0")/common.sh"
 common=(--against linear,ddp,poseidon --steps 4 --warmup 3 --repetitions 3 --timeout 400)
 bench --models vgg19 --width 0.25 --image-size 32 --batch 2 --paced 300:600 --machines 2,4 --rate 1gbit "${common[@]}" \
     --output "$results/predict_vgg19.json" "$@"
-bench --models resnet152 --width 0.5 --image-size 32 --batch 2 --paced 800:1600 --machines 2,4 --rate 1gbit "${common[@]}" \
+bench --models resnet152 --width 0.5 --image-size 32 --batch 8 --paced 800:1600 --machines 2,4 --rate 1gbit "${common[@]}" \
     --output "$results/predict_resnet152.json" "$@"
 bench --models gpt2 --width 0.25 --batch 1 --paced 600:1200 --machines 2,4 --rate 1gbit "${common[@]}" \
     --output "$results/predict_gpt2.json" "$@"
