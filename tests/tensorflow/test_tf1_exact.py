@@ -24,7 +24,7 @@ SLOW = Link(bits_per_s=1e8, latency_s=1e-5)
 """Assumed instead of measured: saves the time, and makes short forms of gradients worth while."""
 
 
-def follow(options: AutoOptions | None = None) -> tuple[Any, Patches, io.StringIO]:
+def follow(options: AutoOptions | None = None, **kwargs: Any) -> tuple[Any, Patches, io.StringIO]:
     """Put the hooks in place, as ``--auto`` does; return them, how to undo it, and where the report goes."""
     from poseidon.tensorflow.following import Following
 
@@ -32,24 +32,29 @@ def follow(options: AutoOptions | None = None) -> tuple[Any, Patches, io.StringI
     sys.stderr = said
     team = Team(None, 300.0)
     patches = Patches()
-    following = Following(team, options or AutoOptions(), 5, Report(True))
+    following = Following(team, options or AutoOptions(), 5, Report(True), **kwargs)
     following.install(patches)
     return following, patches, said
 
 
 def train_all(names: list[str]) -> dict[str, Any]:
-    """Return for each model: how far variables and losses are from one worker's, and a digest of the variables."""
+    """Return for each model how far variables and losses are from one worker's, and a digest of the variables.
+
+    Distances are in units of what is allowed.
+    """
     import graph_models as models
 
     rank = int(os.environ["RANK"])
     alone = {name: models.train(name) for name in names} if rank == 0 else {}
-    following, patches, said = follow()
+    following, patches, said = follow(sync_batchnorm=True)
     results = {}
     for name in names:
-        variables, losses = models.train(name, seed=3 + rank)  # the workers start from different values
+        # The workers start from different values.
+        variables, losses = models.train(name, seed=3 + rank, is_first=rank == 0)
+        limit = models.TOLERANCES.get(name, 1e-9)
         apart = models.difference(alone[name][0], variables) if rank == 0 else 0.0
         worst = max(abs(a - b) for a, b in zip(alone[name][1], losses, strict=True)) if rank == 0 else 0.0
-        results[name] = (apart, worst, models.digest(variables))
+        results[name] = (apart / limit, worst / limit, models.digest(variables))
     following.conclude()
     patches.undo()
     return {**results, "said": said.getvalue()}
@@ -57,7 +62,7 @@ def train_all(names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ten_steps_equal_those_of_one_worker(size: int, tmp_path: Path) -> None:
-    names = ["mlp", "cnn", "embedding", "lstm", "transformer"]
+    names = ["mlp", "cnn", "layers", "fused", "embedding", "lstm", "transformer"]
     cluster = tmp_path / "cluster.json"
     Cluster(machines=size, between=SLOW, inside=SLOW).save(cluster)
     env = {
@@ -69,8 +74,8 @@ def test_ten_steps_equal_those_of_one_worker(size: int, tmp_path: Path) -> None:
     results = run_ranks(train_all, size, names, env=env, timeout_s=600)
     for name in names:
         apart, losses, _ = results[0][name]
-        assert apart < 1e-9, f"{name}: variables"
-        assert losses < 1e-9, f"{name}: the losses that the script sees"
+        assert apart < 1, f"{name}: variables"
+        assert losses < 1, f"{name}: the losses that the script sees"
         assert len({result[name][2] for result in results}) == 1, f"{name}: replicas are not the same bits"
     assert "factors (2)" in results[0]["said"], "the large layers of the MLP"
     assert "rows (2)" in results[0]["said"], "the tables of the embedding model"

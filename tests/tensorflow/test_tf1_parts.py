@@ -78,6 +78,26 @@ def test_moving_averages_are_those_of_worker_0_also_after_a_restore(results: lis
     assert "averages.ckpt-3.index" in results[0]["files"]
 
 
+def test_moments_are_of_each_workers_own_rows_unless_asked_for(results: list[dict[str, Any]]) -> None:
+    assert all(abs(result["own moments"]) < 1e-12 for result in results)
+    assert "POSEIDON_SYNC_BATCHNORM=1 takes them over all workers" in results[0]["said"]
+
+
+def test_moments_of_a_dataset_are_those_of_all_workers(results: list[dict[str, Any]]) -> None:
+    alone = results[0]["normalized"][1]
+    for found, _ in (result["normalized"] for result in results):
+        assert found == results[0]["normalized"][0]
+        assert found == pytest.approx(alone, abs=1e-12)
+
+
+def test_calls_wait_without_a_thread_of_tensorflow(results: list[dict[str, Any]]) -> None:
+    assert all(result["calls"] == (True, "a call that fails") for result in results)
+
+
+def test_sums_are_found_by_their_tags(results: list[dict[str, Any]]) -> None:
+    assert all(result["sums"] == [3.0, 30.0] for result in results)
+
+
 def test_noise_differs_between_workers_and_the_order_of_data_does_not(results: list[dict[str, Any]]) -> None:
     (noise, order), (other_noise, other_order) = (result["random"] for result in results)
     assert noise != other_noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -18,7 +19,10 @@ from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import PoseidonError
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.report import Report
+from poseidon.team.team import Team
 from poseidon.tensorflow.datasets import Datasets
+from poseidon.tensorflow.tagged import TaggedSums
+from poseidon.tensorflow.waiting import WaitingCalls
 
 v1 = tf.compat.v1
 
@@ -186,6 +190,87 @@ def moving_averages(rank: int) -> tuple[float, float]:
         return float(session.run(average)), float(expected)
 
 
+def own_moments() -> float:
+    """Return how far from a worker's own mean the mean of a batch is, if nothing else is asked for."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, y, _, loss = line()
+        mean = tf.reduce_sum(tf.nn.moments(x, [0])[0])
+        kept = v1.get_variable("kept", [], tf.float64, tf.zeros_initializer(), trainable=False)
+        with tf.control_dependencies([kept.assign(mean)]):
+            step = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+        session.run(v1.global_variables_initializer())
+        inputs, labels = batch()
+        session.run(step, {x: inputs, y: labels})
+        return float(session.run(kept) - inputs[:3].mean(0).sum())  # as of worker 0
+
+
+def normalized(size: int) -> list[float]:
+    """Train on a dataset whose last batch is uneven, with moments of the batch; return what comes out."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        samples = tf.data.Dataset.from_tensor_slices(np.random.default_rng(4).normal(size=(21, 3))).repeat(1)
+        # Moments in a dataset's function are of one sample, wherever it is computed.
+        samples = samples.map(lambda x: x - 0.1 * tf.nn.moments(x, [0])[0]).batch(size)
+        x = v1.data.make_one_shot_iterator(samples).get_next()
+        a, b = (v1.get_variable(name, initializer=np.array([0.5, -1.0, 2.0])) for name in "ab")
+        z = a * x + b * tf.square(x)
+        mean, variance = tf.nn.moments(z, [0])
+        loss = tf.reduce_mean(tf.sin(tf.nn.batch_normalization(z, mean, variance, None, None, 0.1)))
+        step = v1.train.GradientDescentOptimizer(0.5).minimize(loss)
+        session.run(v1.global_variables_initializer())
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while True:
+                session.run(step)
+        return [float(value) for value in np.concatenate(session.run([a, b]))]
+
+
+def calls_wait_for_each_other() -> bool:
+    """Tell whether two calls can wait for each other where TensorFlow has a single thread."""
+    calls, events = WaitingCalls(), [threading.Event(), threading.Event()]
+
+    def function(mine: int) -> Callable[..., Any]:
+        def meet(weight: float, one: Any, two: Any) -> Any:
+            events[mine].set()
+            return (one + weight, two) if events[1 - mine].wait(60) else (one, two)
+
+        return meet
+
+    config = v1.ConfigProto(use_per_session_threads=True, inter_op_parallelism_threads=1)
+    with tf.Graph().as_default(), v1.Session(config=config) as session:
+        results = [calls.call(function(i), [tf.constant(5.0)] * 2, [tf.constant(0.0)] * 2) for i in range(2)]
+        with calls.running(session, 0.5) as given:
+            together = session.run(results, {reference.deref(): value for reference, value in given.items()})
+        return together == [[5.5, 5.0]] * 2 and session.run(results) == [[0.0, 0.0]] * 2
+
+
+def failed_call() -> str:
+    """Return the error that is kept of a call that fails."""
+    calls = WaitingCalls()
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("a call that fails")
+
+    with tf.Graph().as_default(), v1.Session() as session:
+        results = calls.call(fail, [tf.constant(5.0)], [tf.constant(0.0)] * 2)
+        with calls.running(session, 1.0) as given, contextlib.suppress(tf.errors.OutOfRangeError):
+            session.run(results, {reference.deref(): value for reference, value in given.items()})
+    return str(calls.error)
+
+
+def sums_in_any_order(rank: int) -> list[float]:
+    """Return sums of two tags, begun in opposite orders on the two workers."""
+    sums, found = TaggedSums(Team(None, 60.0)), {}
+
+    def add(tag: int) -> None:
+        found[tag] = float(sums.of(tag).sum(np.array([10.0**tag * (1 + rank)]), "a test")[0])
+
+    threads = [threading.Thread(target=add, args=(tag,)) for tag in ((0, 1) if rank == 0 else (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[0], found[1]]
+
+
 def random_numbers() -> tuple[list[float], list[int]]:
     """Return noise in the graph, which is each worker's own, and the order of a dataset, which is the same."""
     with tf.Graph().as_default(), v1.Session() as session:
@@ -241,6 +326,7 @@ def check_all(folder: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     os.chdir(folder)
     deals = eager_deals() if rank == 0 else None
+    alone = normalized(8) if rank == 0 else None
     following, patches, said = follow()
     results: dict[str, Any] = {
         "deals": deals,
@@ -250,11 +336,17 @@ def check_all(folder: str) -> dict[str, Any]:
         "by hand": by_hand(),
         "overlap": overlap(),
         "averages": moving_averages(rank),
+        "own moments": own_moments(),
+        "calls": (calls_wait_for_each_other(), failed_call()),
+        "sums": sums_in_any_order(rank),
         "random": random_numbers(),
         "graph dataset": graph_dataset(),
     }
     following.conclude()
     patches.undo()
     results["rate"] = scaled_rate(AutoOptions(scale_lr=True))
+    _, patches, _ = follow(sync_batchnorm=True)
+    results["normalized"] = (normalized(4), alone)
+    patches.undo()
     sys.stderr = sys.__stderr__
     return {**results, "files": sorted(path.name for path in Path().iterdir()), "said": said.getvalue()}

@@ -1,6 +1,6 @@
 """BatchNormalization over the samples of all workers, on TensorFlow.
 
-The callbacks that exchange moments (``moments.py``) block, so they must come in one order on all workers: they are
+The callbacks that exchange moments block, so they must come in one order on all workers: they are
 stateful operations, which TensorFlow runs in the order of the program.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from poseidon.engine.moments import MomentsExchange
 from poseidon.engine.outside import Array, OutsideFrontEnd
 from poseidon.keras.backend import Setup
-from poseidon.keras.moments import MomentsExchange, differentiate
+from poseidon.tensorflow.moments import combine_moments
 
 
 class Moments:
@@ -59,24 +60,20 @@ class Moments:
         return moments
 
     def _combined(self, mean: Any, variance: Any, count: Any, name: str) -> Any:
-        def forward(mean: Array, variance: Array, count: Array) -> list[Array]:
+        def exchange(mean: Array, variance: Array, count: Array) -> list[Array]:
             whole = self._exchange.forward(mean, variance, float(count), name)
             return [np.asarray(value, mean.dtype) for value in whole]
 
-        def backward(by_mean: Array, by_variance: Array) -> tuple[Array, Array]:
+        def exchange_back(by_mean: Array, by_variance: Array) -> tuple[Array, Array]:
             return self._exchange.backward(by_mean, by_variance, name)
 
-        @tf.custom_gradient
-        def combine(mean: Any, variance: Any) -> Any:
-            whole_mean, whole_variance, share = self._call(forward, [mean, variance, count], 3, mean)
+        def forward(mean: Any, variance: Any) -> Any:
+            return self._call(exchange, [mean, variance, count], 3, mean)
 
-            def gradient(by_mean: Any, by_variance: Any) -> Any:
-                by_mean, by_variance = self._call(backward, [by_mean, by_variance], 2, mean)
-                return differentiate(by_mean, by_variance, mean, whole_mean, share)
+        def backward(by_mean: Any, by_variance: Any, _: Any) -> Any:
+            return self._call(exchange_back, [by_mean, by_variance], 2, mean)
 
-            return (whole_mean, whole_variance), gradient
-
-        return combine(mean, variance)
+        return combine_moments(mean, variance, forward, backward)[:2]
 
     def _call(self, function: Callable[..., Any], inputs: list[Any], results: int, like: Any) -> Any:
         """Return the results of a Python function in the graph; the first two have the shape of ``like``."""

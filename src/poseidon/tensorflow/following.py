@@ -6,22 +6,29 @@ from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.team.team import Team
+from poseidon.tensorflow.batch_moments import BatchMoments, is_asked_for
 from poseidon.tensorflow.datasets import Datasets
 from poseidon.tensorflow.files import Files
 from poseidon.tensorflow.gradients import Gradients
 from poseidon.tensorflow.seeds import Seeds
 from poseidon.tensorflow.sessions import Sessions
+from poseidon.tensorflow.waiting import WaitingCalls
 
 
 class Following:
     """The hooks in TensorFlow, and what is checked at the end."""
 
-    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
+    def __init__(
+        self, team: Team, options: AutoOptions, seed: int, report: Report, sync_batchnorm: bool | None = None
+    ) -> None:
+        """``sync_batchnorm``: batch moments over all workers; None leaves it to the environment."""
         gradients = Gradients(team, report, float(team.size) if options.scale_lr else 1.0)
-        self._sessions = Sessions(team, gradients, report)
+        calls = WaitingCalls()
+        self._sessions = Sessions(team, gradients, calls, report)
         self.datasets = Datasets(team.rank, team.size, options, report)
         self._parts = (
             gradients,
+            BatchMoments(team, calls, report, is_asked_for() if sync_batchnorm is None else sync_batchnorm),
             self._sessions,
             Files(team, self._sessions, report) if options.files == "first" else None,
             self.datasets,

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tensorflow.python.client import session as sessions
 from tensorflow.python.training import basic_session_run_hooks
 
+from poseidon.engine.outside import step_weight
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.team.team import Team
@@ -27,6 +28,7 @@ from poseidon.tensorflow.feeds import Division, join_results, plan_division
 from poseidon.tensorflow.gradients import Exchanged, Gradients
 from poseidon.tensorflow.graphs import Purpose, find_purpose, length_of
 from poseidon.tensorflow.variables import compare, settle, take_over
+from poseidon.tensorflow.waiting import WaitingCalls
 
 _COMPARED_STEPS = (1, 10, 100, 1000)
 """Steps after which replicas are compared bit by bit; then after every thousandth, and when a session closes."""
@@ -46,9 +48,10 @@ class _Training:
 class Sessions:
     """Replaces the way in which sessions run."""
 
-    def __init__(self, team: Team, gradients: Gradients, report: Report) -> None:
+    def __init__(self, team: Team, gradients: Gradients, calls: WaitingCalls, report: Report) -> None:
         self._team = team
         self._gradients = gradients
+        self._calls = calls
         self._report = report
         self._purposes: weakref.WeakKeyDictionary[Any, dict[Any, Purpose]] = weakref.WeakKeyDictionary()
         self._trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
@@ -94,11 +97,14 @@ class Sessions:
             return results
         taken = [self._gradients.exchanges[number] for number in purpose.exchanges]
         division = self._divide(feeds)
+        weight = step_weight(division.shares[self._team.rank], division.shares) if division.shares else 0.0
         try:
-            given = self._given(feeds, taken, division)
-            *results, count = original(session, handle, targets, [*fetches, taken[0].count], given, *rest)
+            with self._calls.running(session, weight) as besides:
+                given = {**self._given(feeds, taken, division), **besides}
+                *results, count = original(session, handle, targets, [*fetches, taken[0].count], given, *rest)
         except tf.errors.OpError as error:
-            cause = next((one.exchange.error for one in taken if one.exchange.error is not None), None)
+            causes = [*(one.exchange.error for one in taken), self._calls.error]
+            cause = next((cause for cause in causes if cause is not None), None)
             if cause is not None:
                 raise cause from error
             raise

@@ -1,0 +1,197 @@
+"""Batch normalisation of TensorFlow 1 graphs over the rows of all workers, wherever a script makes its moments.
+
+Layers and hand-written code get them from two functions, ``tf.nn.moments`` and ``fused_batch_norm``, which are replaced
+here. Moments count as a batch's if they run over the first axis of something that is not made from variables alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import tensor_util
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, nn_impl
+
+from poseidon.engine.moments import MomentsExchange
+from poseidon.engine.outside import Array
+from poseidon.errors import ConfigError
+from poseidon.launch.auto.patches import Patches
+from poseidon.launch.auto.report import Report
+from poseidon.team.team import Team
+from poseidon.tensorflow.graphs import rests_on_variables
+from poseidon.tensorflow.moments import combine_moments
+from poseidon.tensorflow.replacing import replace_everywhere
+from poseidon.tensorflow.tagged import TaggedSums
+from poseidon.tensorflow.waiting import WaitingCalls
+
+v1 = tf.compat.v1
+
+VARIABLE = "POSEIDON_SYNC_BATCHNORM"
+"""Set to 1 in the environment to have batch moments over all workers."""
+_NARROW = (tf.float16, tf.bfloat16)
+
+
+def is_asked_for() -> bool:
+    """Tell whether the environment asks for moments over all workers; they are each worker's own by default."""
+    text = os.environ.get(VARIABLE, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"environment variable {VARIABLE} is {text!r}, expected 1 (over all workers) or 0")
+    return text == "1"
+
+
+class BatchMoments:
+    """Replaces the functions that make moments."""
+
+    def __init__(self, team: Team, calls: WaitingCalls, report: Report, sync_batchnorm: bool) -> None:
+        self._team = team
+        self._calls = calls
+        self._report = report
+        self._is_on = sync_batchnorm
+        self._sums: TaggedSums | None = None
+        self._tags = itertools.count()
+        """Graphs are built alike on all workers, so what is made at the same point has the same tag."""
+
+    def install(self, patches: Patches) -> None:
+        """Put the replacements in place."""
+        if self._team.size > 1:
+            replace_everywhere(patches, nn_impl.moments, self._moments)
+            replace_everywhere(patches, nn_impl.fused_batch_norm, self._fused)
+
+    # Replacements.
+
+    def _moments(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_session_graph():
+            return original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        x = given["x"] = tf.convert_to_tensor(given["x"])
+        axes = find_axes(x, given["axes"])
+        if axes is None or not self._concerns(x, axes):
+            return original(**given)
+        if x.dtype in _NARROW:
+            given["x"] = tf.cast(x, tf.float32)
+        mean, variance = original(**given)
+        mean, variance, _ = self._combine(mean, variance, _count(x, axes), x.op.name)
+        return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+    def _fused(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if not given["is_training"] or not is_session_graph():
+            return original(*args, **kwargs)
+        x = given["x"] = tf.convert_to_tensor(given["x"])
+        letters = given["data_format"]
+        axes = [axis for axis, letter in enumerate(letters) if letter != "C"]
+        if x.shape.rank != len(letters) or not self._concerns(x, axes):
+            return original(**given)
+        with tf.name_scope(given["name"] or "FusedBatchNorm"):
+            return self._normalize(x, axes, given)
+
+    def _normalize(self, x: Any, axes: Sequence[int], given: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Do what the fused operation does, with moments over all workers."""
+        wide = tf.cast(x, tf.float32)
+        count = _count(x, axes)
+        mean = tf.reduce_mean(wide, axes, keepdims=True)
+        variance = tf.reduce_mean(tf.math.squared_difference(wide, tf.stop_gradient(mean)), axes, keepdims=True)
+        mean, variance, share = self._combine(mean, variance, count, x.op.name)
+        shape = mean.shape
+        scale, offset = (tf.reshape(given[name], shape) for name in ("scale", "offset"))
+        y = tf.nn.batch_normalization(wide, mean, variance, offset, scale, given["epsilon"])
+        total = tf.math.round(count / tf.cast(share, tf.float64))
+        # The variance that it gives out, unlike the one it divides by, is that of a sample (Bessel's correction).
+        unbiased = variance * tf.cast(total / tf.maximum(total - 1.0, 1.0), variance.dtype)
+        factor, size = given["exponential_avg_factor"], [-1]
+        given_out = []
+        for new, old in ((mean, given["mean"]), (unbiased, given["variance"])):
+            flat = tf.stop_gradient(tf.reshape(new, size))
+            given_out.append(flat if factor == 1.0 else (1.0 - factor) * old + factor * flat)
+        return tf.cast(y, x.dtype), given_out[0], given_out[1]
+
+    # Inside.
+
+    def _concerns(self, x: Any, axes: Sequence[int]) -> bool:
+        """Tell whether moments over some axes are a batch's, and are wanted over all workers."""
+        if 0 not in axes or not x.dtype.is_floating:
+            return False
+        is_known = all(size is not None for axis, size in enumerate(x.shape.as_list()) if axis not in axes)
+        if not is_known or rests_on_variables(x):
+            return False
+        if not self._is_on:
+            self._report.say(f"batch moments are of each worker's own rows; {VARIABLE}=1 takes them over all workers")
+        else:
+            self._report.say("batch moments are taken over the rows of all workers")
+        return self._is_on
+
+    def _combine(self, mean: Any, variance: Any, count: Any, name: str) -> tuple[Any, Any, Any]:
+        """Return moments over all workers, in the shape of this worker's, and the share of its rows in them."""
+        if self._sums is None:
+            self._sums = TaggedSums(self._team)
+        flat = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+        exchange = _GraphMoments(self._team, self._sums, self._calls, self._tags, name)
+        whole_mean, whole_variance, share = combine_moments(
+            *flat, lambda mean, variance: exchange.forward(mean, variance, count), exchange.backward
+        )
+        return tf.reshape(whole_mean, mean.shape), tf.reshape(whole_variance, mean.shape), share
+
+
+class _GraphMoments:
+    """The exchange of one pair of moments, as operations in a graph."""
+
+    def __init__(self, team: Team, sums: TaggedSums, calls: WaitingCalls, tags: Any, name: str) -> None:
+        self._team = team
+        self._sums = sums
+        self._calls = calls
+        self._tags = tags
+        self._name = name
+
+    def forward(self, mean: Any, variance: Any, count: Any) -> list[Any]:
+        """Return mean and variance over all workers, and the share of this worker's rows."""
+        channel = self._sums.of(next(self._tags))
+
+        def exchange(weight: float, mean: Array, variance: Array, count: Array) -> list[Array]:
+            moments = MomentsExchange(self._team, channel, lambda: weight)
+            whole = moments.forward(mean, variance, float(count), self._name)
+            return [np.asarray(value, mean.dtype) for value in whole]
+
+        return self._calls.call(exchange, [mean, variance, count], [mean, variance, tf.ones([], mean.dtype)])
+
+    def backward(self, by_mean: Any, by_variance: Any, share: Any) -> list[Any]:
+        """Return the sums of everybody's gradients. Every call of tf.gradients has its own."""
+        channel = self._sums.of(next(self._tags))
+
+        def exchange(weight: float, by_mean: Array, by_variance: Array, share: Array) -> Sequence[Array]:
+            # Without a weight, samples are rows of a dataset: a worker has the same share of them as of these rows.
+            known = weight or float(share) * self._team.size
+            return MomentsExchange(self._team, channel, lambda: known).backward(by_mean, by_variance, self._name)
+
+        return self._calls.call(exchange, [by_mean, by_variance, share], [by_mean, by_variance])
+
+
+def find_axes(x: Any, axes: Any) -> list[int] | None:
+    """Return axes counted from the first, as far as the graph says which they are."""
+    if x.shape.rank is None:
+        return None
+    known = tensor_util.constant_value(tf.convert_to_tensor(axes)) if tf.is_tensor(axes) else np.asarray(axes)
+    return None if known is None else [int(axis) % x.shape.rank for axis in known.reshape(-1)]
+
+
+def _count(x: Any, axes: Sequence[int]) -> Any:
+    return tf.cast(tf.reduce_prod(tf.gather(tf.shape(x, tf.int64), axes)), tf.float64)
+
+
+def is_session_graph() -> bool:
+    """Tell whether operations go into a session's graph, or a branch in it: no loop, no function of a dataset."""
+    if tf.executing_eagerly():
+        return False
+    graph = v1.get_default_graph()
+    while True:
+        if control_flow_util.GetContainingWhileContext(graph._get_control_flow_context()) is not None:
+            return False
+        if not isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph):
+            return not graph.building_function
+        graph = graph.outer_graph

@@ -1,0 +1,35 @@
+"""Moments over all workers as a function in a TensorFlow graph, with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from poseidon.engine.moments import differentiate
+
+Forward = Callable[[Any, Any], Sequence[Any]]
+"""From a worker's own mean and variance to those over all workers, and the share that its rows have in them."""
+Backward = Callable[[Any, Any, Any], Sequence[Any]]
+"""From the gradients by mean and variance over all workers, and the share, to the sums of everybody's gradients."""
+
+
+def combine_moments(mean: Any, variance: Any, forward: Forward, backward: Backward) -> tuple[Any, Any, Any]:
+    """Return mean and variance over all workers, and the share of this worker, as tensors that can be differentiated.
+
+    ``forward`` and ``backward`` put into the graph what exchanges moments, and what exchanges their gradients.
+    """
+
+    @tf.custom_gradient
+    def combine(mean: Any, variance: Any) -> Any:
+        whole_mean, whole_variance, share = forward(mean, variance)
+
+        def gradient(by_mean: Any, by_variance: Any, _: Any) -> Any:
+            by_mean, by_variance = backward(by_mean, by_variance, share)
+            return differentiate(by_mean, by_variance, mean, whole_mean, share)
+
+        return (whole_mean, whole_variance, share), gradient
+
+    whole: tuple[Any, Any, Any] = combine(mean, variance)
+    return whole

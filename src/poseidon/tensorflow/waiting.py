@@ -1,0 +1,121 @@
+"""Python calls in a TensorFlow 1 graph that wait for other workers without holding one of TensorFlow's threads.
+
+A graph's operations run in any order that their inputs allow, on a few threads, perhaps on one. An operation that
+blocks could hold the last thread of worker A until worker B has come to the same point, while B holds its last thread
+for what A would do next. So a call is two operations. One hands its inputs to a thread of our own and is done. The
+other takes the results out of a TensorFlow queue; it waits there without a thread, as queues can. No order between
+calls is needed, so there is none that a branch, a second loss or a run of only some calls could break.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from poseidon.engine.outside import Array
+
+v1 = tf.compat.v1
+
+Function = Callable[..., Sequence[Array]]
+"""Is given the weight of the run, as :meth:`WaitingCalls.running` was, and the inputs as arrays."""
+
+
+@dataclass(frozen=True)
+class _Door:
+    """How results get into the graph."""
+
+    values: Sequence[Any]
+    """Placeholders for them."""
+    enter: Any
+    """The operation that hands them over."""
+    close: Any
+    """The operation that makes the run fail that waits for them."""
+
+
+class WaitingCalls:
+    """Puts calls into graphs, and serves them while a session runs them together with those of other workers."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, Any] = {}
+        """Of the runs that are under way, by their numbers."""
+        self._inputs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """By graph, the name of the placeholder that takes a run's number and weight."""
+        self.error: BaseException | None = None
+        """The first error of a call, of which TensorFlow only sees that no results come."""
+
+    @contextlib.contextmanager
+    def running(self, session: Any, weight: float) -> Iterator[dict[Any, Array]]:
+        """Serve calls during one run; yields what must be fed to it. Without that, a run makes no calls."""
+        name = self._inputs.get(session.graph)
+        if name is None:
+            yield {}
+            return
+        number = next(self._numbers)
+        self._sessions[number] = session
+        try:
+            yield {session.graph.get_tensor_by_name(name).ref(): np.array([number, weight])}
+        finally:
+            del self._sessions[number]
+
+    def call(self, function: Function, inputs: Sequence[Any], otherwise: Sequence[Any]) -> list[Any]:
+        """Return tensors with a function's results; they are ``otherwise`` in runs that make no calls.
+
+        The results have the types and shapes of ``otherwise``, which are at least two.
+        """
+        with tf.name_scope("poseidon"), tf.device("/cpu:0"):
+            run = self._input_of_graph()
+            queue = tf.queue.FIFOQueue(1, [tensor.dtype for tensor in otherwise])
+            with tf.init_scope():
+                values = [v1.placeholder(tensor.dtype) for tensor in otherwise]
+                door = _Door(values, queue.enqueue(values), queue.close(cancel_pending_enqueues=True))
+
+            def together() -> list[Any]:
+                begin = self._begin(function, door)
+                begun = tf.numpy_function(begin, [run, *inputs], tf.int32, stateful=True)
+                with tf.control_dependencies([begun]):
+                    return list(queue.dequeue())
+
+            results = tf.cond(run[0] > 0, together, lambda: [tf.identity(tensor) for tensor in otherwise])
+        for result, tensor in zip(results, otherwise, strict=True):
+            result.set_shape(tensor.shape)
+        return list(results)
+
+    def _input_of_graph(self) -> Any:
+        with tf.init_scope():  # inside a branch, the placeholder is the whole graph's
+            graph = v1.get_default_graph()
+            if graph not in self._inputs:
+                self._inputs[graph] = v1.placeholder_with_default(np.zeros(2), [2], "run").name
+            return graph.get_tensor_by_name(self._inputs[graph])
+
+    def _begin(self, function: Function, door: _Door) -> Callable[..., Any]:
+        def begin(run: Array, *inputs: Array) -> Any:
+            number, weight = int(run[0]), float(run[1])
+            copies = [np.array(array) for array in inputs]  # TensorFlow lends its memory for this call only
+            finish = (door, number, lambda: function(weight, *copies))
+            threading.Thread(target=self._finish, args=finish, name="poseidon-call", daemon=True).start()
+            return np.int32(0)
+
+        return begin
+
+    def _finish(self, door: _Door, number: int, compute: Callable[[], Sequence[Array]]) -> None:
+        feeds = None
+        try:
+            feeds = dict(zip(door.values, compute(), strict=True))
+        except BaseException as error:
+            self.error = self.error or error
+        session = self._sessions.get(number)
+        if session is None:
+            return  # the run has failed otherwise, and nobody waits any more
+        try:
+            session.run(door.close if feeds is None else door.enter, feeds)
+        except BaseException as error:
+            self.error = self.error or error
