@@ -4,14 +4,16 @@ Usage: python benchmarks/predict.py [--write] [RESULT.json ...]; without files a
 cells. Prints tables in Markdown. ``--write`` also makes benchmarks/results/predict.json and the pictures
 docs/pictures/sim_measured.png and sim_paper.png, and puts the tables into docs/simulate.md.
 
-Files written before benchmarks stored predictions have no profile; theirs is estimated from operation counts and
-scaled to the cell's linear measurement, which is all that a prediction takes from the measurements.
+Predictions are made anew, with the simulator as it is now. What each layer computes is estimated from operation counts,
+or is as it was paced, and scaled to the cell's linear measurement, which is all that a prediction takes from the
+measurements. (What a benchmark itself stores as predicted rests on a measured profile and on the simulator of its day.)
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,7 @@ CORE_FLOPS = 60e9
 """The same of one core."""
 SLOWEST_OFF = 0.05
 """A spread of repetitions beyond this share is shown: such a cell cannot be predicted better than it repeats."""
-BUSY = "busy_"
-"""Files whose cells were measured while the host had other work to do: shown, and counted apart."""
-TICKS_MS = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
+TICKS_MS = (20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 
 @cache
@@ -50,6 +50,13 @@ def estimated(model: str, batch: int, flops: float, width: float | None, image_s
     return estimate_profile(network.model, inputs, name=model, batch=batch, flops=flops)
 
 
+def paced(profile: Profile, forward_ms: float, backward_ms: float) -> Profile:
+    """Return the profile of a model whose layers were made to take equally long."""
+    forward_s, backward_s = (ms / 1e3 / len(profile.units) for ms in (forward_ms, backward_ms))
+    units = tuple(replace(one, forward_s=forward_s, backward_s=backward_s) for one in profile.units)
+    return replace(profile, units=units)
+
+
 def compare_file(path: Path) -> list[dict[str, Any]]:
     """Return one row for every measured system of a file that can be simulated."""
     data = json.loads(path.read_text())
@@ -58,7 +65,7 @@ def compare_file(path: Path) -> list[dict[str, Any]]:
         for system, measured in cell["systems"].items():
             if system == "linear" or system not in SIMULATED or not measured["repetitions"]:
                 continue
-            predicted = measured.get("predicted_ms") or _predict(data, cell, system)
+            predicted = _predict(data, cell, system)
             times = [repetition["step_ms"] for repetition in measured["repetitions"]]
             rows.append(
                 {
@@ -83,8 +90,9 @@ def _predict(data: dict[str, Any], cell: dict[str, Any], system: str) -> float:
     is_gpu, machines = data["hardware"]["gpu"] is not None, cell["machines"]
     cores, worker = data["hardware"]["cores"], data["settings"]["worker"]
     flops = GPU_FLOPS / machines if is_gpu else CORE_FLOPS * min(1.0, cores / machines)
+    profile = estimated(cell["model"], cell["batch"], flops, worker["width"], worker["image_size"])
     bench = Bench(
-        profile=estimated(cell["model"], cell["batch"], flops, worker["width"], worker["image_size"]),
+        profile=profile if worker["paced_ms"] is None else paced(profile, *worker["paced_ms"]),
         linear_s=cell["systems"]["linear"]["step_ms"] / 1e3,
         machines=machines,
         rate_bits=cell["rate_bits"],
@@ -226,17 +234,14 @@ def main(arguments: list[str]) -> None:
     ]
     cells = [row for path in named or found for row in compare_file(path)]
     published = compare_paper()
-    quiet = [row for row in cells if not row["file"].startswith(BUSY)]
-    busy = [row for row in cells if row["file"].startswith(BUSY)]
-    print(format_cells(quiet), format_cells(busy), format_paper(published), sep="\n\n")
+    print(format_cells(cells), format_paper(published), sep="\n\n")
     if writes:
         constants = {"host_bits": paper.HOST_BITS, "incast_exponent": paper.INCAST_EXPONENT}
         data = {"cells": cells, "paper": published, "fitted": constants}
         (RESULTS / "predict.json").write_text(json.dumps(data, indent=1) + "\n")
-        draw_cells(quiet, PICTURES / "sim_measured.png")
+        draw_cells(cells, PICTURES / "sim_measured.png")
         draw_paper(published, PICTURES / "sim_paper.png")
-        put_into(PAGE, "cells", format_cells(quiet))
-        put_into(PAGE, "busy cells", format_cells(busy))
+        put_into(PAGE, "cells", format_cells(cells))
         put_into(PAGE, "paper", format_paper(published))
 
 

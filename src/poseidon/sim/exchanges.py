@@ -13,6 +13,7 @@ from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.server.chunks import Chunk
 from poseidon.server.slots import make_slots
 from poseidon.sim.setting import Setting
+from poseidon.sim.transport import MESSAGE_S
 
 MOST_ROUNDS = 400
 """A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
@@ -185,15 +186,16 @@ def _broadcast(setting: Setting, unit: int, entry: PlanEntry) -> Exchange:
     cost = entry.cost
     machines = setting.cluster.machines
     own = cost.wire_bytes / max(machines - 1, 1)
+    is_collective = setting.uses_gathers and entry.route == "factors"
     return Exchange(
         name=entry.unit,
         units=(unit,),
         route=entry.route,
         legs=(Leg(cost.wire_bytes if machines > 1 else 0.0),),
-        is_collective=setting.uses_gathers,
-        staged_bytes=0.0 if setting.uses_gathers else own * machines,
-        hops=machines - 1 if setting.uses_gathers else 2,
-        inside_s=_inside_s(setting, own),
+        is_collective=is_collective,
+        staged_bytes=0.0 if is_collective else own * machines,
+        hops=machines - 1 if is_collective else 2,
+        inside_s=_inside_s(setting, own) + (0.0 if is_collective else MESSAGE_S * (machines - 1)),
     )
 
 

@@ -3,17 +3,17 @@
 A byte costs its time on the wire and some work on the host. Where the two overlap (pipelined), the slower one rules,
 with a rounded corner between: ``(wire^3 + host^3)^(1/3)``. Where they alternate, they add up.
 
-The host's part was measured once, by summing 241 MB over 8 emulated machines (422 MB leave each) on 16 cores, two for
-each worker, at two link speeds (``docs/simulate.md``):
+The host's part was measured by summing 241 MB over 8 emulated machines (422 MB leave each) on 16 cores, two for each
+worker, at two link speeds, in two or three runs on different days (``benchmarks/wire.sh gpu``); least .. most:
 
-=================  =========  =========  ===================================
-ms                 10 Gbit/s  25 Gbit/s  model
-=================  =========  =========  ===================================
-the wire alone     338        135
-NCCL over TCP      374        233        pipelined, 0.52 ns/byte: 367, 236
-gloo               439        232        added, 0.22 ns/byte: 432, 229
-ZeroMQ, sharded    403        308        pipelined, 0.71 ns/byte: 403, 309
-=================  =========  =========  ===================================
+=================  ==========  ==========  ===================================
+ms                 10 Gbit/s   25 Gbit/s   model
+=================  ==========  ==========  ===================================
+the wire alone     338         135
+NCCL over TCP      360 .. 390  195 .. 265  pipelined, 0.52 ns/byte: 367, 236
+gloo               360 .. 439  213 .. 285  added, 0.22 ns/byte: 432, 229
+the sharded sum    362 .. 382  210 .. 260  pipelined, 0.58 ns/byte: 377, 258
+=================  ==========  ==========  ===================================
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ LAB_PAYLOAD = 0.997
 """The same in an emulated cluster, whose shaping counts packets before they are cut to the MTU; as counted there."""
 CORES_MEASURED = 2.0
 """Cores for each worker where the host's part was measured."""
+LEAST_HOST = 0.8
+"""What is left of the host's part with cores to spare, where a transport's own thread cannot be spread any further:
+fitted to 2 and 4 machines on 16 cores at 25 Gbit/s."""
+
+MESSAGE_S = 0.35e-3
+"""A worker's own time for the messages of one unit's factors or rows to one peer, and for those from it: fitted to the
+recommender on 4 and 8 machines, whose eight tables make little else."""
 
 _CORNER = 3.0
 
@@ -62,8 +69,8 @@ class Transport:
         return min(ring, 2 * math.ceil(math.log2(members)) + 2) if self.has_trees and members > 1 else ring
 
     def on_cores(self, cores_per_worker: float) -> Transport:
-        """Return the transport where workers have fewer cores than where it was measured."""
-        factor = max(1.0, CORES_MEASURED / cores_per_worker)
+        """Return the transport where workers have fewer cores, or more, than where it was measured."""
+        factor = max(LEAST_HOST, CORES_MEASURED / cores_per_worker)
         return replace(self, host_s_per_byte=self.host_s_per_byte * factor)
 
 
@@ -73,7 +80,7 @@ TRANSPORTS = {
         Transport("ideal", 0.0, is_pipelined=True, has_trees=True),
         Transport("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
         Transport("gloo", 0.22e-9, is_pipelined=False),
-        Transport("messages", 0.71e-9, is_pipelined=True),
+        Transport("messages", 0.58e-9, is_pipelined=True),
     )
 }
 

@@ -214,19 +214,25 @@ def test_ddps_buckets_are_as_torch_makes_them():
 
 
 def test_transports_are_as_measured():
-    # 241 MB over 8 machines; the table is in the module's docstring.
+    # 241 MB over 8 machines, least and most ms at 10 and at 25 Gbit/s; the table is in the module's docstring.
     sent = 2 * 7 / 8 * 241e6
-    measured = {"nccl": (374, 233), "gloo": (439, 232), "messages": (403, 308)}
+    measured = {
+        "nccl": ((360, 390), (195, 265)),
+        "gloo": ((360, 439), (213, 285)),
+        "messages": ((362, 382), (210, 260)),
+    }
     for name, figures in measured.items():
-        for gbit, milliseconds in zip((10, 25), figures, strict=True):
+        for gbit, (least, most) in zip((10, 25), figures, strict=True):
             made = find_transport(name).seconds_per_byte(gbit * 1e9 / 8 * LAB_PAYLOAD) * sent * 1e3
-            assert made == pytest.approx(milliseconds, rel=0.03)
+            assert least <= made <= most
 
 
-def test_fewer_cores_make_host_work_slower_but_more_do_not_make_it_faster():
+def test_fewer_cores_make_host_work_slower_and_more_make_it_faster_up_to_a_point():
     gloo = find_transport("gloo")
     assert gloo.on_cores(0.5).host_s_per_byte == pytest.approx(4 * gloo.host_s_per_byte)
-    assert gloo.on_cores(16) == gloo
+    assert gloo.on_cores(2) == gloo
+    assert gloo.on_cores(16).host_s_per_byte < gloo.host_s_per_byte
+    assert gloo.on_cores(16) == gloo.on_cores(64)
 
 
 @pytest.mark.parametrize(
