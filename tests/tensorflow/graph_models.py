@@ -105,10 +105,10 @@ def layer(model: Model, x: Any, name: str, is_fused: bool) -> Any:
 def branches(model: Model, x: Any, labels: Any, is_fused: bool) -> tuple[Any, Any]:
     """Build branches that a session may compute in any order, with a loss that sees them all."""
     parts = []
-    for i in range(3):
+    for i in range(2):
         part = tf.nn.conv2d(x, model.variable(f"{i}/conv", 3, 3, 3, 4 + i), 1, "SAME")
         parts.append(layer(model, part, f"{i}/bn", is_fused))
-    x = tf.nn.conv2d(tf.concat(parts, -1), model.variable("conv", 3, 3, 15, 8), 2, "SAME")
+    x = tf.nn.conv2d(tf.concat(parts, -1), model.variable("conv", 3, 3, 9, 8), 2, "SAME")
     x = tf.reshape(layer(model, x, "bn", is_fused), [-1, 4 * 4 * 8])
     x = layer(model, model.dense(x, "hidden", 10), "bn_hidden", False)
     loss = loss_of(model.dense(x, "top", 6), labels)

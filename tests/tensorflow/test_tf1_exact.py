@@ -24,7 +24,7 @@ SLOW = Link(bits_per_s=1e8, latency_s=1e-5)
 """Assumed instead of measured: saves the time, and makes short forms of gradients worth while."""
 
 
-def follow(options: AutoOptions | None = None, **kwargs: Any) -> tuple[Any, Patches, io.StringIO]:
+def follow(options: AutoOptions | None = None) -> tuple[Any, Patches, io.StringIO]:
     """Put the hooks in place, as ``--auto`` does; return them, how to undo it, and where the report goes."""
     from poseidon.tensorflow.following import Following
 
@@ -32,7 +32,7 @@ def follow(options: AutoOptions | None = None, **kwargs: Any) -> tuple[Any, Patc
     sys.stderr = said
     team = Team(None, 300.0)
     patches = Patches()
-    following = Following(team, options or AutoOptions(), 5, Report(True), **kwargs)
+    following = Following(team, options or AutoOptions(), 5, Report(True))
     following.install(patches)
     return following, patches, said
 
@@ -46,7 +46,7 @@ def train_all(names: list[str]) -> dict[str, Any]:
 
     rank = int(os.environ["RANK"])
     alone = {name: models.train(name) for name in names} if rank == 0 else {}
-    following, patches, said = follow(sync_batchnorm=True)
+    following, patches, said = follow()
     results = {}
     for name in names:
         # The workers start from different values.
@@ -67,6 +67,7 @@ def test_ten_steps_equal_those_of_one_worker(size: int, tmp_path: Path) -> None:
     Cluster(machines=size, between=SLOW, inside=SLOW).save(cluster)
     env = {
         "POSEIDON_CLUSTER": str(cluster),
+        "POSEIDON_SYNC_BATCHNORM": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_ENABLE_ONEDNN_OPTS": "0",
         "TF_NUM_INTRAOP_THREADS": "1",

@@ -34,6 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("own_server", ["UnsupportedError", "tf.train.Server", "run it without --auto"]),
         ("eager_v1", ["UnsupportedError", "cannot be followed", "disable_eager_execution()"]),
         ("unknown_shape", ["UnsupportedError", "any has shape", "give it one"]),
+        ("unknown_choice", ["ConfigError", "POSEIDON_SYNC_BATCHNORM is 'yes'", "expected 1"]),
     ],
 )
 def test_what_cannot_be_followed_is_refused_on_every_worker(

@@ -20,6 +20,7 @@ from poseidon.errors import PoseidonError
 from poseidon.launch.auto.options import AutoOptions
 from poseidon.launch.auto.report import Report
 from poseidon.team.team import Team
+from poseidon.tensorflow.batch_moments import VARIABLE, is_asked_for
 from poseidon.tensorflow.datasets import Datasets
 from poseidon.tensorflow.tagged import TaggedSums
 from poseidon.tensorflow.waiting import WaitingCalls
@@ -77,6 +78,11 @@ def eager_v1() -> None:
 def unknown_shape() -> None:
     variable = v1.get_variable("any", initializer=v1.placeholder(tf.float64, None), validate_shape=False)
     v1.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_sum(variable))
+
+
+def unknown_choice() -> None:
+    os.environ[VARIABLE] = "yes"
+    is_asked_for()
 
 
 def refused() -> dict[str, str]:
@@ -345,7 +351,9 @@ def check_all(folder: str) -> dict[str, Any]:
     following.conclude()
     patches.undo()
     results["rate"] = scaled_rate(AutoOptions(scale_lr=True))
-    _, patches, _ = follow(sync_batchnorm=True)
+    results["refused"]["unknown_choice"] = message_of(unknown_choice)
+    os.environ[VARIABLE] = "1"
+    _, patches, _ = follow()
     results["normalized"] = (normalized(4), alone)
     patches.undo()
     sys.stderr = sys.__stderr__

@@ -33,11 +33,14 @@ class MomentsExchange:
 
     def forward(self, mean: Array, variance: Array, count: float, name: str) -> tuple[Array, Array, float]:
         """Return mean and variance over all workers, and the share that this worker's ``count`` rows have in them."""
+        whole_mean, whole_variance, share = combine(self.gather(mean, variance, count, name), self._team.rank)
+        return whole_mean.astype(mean.dtype), whole_variance.astype(mean.dtype), share
+
+    def gather(self, mean: Array, variance: Array, count: float, name: str) -> Array:
+        """Return everybody's moments, as :func:`combine` takes them."""
         rows = np.zeros((self._team.size, 1 + 2 * mean.size))
         rows[self._team.rank] = np.concatenate([[count], mean, variance])
-        parts = self._channel.sum(rows, f"the moments of {name}")
-        whole_mean, whole_variance, share = combine(parts, self._team.rank)
-        return whole_mean.astype(mean.dtype), whole_variance.astype(mean.dtype), share
+        return self._channel.sum(rows, f"the moments of {name}")
 
     def backward(self, by_mean: Array, by_variance: Array, name: str) -> tuple[Array, Array]:
         """Return the gradients by the moments over all workers, of the losses of all workers."""

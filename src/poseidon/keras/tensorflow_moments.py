@@ -73,7 +73,7 @@ class Moments:
         def backward(by_mean: Any, by_variance: Any, _: Any) -> Any:
             return self._call(exchange_back, [by_mean, by_variance], 2, mean)
 
-        return combine_moments(mean, variance, forward, backward)[:2]
+        return combine_moments(mean, variance, forward, backward)
 
     def _call(self, function: Callable[..., Any], inputs: list[Any], results: int, like: Any) -> Any:
         """Return the results of a Python function in the graph; the first two have the shape of ``like``."""

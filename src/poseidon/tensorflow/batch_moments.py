@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs, nn_impl
 
-from poseidon.engine.moments import MomentsExchange
+from poseidon.engine.moments import MomentsExchange, combine
 from poseidon.engine.outside import Array
 from poseidon.errors import ConfigError
 from poseidon.launch.auto.patches import Patches
@@ -98,11 +98,10 @@ class BatchMoments:
         count = _count(x, axes)
         mean = tf.reduce_mean(wide, axes, keepdims=True)
         variance = tf.reduce_mean(tf.math.squared_difference(wide, tf.stop_gradient(mean)), axes, keepdims=True)
-        mean, variance, share = self._combine(mean, variance, count, x.op.name)
+        mean, variance, total = self._combine(mean, variance, count, x.op.name)
         shape = mean.shape
         scale, offset = (tf.reshape(given[name], shape) for name in ("scale", "offset"))
         y = tf.nn.batch_normalization(wide, mean, variance, offset, scale, given["epsilon"])
-        total = tf.math.round(count / tf.cast(share, tf.float64))
         # The variance that it gives out, unlike the one it divides by, is that of a sample (Bessel's correction).
         unbiased = variance * tf.cast(total / tf.maximum(total - 1.0, 1.0), variance.dtype)
         factor, size = given["exponential_avg_factor"], [-1]
@@ -128,37 +127,43 @@ class BatchMoments:
         return self._is_on
 
     def _combine(self, mean: Any, variance: Any, count: Any, name: str) -> tuple[Any, Any, Any]:
-        """Return moments over all workers, in the shape of this worker's, and the share of its rows in them."""
+        """Return moments over all workers, in the shape of this worker's, and the number of their rows."""
         if self._sums is None:
             self._sums = TaggedSums(self._team)
+        exchange = _GraphMoments(self._team, self._sums, self._calls, self._tags, name, count)
         flat = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
-        exchange = _GraphMoments(self._team, self._sums, self._calls, self._tags, name)
-        whole_mean, whole_variance, share = combine_moments(
-            *flat, lambda mean, variance: exchange.forward(mean, variance, count), exchange.backward
-        )
-        return tf.reshape(whole_mean, mean.shape), tf.reshape(whole_variance, mean.shape), share
+        whole_mean, whole_variance = combine_moments(*flat, exchange.forward, exchange.backward)
+        return tf.reshape(whole_mean, mean.shape), tf.reshape(whole_variance, mean.shape), exchange.total
 
 
 class _GraphMoments:
     """The exchange of one pair of moments, as operations in a graph."""
 
-    def __init__(self, team: Team, sums: TaggedSums, calls: WaitingCalls, tags: Any, name: str) -> None:
+    def __init__(
+        self, team: Team, sums: TaggedSums, calls: WaitingCalls, tags: Iterator[int], name: str, count: Any
+    ) -> None:
         self._team = team
         self._sums = sums
         self._calls = calls
         self._tags = tags
         self._name = name
+        self._count = count
+        self.total = count
+        """Rows of all workers, each counted once; known after :meth:`forward`."""
 
-    def forward(self, mean: Any, variance: Any, count: Any) -> list[Any]:
+    def forward(self, mean: Any, variance: Any) -> list[Any]:
         """Return mean and variance over all workers, and the share of this worker's rows."""
         channel = self._sums.of(next(self._tags))
 
         def exchange(weight: float, mean: Array, variance: Array, count: Array) -> list[Array]:
             moments = MomentsExchange(self._team, channel, lambda: weight)
-            whole = moments.forward(mean, variance, float(count), self._name)
-            return [np.asarray(value, mean.dtype) for value in whole]
+            parts = moments.gather(mean, variance, float(count), self._name)
+            whole = [np.asarray(value, mean.dtype) for value in combine(parts, self._team.rank)]
+            return [*whole, count_rows(parts, is_divided=weight > 0)]
 
-        return self._calls.call(exchange, [mean, variance, count], [mean, variance, tf.ones([], mean.dtype)])
+        inputs = [mean, variance, self._count]
+        *whole, self.total = self._calls.call(exchange, inputs, [mean, variance, tf.ones([], mean.dtype), self._count])
+        return whole
 
     def backward(self, by_mean: Any, by_variance: Any, share: Any) -> list[Any]:
         """Return the sums of everybody's gradients. Every call of tf.gradients has its own."""
@@ -170,6 +175,16 @@ class _GraphMoments:
             return MomentsExchange(self._team, channel, lambda: known).backward(by_mean, by_variance, self._name)
 
         return self._calls.call(exchange, [by_mean, by_variance, share], [by_mean, by_variance])
+
+
+def count_rows(parts: Array, is_divided: bool) -> Array:
+    """Return how many rows everybody's moments stand for. Pure.
+
+    Unless a batch ``is_divided`` for certain, workers with the very same moments have the very same rows: there are
+    batches that stay whole on every worker.
+    """
+    counts = parts[:1, 0] if not is_divided and (parts == parts[0]).all() else parts[:, 0]
+    return np.asarray(counts.sum())
 
 
 def find_axes(x: Any, axes: Any) -> list[int] | None:

@@ -18,17 +18,14 @@ from poseidon.tensorflow.waiting import WaitingCalls
 class Following:
     """The hooks in TensorFlow, and what is checked at the end."""
 
-    def __init__(
-        self, team: Team, options: AutoOptions, seed: int, report: Report, sync_batchnorm: bool | None = None
-    ) -> None:
-        """``sync_batchnorm``: batch moments over all workers; None leaves it to the environment."""
+    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
         gradients = Gradients(team, report, float(team.size) if options.scale_lr else 1.0)
         calls = WaitingCalls()
         self._sessions = Sessions(team, gradients, calls, report)
         self.datasets = Datasets(team.rank, team.size, options, report)
         self._parts = (
             gradients,
-            BatchMoments(team, calls, report, is_asked_for() if sync_batchnorm is None else sync_batchnorm),
+            BatchMoments(team, calls, report, sync_batchnorm=is_asked_for()),
             self._sessions,
             Files(team, self._sessions, report) if options.files == "first" else None,
             self.datasets,

@@ -15,8 +15,8 @@ Backward = Callable[[Any, Any, Any], Sequence[Any]]
 """From the gradients by mean and variance over all workers, and the share, to the sums of everybody's gradients."""
 
 
-def combine_moments(mean: Any, variance: Any, forward: Forward, backward: Backward) -> tuple[Any, Any, Any]:
-    """Return mean and variance over all workers, and the share of this worker, as tensors that can be differentiated.
+def combine_moments(mean: Any, variance: Any, forward: Forward, backward: Backward) -> tuple[Any, Any]:
+    """Return mean and variance over all workers, as tensors that can be differentiated.
 
     ``forward`` and ``backward`` put into the graph what exchanges moments, and what exchanges their gradients.
     """
@@ -25,11 +25,11 @@ def combine_moments(mean: Any, variance: Any, forward: Forward, backward: Backwa
     def combine(mean: Any, variance: Any) -> Any:
         whole_mean, whole_variance, share = forward(mean, variance)
 
-        def gradient(by_mean: Any, by_variance: Any, _: Any) -> Any:
+        def gradient(by_mean: Any, by_variance: Any) -> Any:
             by_mean, by_variance = backward(by_mean, by_variance, share)
             return differentiate(by_mean, by_variance, mean, whole_mean, share)
 
-        return (whole_mean, whole_variance, share), gradient
+        return (whole_mean, whole_variance), gradient
 
-    whole: tuple[Any, Any, Any] = combine(mean, variance)
+    whole: tuple[Any, Any] = combine(mean, variance)
     return whole

@@ -78,16 +78,18 @@ class WaitingCalls:
                 values = [v1.placeholder(tensor.dtype) for tensor in otherwise]
                 door = _Door(values, queue.enqueue(values), queue.close(cancel_pending_enqueues=True))
 
-            def together() -> list[Any]:
-                begin = self._begin(function, door)
-                begun = tf.numpy_function(begin, [run, *inputs], tf.int32, stateful=True)
-                with tf.control_dependencies([begun]):
-                    return list(queue.dequeue())
-
-            results = tf.cond(run[0] > 0, together, lambda: [tf.identity(tensor) for tensor in otherwise])
-        for result, tensor in zip(results, otherwise, strict=True):
-            result.set_shape(tensor.shape)
-        return list(results)
+            # What tf.cond stands for, spelled out: it builds functions, which takes long in a model with many layers.
+            is_together = run[0] > 0
+            passed = tf.raw_ops.Switch(data=run, pred=is_together).output_true
+            begun = tf.numpy_function(self._begin(function, door), [passed, *inputs], tf.int32, stateful=True)
+            with tf.control_dependencies([begun]):
+                found = queue.dequeue()
+            results = []
+            for result, tensor in zip(found, otherwise, strict=True):
+                plain = tf.raw_ops.Switch(data=tensor, pred=is_together).output_false
+                results.append(tf.raw_ops.Merge(inputs=[plain, result]).output)
+                results[-1].set_shape(tensor.shape)
+            return results
 
     def _input_of_graph(self) -> Any:
         with tf.init_scope():  # inside a branch, the placeholder is the whole graph's
