@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "ddp-bf16": {"color": "tab:green", "marker": "s"},
     "ddp-powersgd": {"color": "tab:olive", "marker": "^"},
     "poseidon": {"color": "tab:red", "marker": "o", "linewidth": 2.2},
+    "poseidon-distribute": {"color": "tab:purple", "marker": "*", "linewidth": 2.2},
 }
+FURTHER = ("tab:orange", "tab:brown", "tab:pink", "black")
+"""Colours of systems with options, in turn."""
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
@@ -61,10 +65,11 @@ def _draw_panel(axis: object, model: str, rate: int, cells: Sequence[Cell]) -> N
     from matplotlib.axes import Axes
 
     assert isinstance(axis, Axes)
+    further = itertools.cycle(FURTHER)
     for system, points in speedup_lines(cells).items():
         machines, speedups = zip(*points, strict=True)
         label = f"{system} (lossy)" if system in LOSSY else system
-        axis.plot(machines, speedups, label=label, **STYLES.get(system, {"marker": "o"}))
+        axis.plot(machines, speedups, label=label, **(STYLES.get(system) or {"marker": "x", "color": next(further)}))
     ticks = sorted({1, *(cell.machines for cell in cells)})
     axis.set_xticks(ticks)
     axis.set_xlim(0, max(ticks) * 1.05)
