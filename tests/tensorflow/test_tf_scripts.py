@@ -38,9 +38,9 @@ def run(words: list[str], folder: Path, **env: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def run_auto(script: str, folder: Path, *options: str) -> str:
+def run_auto(script: str, folder: Path, *options: str, **env: str) -> str:
     words = ["-m", "poseidon.launch.cli", "run", "--quiet", "--log-dir", "none", "--nproc", "2", "--auto", *options]
-    return run([*words, str(SCRIPTS / script)], folder)
+    return run([*words, str(SCRIPTS / script)], folder, **env)
 
 
 def run_psd(folder: Path, command: str, **env: str) -> str:
@@ -70,8 +70,9 @@ def test_a_script_with_placeholders_comes_out_as_alone(tmp_path: Path) -> None:
 
 
 def test_a_monitored_session_with_data_of_its_own(tmp_path: Path) -> None:
-    said = run_auto("tf_digits_monitored.py", tmp_path)
+    said = run_auto("tf_digits_monitored.py", tmp_path, POSEIDON_SYNC_BATCHNORM="1")
     assert "dealt out, batches of 50 (100 in all)" in said
+    assert "batch moments are taken over the rows of all workers" in said
     found = load(tmp_path / "tf_digits_monitored.npz")
     # 60 batches are 30 for each worker; hooks take some of them outside of training.
     assert 25 <= int(found["steps"]) <= 30
