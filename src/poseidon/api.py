@@ -27,6 +27,7 @@ from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.launch.environment import World, init
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.planning.sampling import plan
 from poseidon.routes.base import LiveUnit
@@ -108,6 +109,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._connect(process_group, init_sync)
 
     # What users of torch's class know.
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Most bytes that share a collective."""
+        return limit_collective(self._bucket_bytes, defers=False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""

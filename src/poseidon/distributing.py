@@ -26,6 +26,7 @@ from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.relaxed import WIDTH, Ledger, RelaxedUpdater
 from poseidon.engine.update import Updater, check_optimizer, defer
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
+from poseidon.planning.packing import limit_collective
 from poseidon.ps import connect
 from poseidon.wire.settings import WireSettings
 
@@ -83,6 +84,11 @@ class DeferredDataParallel(DistributedDataParallel):
         # One copy of each gradient fewer: nobody but the update reads it from its bucket.
         options.setdefault("gradient_as_bucket_view", True)
         super().__init__(module, **options)
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Most bytes that share a collective."""
+        return limit_collective(self._bucket_bytes, defers=True)
 
     def finish_step(self) -> None:
         """Wait until the step under way is finished: every update done, nothing on the wire."""

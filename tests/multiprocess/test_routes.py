@@ -129,3 +129,16 @@ def test_two_machines_of_two_workers_train_as_four_machines() -> None:
     levels = run_ranks(_train_small, 4, "aabb", env=[{"POSEIDON_MACHINE": name} for name in "aabb"])
     for left, right in zip(flat[0], levels[0], strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+def _speeds_of_a_model_without_short_forms() -> str:
+    model = wrap(nn.Sequential(nn.Conv1d(1, 3, 5), nn.Flatten()))
+    assert model._engine is not None
+    return model._engine.cluster.source
+
+
+@pytest.mark.parametrize(("layout", "source"), [("ab", "measured"), ("aa", "assumed")])
+def test_links_between_machines_are_measured_even_where_all_layers_travel_whole(layout: str, source: str) -> None:
+    # Sizes of chunks and buffers depend on them.
+    machines = [{"POSEIDON_MACHINE": name} for name in layout]
+    assert run_ranks(_speeds_of_a_model_without_short_forms, 2, env=machines) == [source, source]

@@ -45,8 +45,9 @@ def assemble_engine(
         linear = [unit.name for unit in units if unit.spec.kind == "linear"]
         wanted = {pattern: route for pattern, route in (options.routes or {}).items() if route != "factors"}
         options = dataclasses.replace(options, routes={**dict.fromkeys(linear, "allreduce"), **wanted})
-    has_choice = any(unit.spec.kind != "dense" for unit in units)
-    return Engine(units, team, find_cluster(team, device, cluster, is_measured=has_choice), options)
+    # Inside one machine whole gradients have one way to go, whatever the speeds.
+    needs_speeds = len(team.topology.machines) > 1 or any(unit.spec.kind != "dense" for unit in units)
+    return Engine(units, team, find_cluster(team, device, cluster, needs_speeds), options)
 
 
 def _computes_alike(team: Team, device: torch.device) -> bool:

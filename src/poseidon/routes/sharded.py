@@ -72,6 +72,8 @@ class ShardedRoute:
         if self._levels is not None:
             sizes = [self._levels.share_of(size) for size in sizes]
         slots = self._exchange.book(sizes, dtypes)
+        if self._stager is not None:
+            self._stager.forget()
         # Nobody may push before everybody knows what the numbers mean.
         self._team.gather_ints([len(slots)], "the parameter server")
         return slots
@@ -268,18 +270,29 @@ class _Stager:
         arrival = Arrival()
 
         def send() -> None:
-            copied.synchronize()
-            between.start(host).then(land, arrival.fail)
+            try:
+                copied.synchronize()
+                between.start(host).then(land, arrival.fail)
+            except BaseException as error:
+                arrival.fail(error)
 
         def land(_: Any) -> None:
-            with torch.cuda.device(flat.device), torch.cuda.stream(back):
-                flat.copy_(host, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record(back)
-            arrival.succeed(done)
+            try:
+                with torch.cuda.device(flat.device), torch.cuda.stream(back):
+                    flat.copy_(host, non_blocking=True)
+                    done = torch.cuda.Event()
+                    done.record(back)
+            except BaseException as error:
+                arrival.fail(error)
+            else:
+                arrival.succeed(done)
 
         self._jobs.put(send)
         return _StagedExchange(team, arrival, name, flat.device)
+
+    def forget(self) -> None:
+        """Let go of the memory of earlier slots; what is under way keeps its own."""
+        self._hosts.clear()
 
     def close(self) -> None:
         self._jobs.put(None)

@@ -13,7 +13,6 @@ from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.server.chunks import Chunk
 from poseidon.server.slots import make_slots
 from poseidon.sim.setting import Setting
-from poseidon.sim.transport import MESSAGE_S
 
 MOST_ROUNDS = 400
 """A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
@@ -51,7 +50,7 @@ class Exchange:
     hops: int = 1
     """Messages that follow each other in each leg, every one with the link's latency."""
     inside_s: float = 0.0
-    """On the link inside each machine, once before and once after."""
+    """On the link inside each machine and for its own work, once before and once after."""
 
     @property
     def out_bytes(self) -> float:
@@ -195,7 +194,7 @@ def _broadcast(setting: Setting, unit: int, entry: PlanEntry) -> Exchange:
         is_collective=is_collective,
         staged_bytes=0.0 if is_collective else own * machines,
         hops=machines - 1 if is_collective else 2,
-        inside_s=_inside_s(setting, own) + (0.0 if is_collective else MESSAGE_S * (machines - 1)),
+        inside_s=_inside_s(setting, own) + (0.0 if is_collective else setting.messages.message_s * (machines - 1)),
     )
 
 

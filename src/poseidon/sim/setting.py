@@ -29,7 +29,7 @@ class Setting:
     offers_server: bool = False
     """The planner may choose the parameter server, as the engine lets it without NCCL and where it beats NCCL."""
     gathers_factors: bool = True
-    """Factors and rows go by collectives, as between GPUs, where whole gradients do; else by direct messages."""
+    """Factors go by collectives, as between GPUs, where whole gradients do; else by messages, as rows always do."""
     chunk_bytes: int | None = None
     """Size of a chunk of the sharded route; None: as the engine chooses for the link."""
     in_flight_bytes: int = 1024 * 1024
@@ -90,7 +90,7 @@ class Setting:
 
     @property
     def uses_gathers(self) -> bool:
-        """Whether this system's factors and rows go by collectives."""
+        """Whether this system's factors go by collectives."""
         return self.gathers_factors and self.system.dense != "sharded"
 
     @property

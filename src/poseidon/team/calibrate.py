@@ -27,11 +27,11 @@ _LATENCY_FLOOR_S = 1e-6
 
 
 def find_cluster(
-    team: Team, device: torch.device, given: Cluster | str | Path | None = None, is_measured: bool = True
+    team: Team, device: torch.device, given: Cluster | str | Path | None = None, needs_speeds: bool = True
 ) -> Cluster:
     """Return the cluster that rank 0 was given, or read it from the file that was named, or measure it. Collective.
 
-    Without ``is_measured`` nothing depends on the speeds, and the measurement is left out.
+    Unless somebody ``needs_speeds`` the measurement is left out.
     """
     path = None if isinstance(given, Cluster) else given or os.environ.get("POSEIDON_CLUSTER")
     found = team.gather_json(_described(given, path) if team.rank == 0 else {})[0]
@@ -40,7 +40,7 @@ def find_cluster(
     if found.get("cluster") is not None:
         return Cluster.from_dict(found["cluster"], origin="the cluster given on rank 0")
     machines = team.topology.machines
-    if not is_measured:
+    if not needs_speeds:
         return Cluster(len(machines), max(len(ranks) for ranks in machines))
     cluster = measure_cluster(team, device)
     if team.rank == 0 and path:

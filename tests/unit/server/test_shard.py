@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError, ServerError
+from poseidon.server import shard as shard_module
 from poseidon.server.chunks import Chunk
 from poseidon.server.shard import PIECE_BYTES, Shard
 
@@ -181,3 +182,23 @@ def test_a_wrong_dtype_or_format_is_refused() -> None:
         Shard([chunk_of(4)], [0], formats="int8")
     with pytest.raises(ConfigError, match="workers are"):
         Shard([chunk_of(4)], [1, 1])
+
+
+@pytest.mark.parametrize(("workers", "passes"), [(2, [2]), (4, [4]), (5, [4, 2]), (8, [4, 5]), (9, [4, 5, 2])])
+def test_contributions_are_added_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, workers: int, passes: list[int]
+) -> None:
+    added: list[int] = []
+    whole = shard_module._sum_pieces
+
+    def count(values: list[Array], target: Array) -> None:
+        added.append(len(values))
+        whole(values, target)
+
+    monkeypatch.setattr(shard_module, "_sum_pieces", count)
+    shard = Shard([chunk_of(100)], range(workers))
+    values = gradients(workers, 100)
+    results = [shard.add(0, 0, 0, rank, values[rank]) for rank in range(workers)]
+    assert added == passes  # all but the first pass begin with the sum so far
+    assert results[-1] is not None
+    assert np.array_equal(results[-1], in_rank_order(values))
