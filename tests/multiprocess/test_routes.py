@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import poseidon
 from ranks import run_ranks
 from twins import wrap
 
@@ -132,7 +133,7 @@ def test_two_machines_of_two_workers_train_as_four_machines() -> None:
 
 
 def _speeds_of_a_model_without_short_forms() -> str:
-    model = wrap(nn.Sequential(nn.Conv1d(1, 3, 5), nn.Flatten()))
+    model = poseidon.DistributedDataParallel(nn.Sequential(nn.Conv1d(1, 3, 5), nn.Flatten()))
     assert model._engine is not None
     return model._engine.cluster.source
 
