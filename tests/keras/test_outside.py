@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from poseidon.engine.moments import combine
 from poseidon.engine.outside import (
     NO_STEP,
     ExchangeOptions,
@@ -161,3 +162,14 @@ def _differ() -> str:
 
 def test_different_models_are_named() -> None:
     assert "kernel has shape [2, 3] on rank 0 and [2, 4] on rank 1" in run_ranks(_differ, 2)[1]
+
+
+def test_a_worker_without_rows_leaves_the_moments_of_the_others_alone() -> None:
+    rows = np.array([[1.0, -2.0], [4.0, 0.5], [2.5, 3.0]])
+    mine = np.concatenate([[3.0], rows.mean(0), rows.var(0)])
+    nobody = np.array([0.0, *[np.nan] * 4])
+    for rank, share in enumerate((0.0, 1.0)):
+        mean, variance, found = combine(np.stack([nobody, mine]), rank)
+        assert found == share
+        np.testing.assert_allclose(mean, rows.mean(0))
+        np.testing.assert_allclose(variance, rows.var(0))

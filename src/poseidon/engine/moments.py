@@ -46,7 +46,8 @@ class MomentsExchange:
         """Return the gradients by the moments over all workers, of the losses of all workers."""
         # This worker's gradients will be multiplied by its weight later on; what comes from the others must be too.
         weight = self._weight()
-        both = np.concatenate([by_mean, by_variance]).astype(np.float64) * weight
+        both = np.concatenate([by_mean, by_variance]).astype(np.float64)
+        both = both * weight if weight else np.zeros_like(both)  # gradients of a loss of no samples may be NaN
         total = self._channel.sum(both, f"the gradients of the moments of {name}")
         total = (total / weight if weight else np.zeros_like(total)).astype(by_mean.dtype)
         return total[: by_mean.size], total[by_mean.size :]
@@ -58,7 +59,10 @@ def combine(parts: Array, rank: int) -> tuple[Array, Array, float]:
     ``parts`` has a row for each worker: the number of its rows, then its means, then its variances.
     """
     width = (parts.shape[1] - 1) // 2
-    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + width], parts[:, 1 + width :]
+    counts = parts[:, :1]
+    # The moments of no rows are NaN, which would survive a multiplication by 0.
+    known = np.where(counts > 0, parts[:, 1:], 0.0)
+    means, variances = known[:, :width], known[:, width:]
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     variance = (counts * (variances + (means - mean) ** 2)).sum(0) / total

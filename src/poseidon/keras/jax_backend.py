@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from poseidon.engine.moments import MomentsExchange
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
 from poseidon.errors import UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
 from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.jax_callbacks import Host
-from poseidon.keras.moments import MomentsExchange, replace_moments
+from poseidon.keras.moments import replace_moments
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.keras.units import describe_variables
 from poseidon.planning.planner import Plan

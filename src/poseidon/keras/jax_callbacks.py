@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from poseidon.engine.moments import MomentsExchange, differentiate
 from poseidon.engine.outside import Array, OutsideFrontEnd, OutsideUnit, Rows
 from poseidon.errors import UnsupportedError
-from poseidon.keras.moments import MomentsExchange, differentiate
 
 
 class Host:

@@ -8,10 +8,6 @@ from typing import Any
 
 import keras
 
-from poseidon.engine.moments import MomentsExchange, differentiate
-
-__all__ = ["Combined", "MomentsExchange", "differentiate", "replace_moments"]
-
 Combined = Callable[[Any, Any, Any, str], tuple[Any, Any]]
 """From mean, variance and number of this worker's rows, and the layer's name, to mean and variance over all workers."""
 

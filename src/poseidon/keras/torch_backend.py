@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.moments import MomentsExchange, differentiate
 from poseidon.engine.outside import OutsideUnit, step_weight
 from poseidon.errors import UnsupportedError
 from poseidon.keras.backend import Backend, Exchange, Setup
 from poseidon.keras.batches import count_rows, unpack
-from poseidon.keras.moments import MomentsExchange, differentiate, replace_moments
+from poseidon.keras.moments import replace_moments
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes.base import LiveUnit
