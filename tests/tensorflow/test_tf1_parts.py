@@ -34,6 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("own_server", ["UnsupportedError", "tf.train.Server", "run it without --auto"]),
         ("eager_v1", ["UnsupportedError", "cannot be followed", "disable_eager_execution()"]),
         ("unknown_shape", ["UnsupportedError", "any has shape", "give it one"]),
+        ("other_choices", ["MismatchError", "is 1 on ranks [1] and 0 or not set on ranks [0]", "set it alike"]),
         ("unknown_choice", ["ConfigError", "POSEIDON_SYNC_BATCHNORM is 'yes'", "expected 1"]),
     ],
 )
@@ -96,7 +97,25 @@ def test_calls_wait_without_a_thread_of_tensorflow(results: list[dict[str, Any]]
 
 
 def test_sums_are_found_by_their_tags(results: list[dict[str, Any]]) -> None:
-    assert all(result["sums"] == [3.0, 30.0] for result in results)
+    assert all(result["sums"][0] == [3.0, 30.0] for result in results)
+
+
+def test_sums_of_different_runs_are_refused_on_every_worker(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "MismatchError: rank 0 sent a test in its training run 7, rank 1 in its run 8" in result["sums"][1]
+
+
+def test_no_run_follows_one_that_failed_after_it_had_made_calls(results: list[dict[str, Any]]) -> None:
+    for without_calls, with_calls, _ in (result["failed runs"] for result in results):
+        assert without_calls == "no error"
+        assert with_calls.startswith("UnsupportedError: training run 2 ended by OutOfRangeError")
+        assert "repeat()" in with_calls
+
+
+def test_no_epoch_follows_one_that_ended_after_moments_were_exchanged(results: list[dict[str, Any]]) -> None:
+    for *_, message in (result["failed runs"] for result in results):
+        assert message.startswith("UnsupportedError: training run "), message
+        assert "ended by OutOfRangeError while batch moments were on their way" in message
 
 
 def test_noise_differs_between_workers_and_the_order_of_data_does_not(results: list[dict[str, Any]]) -> None:

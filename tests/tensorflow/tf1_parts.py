@@ -23,7 +23,7 @@ from poseidon.team.team import Team
 from poseidon.tensorflow.batch_moments import VARIABLE, is_asked_for
 from poseidon.tensorflow.datasets import Datasets
 from poseidon.tensorflow.tagged import TaggedSums
-from poseidon.tensorflow.waiting import WaitingCalls
+from poseidon.tensorflow.waiting import Run, WaitingCalls
 
 v1 = tf.compat.v1
 
@@ -234,9 +234,9 @@ def calls_wait_for_each_other() -> bool:
     calls, events = WaitingCalls(), [threading.Event(), threading.Event()]
 
     def function(mine: int) -> Callable[..., Any]:
-        def meet(weight: float, one: Any, two: Any) -> Any:
+        def meet(run: Run, one: Any, two: Any) -> Any:
             events[mine].set()
-            return (one + weight, two) if events[1 - mine].wait(60) else (one, two)
+            return (one + run.weight, two) if events[1 - mine].wait(60) else (one, two)
 
         return meet
 
@@ -262,12 +262,74 @@ def failed_call() -> str:
     return str(calls.error)
 
 
+def run_after_failed_run(has_begun: bool) -> str:
+    """Return what becomes of a run after one that failed, perhaps after it had made a call."""
+    calls = WaitingCalls()
+    with tf.Graph().as_default(), v1.Session() as session:
+        items = v1.data.make_initializable_iterator(tf.data.Dataset.from_tensors(1.0))
+        item = items.get_next()
+        first = calls.call(lambda _, x: (x, x), [tf.constant(5.0)], [tf.constant(0.0)] * 2)[0]
+        with tf.control_dependencies([first]):
+            late = items.get_next()
+
+        def run(fetched: Any) -> Any:
+            with calls.running(session, 1.0) as given:
+                return session.run(fetched, {reference.deref(): value for reference, value in given.items()})
+
+        session.run(items.initializer)
+        run([first, item])
+        try:
+            run(late if has_begun else item)
+        except tf.errors.OutOfRangeError:
+            session.run(items.initializer)
+        return message_of(lambda: run([first, item]))
+
+
+def epoch_after_noise() -> str:
+    """Return the error of a second epoch, if the first ends when moments of noise have been exchanged already."""
+    with v1.Session() as session:
+        items = v1.data.make_initializable_iterator(tf.data.Dataset.range(4).repeat(1).batch(1))
+        mean, variance = tf.nn.moments(tf.random.normal([5, 2]), [0])
+        with tf.control_dependencies([mean]):
+            item = tf.cast(items.get_next(), tf.float32)
+        scale = v1.get_variable("scale", [2], tf.float32, tf.ones_initializer())
+        loss = tf.reduce_mean(tf.square(scale * (mean + variance) - tf.reduce_mean(item)))
+        step = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+        session.run(v1.global_variables_initializer())
+
+        def train(steps: int) -> None:
+            session.run(items.initializer)
+            for _ in range(steps):
+                session.run(step)
+
+        train(2)
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            session.run(step)
+        return message_of(lambda: train(1))
+
+
+def sums_of_other_runs(rank: int) -> str:
+    """Return the error of a sum to which the workers come in different runs."""
+    sums = TaggedSums(Team(None, 60.0))
+    return message_of(lambda: sums.of(0, 7 + rank).sum(np.ones(2), "a test"))
+
+
+def other_choices(rank: int) -> None:
+    """Ask for moments over all workers on one worker only, and make some."""
+    with mock.patch.dict(os.environ, {VARIABLE: str(rank)}):
+        _, patches, _ = follow()
+    try:
+        tf.nn.moments(v1.placeholder(tf.float64, [None, 3]), [0])
+    finally:
+        patches.undo()
+
+
 def sums_in_any_order(rank: int) -> list[float]:
     """Return sums of two tags, begun in opposite orders on the two workers."""
     sums, found = TaggedSums(Team(None, 60.0)), {}
 
     def add(tag: int) -> None:
-        found[tag] = float(sums.of(tag).sum(np.array([10.0**tag * (1 + rank)]), "a test")[0])
+        found[tag] = float(sums.of(tag, 1).sum(np.array([10.0**tag * (1 + rank)]), "a test")[0])
 
     threads = [threading.Thread(target=add, args=(tag,)) for tag in ((0, 1) if rank == 0 else (1, 0))]
     for thread in threads:
@@ -344,17 +406,21 @@ def check_all(folder: str) -> dict[str, Any]:
         "averages": moving_averages(rank),
         "own moments": own_moments(),
         "calls": (calls_wait_for_each_other(), failed_call()),
-        "sums": sums_in_any_order(rank),
+        "failed runs": (run_after_failed_run(False), run_after_failed_run(True)),
+        "sums": (sums_in_any_order(rank), sums_of_other_runs(rank)),
         "random": random_numbers(),
         "graph dataset": graph_dataset(),
     }
     following.conclude()
     patches.undo()
     results["rate"] = scaled_rate(AutoOptions(scale_lr=True))
+    results["refused"]["other_choices"] = message_of(lambda: other_choices(rank))
     results["refused"]["unknown_choice"] = message_of(unknown_choice)
     os.environ[VARIABLE] = "1"
     _, patches, _ = follow()
     results["normalized"] = (normalized(4), alone)
+    with tf.Graph().as_default():
+        results["failed runs"] += (epoch_after_noise(),)
     patches.undo()
     sys.stderr = sys.__stderr__
     return {**results, "files": sorted(path.name for path in Path().iterdir()), "said": said.getvalue()}

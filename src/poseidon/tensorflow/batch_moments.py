@@ -19,7 +19,7 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from poseidon.engine.moments import MomentsExchange, combine
 from poseidon.engine.outside import Array
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, MismatchError
 from poseidon.launch.auto.patches import Patches
 from poseidon.launch.auto.report import Report
 from poseidon.team.team import Team
@@ -27,7 +27,7 @@ from poseidon.tensorflow.graphs import rests_on_variables
 from poseidon.tensorflow.moments import combine_moments
 from poseidon.tensorflow.replacing import replace_everywhere
 from poseidon.tensorflow.tagged import TaggedSums
-from poseidon.tensorflow.waiting import WaitingCalls
+from poseidon.tensorflow.waiting import Run, WaitingCalls
 
 v1 = tf.compat.v1
 
@@ -44,6 +44,16 @@ def is_asked_for() -> bool:
     return text == "1"
 
 
+def check_choices(choices: Sequence[bool]) -> None:
+    """Raise unless the environments of all workers, by rank, ask for the same. Pure."""
+    if len(set(choices)) > 1:
+        on, off = ([rank for rank, choice in enumerate(choices) if choice is wanted] for wanted in (True, False))
+        raise MismatchError(
+            f"environment variable {VARIABLE} is 1 on ranks {on} and 0 or not set on ranks {off}; set it alike on all "
+            "workers"
+        )
+
+
 class BatchMoments:
     """Replaces the functions that make moments."""
 
@@ -52,6 +62,7 @@ class BatchMoments:
         self._calls = calls
         self._report = report
         self._is_on = sync_batchnorm
+        self._is_agreed = False
         self._sums: TaggedSums | None = None
         self._tags = itertools.count()
         """Graphs are built alike on all workers, so what is made at the same point has the same tag."""
@@ -120,11 +131,23 @@ class BatchMoments:
         is_known = all(size is not None for axis, size in enumerate(x.shape.as_list()) if axis not in axes)
         if not is_known or rests_on_variables(x):
             return False
+        self._agree()
         if not self._is_on:
             self._report.say(f"batch moments are of each worker's own rows; {VARIABLE}=1 takes them over all workers")
         else:
             self._report.say("batch moments are taken over the rows of all workers")
         return self._is_on
+
+    def _agree(self) -> None:
+        """Raise unless all workers want the same.
+
+        Asked when a graph first makes moments, which all workers come to, not when TensorFlow is imported, which the
+        logger of one worker may do.
+        """
+        if not self._is_agreed:
+            choices = self._team.gather_ints([int(self._is_on)], VARIABLE)
+            check_choices([bool(choice) for (choice,) in choices])
+            self._is_agreed = True
 
     def _combine(self, mean: Any, variance: Any, count: Any, name: str) -> tuple[Any, Any, Any]:
         """Return moments over all workers, in the shape of this worker's, and the number of their rows."""
@@ -153,13 +176,13 @@ class _GraphMoments:
 
     def forward(self, mean: Any, variance: Any) -> list[Any]:
         """Return mean and variance over all workers, and the share of this worker's rows."""
-        channel = self._sums.of(next(self._tags))
+        tag = next(self._tags)
 
-        def exchange(weight: float, mean: Array, variance: Array, count: Array) -> list[Array]:
-            moments = MomentsExchange(self._team, channel, lambda: weight)
+        def exchange(run: Run, mean: Array, variance: Array, count: Array) -> list[Array]:
+            moments = MomentsExchange(self._team, self._sums.of(tag, run.number), lambda: run.weight)
             parts = moments.gather(mean, variance, float(count), self._name)
             whole = [np.asarray(value, mean.dtype) for value in combine(parts, self._team.rank)]
-            return [*whole, count_rows(parts, is_divided=weight > 0)]
+            return [*whole, count_rows(parts, is_divided=run.weight > 0)]
 
         inputs = [mean, variance, self._count]
         *whole, self.total = self._calls.call(exchange, inputs, [mean, variance, tf.ones([], mean.dtype), self._count])
@@ -167,12 +190,13 @@ class _GraphMoments:
 
     def backward(self, by_mean: Any, by_variance: Any, share: Any) -> list[Any]:
         """Return the sums of everybody's gradients. Every call of tf.gradients has its own."""
-        channel = self._sums.of(next(self._tags))
+        tag = next(self._tags)
 
-        def exchange(weight: float, by_mean: Array, by_variance: Array, share: Array) -> Sequence[Array]:
+        def exchange(run: Run, by_mean: Array, by_variance: Array, share: Array) -> Sequence[Array]:
             # Without a weight, samples are rows of a dataset: a worker has the same share of them as of these rows.
-            known = weight or float(share) * self._team.size
-            return MomentsExchange(self._team, channel, lambda: known).backward(by_mean, by_variance, self._name)
+            weight = run.weight or float(share) * self._team.size
+            channel = self._sums.of(tag, run.number)
+            return MomentsExchange(self._team, channel, lambda: weight).backward(by_mean, by_variance, self._name)
 
         return self._calls.call(exchange, [by_mean, by_variance, share], [by_mean, by_variance])
 

@@ -5,6 +5,8 @@ blocks could hold the last thread of worker A until worker B has come to the sam
 for what A would do next. So a call is two operations. One hands its inputs to a thread of our own and is done. The
 other takes the results out of a TensorFlow queue; it waits there without a thread, as queues can. No order between
 calls is needed, so there is none that a branch, a second loss or a run of only some calls could break.
+
+A run that fails leaves calls behind, here or elsewhere, whose results nobody takes. None may reach a later run.
 """
 
 from __future__ import annotations
@@ -21,11 +23,28 @@ import numpy as np
 import tensorflow as tf
 
 from poseidon.engine.outside import Array
+from poseidon.errors import UnsupportedError
 
 v1 = tf.compat.v1
 
 Function = Callable[..., Sequence[Array]]
-"""Is given the weight of the run, as :meth:`WaitingCalls.running` was, and the inputs as arrays."""
+"""Is given the run, and the inputs as arrays."""
+
+_FAILURE = (
+    "training run {} ended by {} while batch moments were on their way between the workers; no further run can be kept "
+    "apart from what is left of it. If a dataset has ended, let it repeat() and count the steps, or train without "
+    "POSEIDON_SYNC_BATCHNORM"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a session together with other workers."""
+
+    number: int
+    """The same on all workers, if they make the same runs."""
+    weight: float
+    """As :meth:`WaitingCalls.running` was given it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class _Door:
     """How results get into the graph."""
 
     values: Sequence[Any]
-    """Placeholders for them."""
+    """Placeholders: for the number of the run, and for them."""
     enter: Any
     """The operation that hands them over."""
     close: Any
@@ -47,6 +66,10 @@ class WaitingCalls:
         self._numbers = itertools.count(1)
         self._sessions: dict[int, Any] = {}
         """Of the runs that are under way, by their numbers."""
+        self._begun: set[int] = set()
+        """Those of them that have made calls."""
+        self._failure: str | None = None
+        """How a run ended that had made calls."""
         self._inputs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         """By graph, the name of the placeholder that takes a run's number and weight."""
         self.error: BaseException | None = None
@@ -54,17 +77,27 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def running(self, session: Any, weight: float) -> Iterator[dict[Any, Array]]:
-        """Serve calls during one run; yields what must be fed to it. Without that, a run makes no calls."""
+        """Serve calls during one run; yields what must be fed to it. Without that, a run makes no calls.
+
+        Raises UnsupportedError after a run that failed when it had made calls.
+        """
         name = self._inputs.get(session.graph)
         if name is None:
             yield {}
             return
+        if self._failure is not None:
+            raise UnsupportedError(self._failure) from self.error
         number = next(self._numbers)
         self._sessions[number] = session
         try:
             yield {session.graph.get_tensor_by_name(name).ref(): np.array([number, weight])}
+        except BaseException as error:
+            if number in self._begun:
+                self._failure = _FAILURE.format(number, type(error).__name__)
+            raise
         finally:
             del self._sessions[number]
+            self._begun.discard(number)
 
     def call(self, function: Function, inputs: Sequence[Any], otherwise: Sequence[Any]) -> list[Any]:
         """Return tensors with a function's results; they are ``otherwise`` in runs that make no calls.
@@ -73,9 +106,10 @@ class WaitingCalls:
         """
         with tf.name_scope("poseidon"), tf.device("/cpu:0"):
             run = self._input_of_graph()
-            queue = tf.queue.FIFOQueue(1, [tensor.dtype for tensor in otherwise])
+            types = [run.dtype, *(tensor.dtype for tensor in otherwise)]
+            queue = tf.queue.FIFOQueue(1, types)
             with tf.init_scope():
-                values = [v1.placeholder(tensor.dtype) for tensor in otherwise]
+                values = [v1.placeholder(dtype) for dtype in types]
                 door = _Door(values, queue.enqueue(values), queue.close(cancel_pending_enqueues=True))
 
             # What tf.cond stands for, spelled out: it builds functions, which takes long in a model with many layers.
@@ -83,7 +117,10 @@ class WaitingCalls:
             passed = tf.raw_ops.Switch(data=run, pred=is_together).output_true
             begun = tf.numpy_function(self._begin(function, door), [passed, *inputs], tf.int32, stateful=True)
             with tf.control_dependencies([begun]):
-                found = queue.dequeue()
+                number, *found = queue.dequeue()
+            is_ours = tf.raw_ops.Assert(condition=tf.equal(number, passed[0]), data=["results of run", number])
+            with tf.control_dependencies([is_ours]):
+                found = [tf.identity(result) for result in found]
             results = []
             for result, tensor in zip(found, otherwise, strict=True):
                 plain = tf.raw_ops.Switch(data=tensor, pred=is_together).output_false
@@ -100,9 +137,10 @@ class WaitingCalls:
 
     def _begin(self, function: Function, door: _Door) -> Callable[..., Any]:
         def begin(run: Array, *inputs: Array) -> Any:
-            number, weight = int(run[0]), float(run[1])
+            now = Run(int(run[0]), float(run[1]))
+            self._begun.add(now.number)
             copies = [np.array(array) for array in inputs]  # TensorFlow lends its memory for this call only
-            finish = (door, number, lambda: function(weight, *copies))
+            finish = (door, now.number, lambda: function(now, *copies))
             threading.Thread(target=self._finish, args=finish, name="poseidon-call", daemon=True).start()
             return np.int32(0)
 
@@ -111,7 +149,7 @@ class WaitingCalls:
     def _finish(self, door: _Door, number: int, compute: Callable[[], Sequence[Array]]) -> None:
         feeds = None
         try:
-            feeds = dict(zip(door.values, compute(), strict=True))
+            feeds = dict(zip(door.values, [number, *compute()], strict=True))
         except BaseException as error:
             self.error = self.error or error
         session = self._sessions.get(number)
