@@ -4,7 +4,7 @@ A byte costs its time on the wire and some work on the host. Where the two overl
 with a rounded corner between: ``(wire^3 + host^3)^(1/3)``. Where they alternate, they add up.
 
 The host's part was measured by summing 241 MB over 8 emulated machines (422 MB leave each) on 16 cores, two for each
-worker, at two link speeds, in two or three runs on different days (``benchmarks/wire.sh gpu``); least .. most:
+worker, at two link speeds, in two or three runs (``benchmarks/wire.sh gpu``); least .. most:
 
 =================  ==========  ==========  ===================================
 ms                 10 Gbit/s   25 Gbit/s   model
