@@ -27,6 +27,7 @@ from poseidon.planning.profiling import estimate_profile
 from poseidon.sim import paper
 from poseidon.sim.cells import SIMULATED, Bench, predict_ms
 from poseidon.sim.picture import STYLES, new_figure
+from poseidon.sim.transport import LEAST_HOST, TRANSPORTS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -236,7 +237,10 @@ def main(arguments: list[str]) -> None:
     published = compare_paper()
     print(format_cells(cells), format_paper(published), sep="\n\n")
     if writes:
-        constants = {"host_bits": paper.HOST_BITS, "incast_exponent": paper.INCAST_EXPONENT}
+        constants = {
+            "cells": {"least_host": LEAST_HOST, "message_s": TRANSPORTS["messages"].message_s},
+            "paper": {"host_bits": paper.HOST_BITS, "incast_exponent": paper.INCAST_EXPONENT},
+        }
         data = {"cells": cells, "paper": published, "fitted": constants}
         (RESULTS / "predict.json").write_text(json.dumps(data, indent=1) + "\n")
         draw_cells(cells, PICTURES / "sim_measured.png")

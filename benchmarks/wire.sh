@@ -6,7 +6,9 @@ kind=${1:-cpu}
 shift || true
 case $kind in
 cpu)
-    "$PYTHON" benchmarks/wire.py --rounds 9 --wires "carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=512; carrier=zeromq,chunk_kb=2048" --output "$results/wire_1gbe.json" "$@"
+    "$PYTHON" benchmarks/wire.py --rounds 9 \
+        --wires "carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=512; carrier=zeromq,chunk_kb=2048" \
+        --output "$results/wire_1gbe.json" "$@"
     ;;
 gpu)
     for rate in 10 25; do

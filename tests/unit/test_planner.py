@@ -186,7 +186,6 @@ def test_the_server_is_offered_beside_nccl_only_where_it_was_seen_to_pay() -> No
     slow, fast = Link(10e9, 5e-5), Link(100e9, 5e-6)
     assert server_beats_nccl(Cluster(8, between=slow), defers=True)
     assert not server_beats_nccl(Cluster(8, between=slow), defers=False)
-    assert not server_beats_nccl(Cluster(8, between=slow), defers=True, uses_sockets=False)
     assert not server_beats_nccl(Cluster(8, 2, between=slow), defers=True)
     assert not server_beats_nccl(Cluster(8, between=fast), defers=True)
 

@@ -116,7 +116,7 @@ class Engine:
         is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
         self._routes = Routes(team, is_cuda, options.gather_factors, cluster.between)
         self._offers_server = all(can_be_served(p) for unit in units for p in unit.parameters) and (
-            not team.is_nccl or (options.defers and server_beats_nccl(cluster, options.defers, nccl_uses_sockets(team)))
+            not team.is_nccl or (server_beats_nccl(cluster, options.defers) and nccl_uses_sockets(team))
         )
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
         self._has_local_gradients = False

@@ -22,10 +22,8 @@ import math
 from dataclasses import dataclass
 
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.packing import LARGEST_BUCKET_BYTES
 from poseidon.units import Load, Unit
-
-BUCKET_BYTES = 25 * 2**20
-"""Small units share one collective of about this size, and with it the latency."""
 
 _INDEX_BYTES = 8
 
@@ -51,7 +49,7 @@ def _ring_or_tree_s(size_bytes: float, members: int, link: Link) -> float:
     """Seconds for an allreduce among ``members`` over ``link``, latency shared with the unit's bucket mates."""
     if members < 2:
         return 0.0
-    calls = size_bytes / BUCKET_BYTES
+    calls = size_bytes / LARGEST_BUCKET_BYTES
     ring = 2 * (members - 1) / members * size_bytes / link.bytes_per_s + 2 * (members - 1) * link.latency_s * calls
     hops = math.ceil(math.log2(members))
     tree = 2 * hops * (size_bytes / link.bytes_per_s + link.latency_s * calls)
@@ -75,7 +73,7 @@ def sharded_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
     """Cost of averaging the full gradient through a parameter server that is spread over the machines."""
     combined = allreduce_cost(unit, load, cluster)
     machines = cluster.machines
-    hops = 2 * cluster.between.latency_s * unit.size_bytes / BUCKET_BYTES
+    hops = 2 * cluster.between.latency_s * unit.size_bytes / LARGEST_BUCKET_BYTES
     between_s = 2 * (machines - 1) / machines * unit.size_bytes / cluster.between.bytes_per_s + hops
     inside_s = _ring_or_tree_s(unit.size_bytes, cluster.workers_per_machine, cluster.inside)
     return Cost(combined.wire_bytes, between_s + inside_s, combined.compute_s)

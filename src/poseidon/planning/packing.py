@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 SMALLEST_BUCKET_BYTES = 2**20
 """Below this, a collective costs latency rather than bandwidth."""
-_LARGEST_BYTES = 25 * 2**20
+LARGEST_BUCKET_BYTES = 25 * 2**20
 """As torch's DistributedDataParallel has it."""
 _DEFERRED_BYTES = 8 * 2**20
 """Where a layer's next forward waits for its whole bucket, and for nothing else."""
@@ -18,7 +18,7 @@ def limit_collective(asked_bytes: int | None, defers: bool) -> int:
     """Return the most bytes that shall share a collective; ``defers``: the next forward need not wait for all."""
     if asked_bytes is not None:
         return asked_bytes
-    return _DEFERRED_BYTES if defers else _LARGEST_BYTES
+    return _DEFERRED_BYTES if defers else LARGEST_BUCKET_BYTES
 
 
 def limit_served(asked_bytes: int | None, owners: int, chunk_bytes: int) -> int:
@@ -27,7 +27,7 @@ def limit_served(asked_bytes: int | None, owners: int, chunk_bytes: int) -> int:
     A bucket is spread over all owners. One with less than a whole chunk for each makes more messages of the same bytes,
     and on fast links messages are what costs; two for each let the sums of one travel while the next one's parts come.
     """
-    most = _LARGEST_BYTES if asked_bytes is None else asked_bytes
+    most = LARGEST_BUCKET_BYTES if asked_bytes is None else asked_bytes
     return min(most, max(_SERVED_BYTES, 2 * owners * chunk_bytes))
 
 

@@ -50,11 +50,10 @@ class ShardedRoute:
 
     def __init__(self, team: Team, is_cuda: bool, link: Link) -> None:
         self._team = team
-        self._chunk_bytes = chunk_bytes_for(link.bytes_per_s)
         topology = team.topology
         use_levels = topology.has_levels and topology.is_even and not is_cuda
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
-        self._exchange = _ShardedSum(team, self._members, self._chunk_bytes, link)
+        self._exchange = _ShardedSum(team, self._members, link)
         self._levels = Levels(team) if use_levels else None
         self._stager = _Stager() if is_cuda else None
 
@@ -65,7 +64,7 @@ class ShardedRoute:
 
     def limit_bucket(self, asked_bytes: int | None) -> int:
         """Return the most bytes that shall travel together; what was asked for counts."""
-        return limit_served(asked_bytes, len(self._members), self._chunk_bytes)
+        return limit_served(asked_bytes, len(self._members), self._exchange.chunk_bytes)
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective."""
@@ -100,10 +99,10 @@ class ShardedRoute:
 class _ShardedSum:
     """Sums arrays over ``members`` through their shards."""
 
-    def __init__(self, team: Team, members: Sequence[int], chunk_bytes: int, link: Link) -> None:
+    def __init__(self, team: Team, members: Sequence[int], link: Link) -> None:
         self._team = team
         self._members = members
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes_for(link.bytes_per_s)
         self._transport: Transport = connect_wire(team, members, link=link)
         self._rank = self._transport.rank
         self._slots = 0
@@ -125,7 +124,7 @@ class _ShardedSum:
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         itemsizes = [dtype.itemsize for dtype in dtypes]
-        slots = make_slots(self._slots, sizes, itemsizes, len(self._members), self._chunk_bytes)
+        slots = make_slots(self._slots, sizes, itemsizes, len(self._members), self.chunk_bytes)
         self._slots += len(slots)
         formats = {slot.number: _FORMATS[dtype][0] for slot, dtype in zip(slots, dtypes, strict=True)}
         for slot in slots:
