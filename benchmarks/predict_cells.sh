@@ -12,3 +12,16 @@ bench --models gpt2 --width 0.25 --batch 1 --paced 600:1200 --machines 2,4 --rat
     --output "$results/predict_gpt2.json" "$@"
 bench --models dlrm --width 0.5 --batch 64 --paced 200:400 --machines 2,4,8 --rate 1gbit "${common[@]}" \
     --output "$results/predict_dlrm.json" "$@"
+short=(--against linear,ddp,poseidon --steps 3 --warmup 3 --repetitions 2 --timeout 200)
+bench --models resnet152 --width 0.5 --image-size 64 --batch 1 --paced 600:1200 --machines 2 --rate 250mbit "${short[@]}" \
+    --output "$results/predict_resnet152_250mbit.json" "$@"
+bench --models resnet18 --image-size 64 --batch 1 --paced 200:400 --machines 2 --rate 1gbit "${short[@]}" \
+    --output "$results/predict_resnet18.json" "$@"
+bench --models vgg19 --width 0.3 --image-size 32 --batch 1 --paced 300:600 --machines 2,4 --rate 1gbit "${short[@]}" \
+    --output "$results/predict_vgg19_wider.json" "$@"
+bench --models vgg19 --width 0.15 --image-size 32 --batch 1 --paced 400:800 --machines 2,4 --rate 250mbit "${short[@]}" \
+    --output "$results/predict_vgg19_250mbit.json" "$@"
+bench --models dlrm --width 0.3 --batch 32 --paced 300:600 --machines 2,4 --rate 250mbit "${short[@]}" \
+    --output "$results/predict_dlrm_250mbit.json" "$@"
+bench --models dlrm --width 0.1 --batch 32 --paced 300:600 --machines 2 --rate 1gbit "${short[@]}" \
+    --output "$results/predict_dlrm_small.json" "$@"
