@@ -247,13 +247,15 @@ class _Turns:
         self._updater = updater
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
-        self._updater.begin_backward(unused)
+        with self._updater.breaking_off():
+            self._updater.begin_backward(unused)
 
     def end_backward(self) -> None:
         complete_sync = self._complete_sync()
-        if complete_sync is not None:
-            complete_sync()
-        self._updater.end_backward()
+        with self._updater.breaking_off():
+            if complete_sync is not None:
+                complete_sync()
+            self._updater.end_backward()
 
     def close(self) -> None:
         self._updater.close()

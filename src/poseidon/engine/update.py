@@ -9,9 +9,10 @@ the user's own optimizer for just the parameters of that flight. What the next f
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import make_pending, make_plain
 from poseidon.engine.scheduler import Flight
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
 
 
 class Updater:
@@ -55,6 +56,16 @@ class Updater:
         atexit.register(self._finish)
 
     # What the front end and the wrapper call.
+
+    @contextlib.contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """Around a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
+        try:
+            yield
+        except WorkerLostError as error:
+            with self._lock:
+                self._failure = self._failure or error
+            raise
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the step before, then begin the exchange of this one unless it has begun."""
