@@ -13,7 +13,7 @@ cpu)
 gpu)
     for rate in 10 25; do
         "$PYTHON" benchmarks/wire.py --machines 8 --rate ${rate}gbit --megabytes 241 --peers gloo,nccl --rounds 7 \
-            --wires "carrier=tcp,chunk_kb=1024; carrier=tcp,chunk_kb=2048; carrier=zeromq,chunk_kb=2048" \
+            --wires "carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=4096; carrier=zeromq,chunk_kb=2048" \
             --timeout 100 --output "$results/wire_${rate}gbe.json" "$@"
     done
     ;;

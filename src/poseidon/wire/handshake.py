@@ -13,6 +13,7 @@ import socket
 import struct
 
 from poseidon.errors import FrameError
+from poseidon.wire.reading import read_into
 from poseidon.wire.secret import JobSecret
 
 _CHALLENGE = struct.Struct("<8s16s")
@@ -56,16 +57,3 @@ def read_exactly(connection: socket.socket, size_bytes: int) -> bytes:
     if read_into(connection, memoryview(data)) < size_bytes:
         raise FrameError("handshake", f"a connection ended inside a handshake of {size_bytes} bytes")
     return bytes(data)
-
-
-def read_into(connection: socket.socket, view: memoryview) -> int:
-    """Fill ``view`` from the connection; return how many bytes came before it ended."""
-    # One call for all of it: the kernel gathers the pieces while Python's other threads run.
-    filled = connection.recv_into(view, 0, socket.MSG_WAITALL) if view.nbytes else 0
-    while 0 < filled < view.nbytes:
-        # Cut short by a signal or a time limit of the socket; or at its end, which the next call tells.
-        count = connection.recv_into(view[filled:], 0, socket.MSG_WAITALL)
-        if not count:
-            break
-        filled += count
-    return filled

@@ -16,15 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from poseidon.errors import ConfigError, FrameError, WireError
 from poseidon.wire.address import Address, listening_ip
 from poseidon.wire.cap import SharedBucket
-from poseidon.wire.handshake import challenge, claim, read_into
+from poseidon.wire.handshake import challenge, claim
 from poseidon.wire.message import SIZE, Header, Kind, check_payload, pack, unpack
 from poseidon.wire.network import LAST, NetworkTransport
 from poseidon.wire.outbox import Outgoing
+from poseidon.wire.pool import Pool
+from poseidon.wire.reading import read_into, read_large
 from poseidon.wire.settings import WireSettings
 
 HANDSHAKE_S = 10.0
@@ -44,6 +44,7 @@ class TcpTransport(NetworkTransport):
         cap_mbit = self._settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
         self._lines: list[Line] = []
+        self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}
         self._strangers = threading.BoundedSemaphore(STRANGERS)
@@ -164,8 +165,8 @@ class TcpTransport(NetworkTransport):
         except FrameError as error:
             refusal = error
         if payload is None:
-            payload = np.empty(header.length, np.uint8).data
-        if read_into(connection, payload) < header.length:
+            payload = self._pool.lend(header.length)
+        if read_large(connection, payload) < header.length:
             raise FrameError("truncated", f"the connection of rank {header.sender} ended inside a payload")
         try:
             if refusal is not None:

@@ -1,0 +1,33 @@
+"""Bytes from a connection into memory, with the fewest calls and the fewest awakenings."""
+
+from __future__ import annotations
+
+import socket
+
+LOW_WATER_BYTES = 256 << 10
+"""The kernel wakes a thread that waits for a large payload when so much has come, not for every packet."""
+
+
+def read_into(connection: socket.socket, view: memoryview) -> int:
+    """Fill ``view`` from the connection; return how many bytes came before it ended."""
+    # One call for all of it: the kernel gathers the pieces while Python's other threads run.
+    filled = connection.recv_into(view, 0, socket.MSG_WAITALL) if view.nbytes else 0
+    while 0 < filled < view.nbytes:
+        # Cut short by a signal or a time limit of the socket; or at its end, which the next call tells.
+        count = connection.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+        if not count:
+            break
+        filled += count
+    return filled
+
+
+def read_large(connection: socket.socket, view: memoryview) -> int:
+    """Like :func:`read_into`, for a payload that takes many packets."""
+    bulk = view.nbytes - LOW_WATER_BYTES
+    if bulk < LOW_WATER_BYTES:
+        return read_into(connection, view)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER_BYTES)
+    filled = read_into(connection, view[:bulk])
+    # Behind the payload may come nothing for long, so its end must not wait for more.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return filled + read_into(connection, view[bulk:]) if filled == bulk else filled
