@@ -16,12 +16,12 @@ PATIENCE_S = 30.0
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield both ends of a connection over loopback; a read that never ends fails the test."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname()) as sender:
-            receiver, _ = listener.accept()
-            with receiver:
-                receiver.settimeout(PATIENCE_S)
-                yield sender, receiver
+    with contextlib.ExitStack() as ends:
+        listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sender = ends.enter_context(socket.create_connection(listener.getsockname()))
+        receiver = ends.enter_context(listener.accept()[0])
+        receiver.settimeout(PATIENCE_S)
+        yield sender, receiver
 
 
 @contextlib.contextmanager
@@ -65,6 +65,5 @@ def test_the_end_of_a_payload_waits_for_nothing_behind_it(size, piece):
 @pytest.mark.parametrize("came", [0, 1000, LOW_WATER_BYTES + 7, 3 * LOW_WATER_BYTES, 4 * LOW_WATER_BYTES - 1])
 def test_a_payload_cut_short_is_told_apart(came):
     size = 4 * LOW_WATER_BYTES
-    with connected() as (sender, receiver):
-        with sending(sender, payload_of(came), size, is_last=True):
-            assert read_large(receiver, memoryview(bytearray(size))) == came
+    with connected() as (sender, receiver), sending(sender, payload_of(came), size, is_last=True):
+        assert read_large(receiver, memoryview(bytearray(size))) == came
