@@ -66,28 +66,17 @@ class Shard:
         ``values`` must not change until the sum is finished; it is read where it lies. The returned array is the
         caller's until it is handed to :meth:`release`.
         """
-        with self._lock:
-            total = self._accept(unit, chunk, clock, rank, values)
-            ready = total.take_ready(self.workers)
-        while ready:
-            self._add_up(total, ready)
-            with self._lock:
-                total.is_busy = False
-                finished = total.take_finished(len(self.workers))
-                ready = total.take_ready(self.workers)
-            if finished is not None:
-                return self._finish(finished, total.format)
-        return None
+        return self._add(self._find(unit, chunk, rank), clock, rank, values)
 
     def add_bytes(self, unit: int, chunk: int, clock: int, rank: int, payload: memoryview) -> Array | None:
         """Like :meth:`add`, for values as they came from the wire; they are read where they lie."""
-        stored = self._find(unit, chunk, rank).format.stored
+        total = self._find(unit, chunk, rank)
+        stored = total.format.stored
         if payload.nbytes % stored.itemsize:
             raise ServerError(
-                f"rank {rank} sent {payload.nbytes} bytes for chunk {chunk} of unit {unit}, "
-                f"which is no whole number of {stored} values"
+                f"rank {rank} sent {payload.nbytes} bytes for {total}, which is no whole number of {stored} values"
             )
-        return self.add(unit, chunk, clock, rank, np.frombuffer(payload, stored))
+        return self._add(total, clock, rank, np.frombuffer(payload, stored))
 
     def release(self, result: Array) -> None:
         """Give back a finished sum that nobody reads any more; its memory serves a later one. Optional."""
@@ -103,8 +92,21 @@ class Shard:
                 if total.waiting or total.added
             }
 
-    def _accept(self, unit: int, chunk: int, clock: int, rank: int, values: Array) -> _Sum:
-        total = self._find(unit, chunk, rank)
+    def _add(self, total: _Sum, clock: int, rank: int, values: Array) -> Array | None:
+        with self._lock:
+            self._accept(total, clock, rank, values)
+            ready = total.take_ready(self.workers)
+        while ready:
+            self._add_up(total, ready)
+            with self._lock:
+                total.is_busy = False
+                finished = total.take_finished(len(self.workers))
+                ready = total.take_ready(self.workers)
+            if finished is not None:
+                return self._finish(finished, total.format)
+        return None
+
+    def _accept(self, total: _Sum, clock: int, rank: int, values: Array) -> None:
         if rank not in self.workers:
             raise ServerError(f"rank {rank} sent {total}, but the workers are {list(self.workers)}")
         if values.shape != (total.chunk.length,) or values.dtype != total.format.stored:
@@ -116,7 +118,6 @@ class Shard:
         if rank in total.waiting or rank in self.workers[: total.added]:
             raise ServerError(f"rank {rank} sent {total} of clock {clock} twice")
         total.waiting[rank] = values
-        return total
 
     def _find(self, unit: int, chunk: int, rank: int) -> _Sum:
         total = self._sums.get((unit, chunk))
@@ -177,11 +178,11 @@ class _Sum:
 
     def take_ready(self, order: Sequence[int]) -> list[Array]:
         """Take the contributions whose turn it is and claim the sum; nothing while another thread works on it."""
-        if self.is_busy:
+        fewest = min(FEWEST_ADDED, len(order) - self.added)
+        if self.is_busy or len(self.waiting) < fewest:
             return []
-        left = order[self.added :]
-        turns = list(itertools.takewhile(self.waiting.__contains__, left))
-        if len(turns) < min(FEWEST_ADDED, len(left)):
+        turns = list(itertools.takewhile(self.waiting.__contains__, order[self.added :]))
+        if len(turns) < fewest:
             return []
         self.added += len(turns)
         self.is_busy = bool(turns)

@@ -25,8 +25,9 @@ CHECKED = 1
 """Flag: ``Header.checksum`` holds the payload's CRC-32."""
 
 _LAYOUT = struct.Struct("<2sBBHHIIQQI")
-_CHECKSUM = struct.Struct("<I")
-SIZE = _LAYOUT.size + _CHECKSUM.size
+_FRAME = struct.Struct(_LAYOUT.format + "I")
+"""The layout, and the CRC-32 of its bytes behind it."""
+SIZE = _FRAME.size
 """Bytes of a packed header."""
 
 
@@ -94,7 +95,7 @@ def pack(header: Header) -> bytes:
         )
     except struct.error as error:
         raise WireError(f"{header} does not fit a frame: {error}") from None
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    return body + zlib.crc32(body).to_bytes(4, "little")
 
 
 def unpack(data: bytes | memoryview, payload_length: int | None = None) -> Header:
@@ -104,15 +105,13 @@ def unpack(data: bytes | memoryview, payload_length: int | None = None) -> Heade
     """
     if len(data) != SIZE:
         raise FrameError("header size", f"a header of {len(data)} bytes came in; headers have {SIZE}")
-    fields = _LAYOUT.unpack_from(data)
-    magic, version, kind, flags, sender, unit, chunk, clock, length, checksum = fields
+    magic, version, kind, flags, sender, unit, chunk, clock, length, checksum, seen = _FRAME.unpack(data)
     if magic != MAGIC:
         raise FrameError("magic", f"a header begins with {magic!r}, not {MAGIC!r}; the sender is not Poseidon")
     if version != VERSION:
         raise FrameError(
             "version", f"a header has version {version}, not {VERSION}; install one version of Poseidon on all machines"
         )
-    (seen,) = _CHECKSUM.unpack_from(data, _LAYOUT.size)
     expected = zlib.crc32(data[: _LAYOUT.size])
     if seen != expected:
         raise FrameError("header checksum", f"a header's checksum is {seen:#x}, but its bytes give {expected:#x}")

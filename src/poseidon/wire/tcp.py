@@ -144,7 +144,7 @@ class TcpTransport(NetworkTransport):
         head = bytearray(SIZE)
         view = memoryview(head)
         while (came := read_into(connection, view)) == SIZE:
-            header = unpack(bytes(head))
+            header = unpack(view)
             if header.sender != sender:
                 raise FrameError("sender", f"rank {sender} sent a message in the name of {header.sender}")
             if header.length > self._settings.max_message_bytes:
