@@ -7,7 +7,7 @@ shift || true
 case $kind in
 cpu)
     "$PYTHON" benchmarks/wire.py --rounds 9 \
-        --wires "carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=512; carrier=zeromq,chunk_kb=2048" \
+        --wires "carrier=tcp,chunk_kb=4096; carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=512; carrier=zeromq,chunk_kb=2048" \
         --output "$results/wire_1gbe.json" "$@"
     ;;
 gpu)

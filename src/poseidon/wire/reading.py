@@ -28,6 +28,6 @@ def read_large(connection: socket.socket, view: memoryview) -> int:
         return read_into(connection, view)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER_BYTES)
     filled = read_into(connection, view[:bulk])
-    # Behind the payload may come nothing for long, so its end must not wait for more.
+    # Less than that may be left now, with nothing behind it for long: from here on, every packet counts.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     return filled + read_into(connection, view[bulk:]) if filled == bulk else filled
