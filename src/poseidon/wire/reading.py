@@ -6,6 +6,15 @@ import socket
 
 LOW_WATER_BYTES = 256 << 10
 """The kernel wakes a thread that waits for a large payload when so much has come, not for every packet."""
+HELD_BYTES = 1 << 20
+"""What the kernel may hold of it meanwhile: with no more than the former, a thread that comes late stops its sender."""
+
+
+def widen(connection: socket.socket) -> None:
+    """Let the kernel hold ``HELD_BYTES`` of this connection from the beginning, or what the system allows."""
+    # It makes room for whatever it is asked to gather. (SO_RCVBUF is allowed less, and would fix the size for good.)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELD_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def read_into(connection: socket.socket, view: memoryview) -> int:

@@ -24,7 +24,7 @@ from poseidon.wire.message import SIZE, Header, Kind, check_payload, pack, unpac
 from poseidon.wire.network import LAST, NetworkTransport
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.pool import Pool
-from poseidon.wire.reading import read_into, read_large
+from poseidon.wire.reading import read_into, read_large, widen
 from poseidon.wire.settings import WireSettings
 
 HANDSHAKE_S = 10.0
@@ -137,6 +137,7 @@ class TcpTransport(NetworkTransport):
             self._strangers.release()
         connection.settimeout(None)
         self._set_patience(connection)
+        widen(connection)
         return sender
 
     def _receive(self, connection: socket.socket, sender: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from poseidon.wire.reading import LOW_WATER_BYTES, read_large
+from poseidon.wire.reading import LOW_WATER_BYTES, read_large, widen
 
 PATIENCE_S = 30.0
 
@@ -67,3 +67,12 @@ def test_a_payload_cut_short_is_told_apart(came):
     size = 4 * LOW_WATER_BYTES
     with connected() as (sender, receiver), sending(sender, payload_of(came), size, is_last=True):
         assert read_large(receiver, memoryview(bytearray(size))) == came
+
+
+def test_a_widened_connection_holds_more_than_it_wakes_for():
+    with connected() as (sender, receiver):
+        widen(receiver)
+        assert receiver.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > 2 * LOW_WATER_BYTES
+        # Yet a single byte is seen at once.
+        sender.sendall(b"x")
+        assert receiver.recv(10) == b"x"
