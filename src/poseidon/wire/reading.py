@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 LOW_WATER_BYTES = 256 << 10
@@ -13,8 +14,8 @@ HELD_BYTES = 1 << 20
 def widen(connection: socket.socket) -> None:
     """Let the kernel hold ``HELD_BYTES`` of this connection from the beginning, or what the system allows."""
     # It makes room for whatever it is asked to gather. (SO_RCVBUF is allowed less, and would fix the size for good.)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELD_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    _wake_at(connection, HELD_BYTES)
+    _wake_at(connection, 1)
 
 
 def read_into(connection: socket.socket, view: memoryview) -> int:
@@ -35,8 +36,14 @@ def read_large(connection: socket.socket, view: memoryview) -> int:
     bulk = view.nbytes - LOW_WATER_BYTES
     if bulk < LOW_WATER_BYTES:
         return read_into(connection, view)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER_BYTES)
+    _wake_at(connection, LOW_WATER_BYTES)
     filled = read_into(connection, view[:bulk])
     # Less than that may be left now, with nothing behind it for long: from here on, every packet counts.
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    _wake_at(connection, 1)
     return filled + read_into(connection, view[bulk:]) if filled == bulk else filled
+
+
+def _wake_at(connection: socket.socket, size_bytes: int) -> None:
+    # A system that cannot be asked goes on waking for every packet.
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
