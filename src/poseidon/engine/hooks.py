@@ -77,7 +77,9 @@ class AutogradFrontEnd:
 
     def begin(self) -> None:
         """Start the exchange of this backward unless it has started, and see to its end."""
-        self.turns.begin_backward(self._unused)
+        # Asked here as well because every gradient comes by.
+        if not self.engine.in_backward:
+            self.turns.begin_backward(self._unused)
         self._queue_end()
 
     @property
