@@ -188,7 +188,11 @@ class Engine:
             if self._current is not None:
                 return False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
-            self._current = self._dense if is_dense or self._planned is None else self._planned
+            current = self._dense if is_dense or self._planned is None else self._planned
+            for unit in self.units:
+                self._prepare(unit, current)
+            # Not before: another thread of autograd that sees it gives its factors without waiting for the lock.
+            self._current = current
             self.team.watch.note(self.step, "in backward")
             self._my_call = RollCall(self.step, int(is_dense), self.batch, int(self.is_joined))
             self._roll_call = self._start_roll_call(unused)
@@ -198,8 +202,6 @@ class Engine:
             self._missing_of = {unit.index: len(unit.parameters) for unit in self.units}
             self._ready_order: list[int] = []
             self._additions.clear()
-            for unit in self.units:
-                self._prepare(unit)
             for parameter in self._never_added() if self._expected is not None else unused:
                 self._settle(parameter)
             return True
@@ -290,12 +292,11 @@ class Engine:
 
     # Inside.
 
-    def _prepare(self, unit: LiveUnit) -> None:
-        assert self._current is not None
+    def _prepare(self, unit: LiveUnit, schedule: Schedule) -> None:
         unit.has_dense = False
         unit.is_used = True
         unit.pieces.clear()
-        if self._current.route_of[unit.index] == "rows" and not unit.spec.is_sparse:
+        if schedule.route_of[unit.index] == "rows" and not unit.spec.is_sparse:
             unit.kept, unit.weight.grad = unit.weight.grad, None
 
     def _settle(self, parameter: nn.Parameter) -> None:

@@ -77,9 +77,7 @@ class AutogradFrontEnd:
 
     def begin(self) -> None:
         """Start the exchange of this backward unless it has started, and see to its end."""
-        # Asked here as well because every gradient comes by.
-        if not self.engine.in_backward:
-            self.turns.begin_backward(self._unused)
+        self.turns.begin_backward(self._unused)
         self._queue_end()
 
     @property

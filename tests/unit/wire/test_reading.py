@@ -1,9 +1,13 @@
 """A payload comes in whole, however it was cut up, and its end waits for nothing behind it."""
 
 import contextlib
+import fcntl
 import socket
-import threading
-from collections.abc import Iterator
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,33 +15,54 @@ import pytest
 from poseidon.wire.reading import LOW_WATER_BYTES, read_large, widen
 
 PATIENCE_S = 30.0
+HELD_BACK_BYTES = 70_000
+"""Less than a receiver of large payloads is woken for."""
 
 
-@contextlib.contextmanager
-def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both ends of a connection over loopback; a read that never ends fails the test."""
+class Reader:
+    """Both ends of a connection over loopback, and a thread that may read from it."""
+
+    def __init__(self, sender: socket.socket, receiver: socket.socket, thread: ThreadPoolExecutor) -> None:
+        self.sender = sender
+        self.receiver = receiver
+        self._thread = thread
+
+    def read(self, size: int) -> tuple[Future[int], bytearray]:
+        memory = bytearray(size)
+        return self._thread.submit(read_large, self.receiver, memoryview(memory)), memory
+
+    def all_is_read(self) -> bool:
+        """Whether nothing is under way and nothing waits to be read."""
+        return _ask(self.sender, termios.TIOCOUTQ) == 0 and _ask(self.receiver, termios.FIONREAD) == 0
+
+
+def _ask(connection: socket.socket, question: int) -> int:
+    (answer,) = struct.unpack("i", fcntl.ioctl(connection, question, bytes(4)))
+    return int(answer)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+        thread = ends.enter_context(ThreadPoolExecutor(1))
         sender = ends.enter_context(socket.create_connection(listener.getsockname()))
         receiver = ends.enter_context(listener.accept()[0])
-        receiver.settimeout(PATIENCE_S)
-        yield sender, receiver
+        # A read that never ends by itself ends here, so that the thread can be joined.
+        ends.callback(lambda: _shut(receiver))
+        yield Reader(sender, receiver, thread)
 
 
-@contextlib.contextmanager
-def sending(sender: socket.socket, payload: bytes, piece: int, *, is_last: bool = False) -> Iterator[None]:
-    """Send ``payload`` in pieces meanwhile, and end the connection behind the last."""
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
-    def send() -> None:
-        for start in range(0, len(payload), piece):
-            sender.sendall(payload[start : start + piece])
-        if is_last:
-            sender.shutdown(socket.SHUT_WR)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    yield
-    thread.join()
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (is_so := condition()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_so
 
 
 def payload_of(size: int) -> bytes:
@@ -48,31 +73,48 @@ def payload_of(size: int) -> bytes:
     "size",
     [0, 1, LOW_WATER_BYTES, 2 * LOW_WATER_BYTES - 1, 2 * LOW_WATER_BYTES, 2 * LOW_WATER_BYTES + 1, 5_000_011],
 )
-@pytest.mark.parametrize("piece", [1_000_003, 8 << 20])
-def test_the_end_of_a_payload_waits_for_nothing_behind_it(size, piece):
+def test_the_end_of_a_payload_waits_for_nothing_behind_it(reader, size):
     sent = payload_of(size)
-    memory = bytearray(size)
-    with connected() as (sender, receiver):
-        with sending(sender, sent, piece):
-            # The connection stays open and silent behind the payload.
-            assert read_large(receiver, memoryview(memory)) == size
-        # And the next message, however short, is seen at once.
-        sender.sendall(b"next")
-        assert receiver.recv(10) == b"next"
+    future, memory = reader.read(size)
+    first = max(0, size - HELD_BACK_BYTES)
+    reader.sender.sendall(sent[:first])
+    # Few bytes are left, and they come in many packets; the connection stays open and silent behind them.
+    assert eventually(reader.all_is_read)
+    for start in range(first, size, 1000):
+        reader.sender.sendall(sent[start : start + 1000])
+    assert future.result(PATIENCE_S) == size
     assert bytes(memory) == sent
+    # And the next message, however short, is seen at once.
+    future, memory = reader.read(4)
+    reader.sender.sendall(b"next")
+    assert future.result(PATIENCE_S) == 4
+    assert bytes(memory) == b"next"
 
 
 @pytest.mark.parametrize("came", [0, 1000, LOW_WATER_BYTES + 7, 3 * LOW_WATER_BYTES, 4 * LOW_WATER_BYTES - 1])
-def test_a_payload_cut_short_is_told_apart(came):
-    size = 4 * LOW_WATER_BYTES
-    with connected() as (sender, receiver), sending(sender, payload_of(came), size, is_last=True):
-        assert read_large(receiver, memoryview(bytearray(size))) == came
+def test_a_payload_cut_short_is_told_apart(reader, came):
+    future, _ = reader.read(4 * LOW_WATER_BYTES)
+    reader.sender.sendall(payload_of(came))
+    reader.sender.shutdown(socket.SHUT_WR)
+    assert future.result(PATIENCE_S) == came
 
 
-def test_a_widened_connection_holds_more_than_it_wakes_for():
-    with connected() as (sender, receiver):
-        widen(receiver)
-        assert receiver.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > 2 * LOW_WATER_BYTES
-        # Yet a single byte is seen at once.
-        sender.sendall(b"x")
-        assert receiver.recv(10) == b"x"
+def test_a_thread_that_waits_for_much_can_be_ended(reader):
+    future, _ = reader.read(4 * LOW_WATER_BYTES)
+    reader.sender.sendall(bytes(1000))
+    _shut(reader.receiver)
+    assert future.result(PATIENCE_S) < 4 * LOW_WATER_BYTES
+
+
+def test_a_widened_connection_holds_more_than_it_wakes_for(reader):
+    level = socket.SOL_SOCKET
+    before = reader.receiver.getsockopt(level, socket.SO_RCVBUF)
+    widen(reader.receiver)
+    assert reader.receiver.getsockopt(level, socket.SO_RCVLOWAT) == 1
+    after = reader.receiver.getsockopt(level, socket.SO_RCVBUF)
+    reader.receiver.setsockopt(level, socket.SO_RCVLOWAT, LOW_WATER_BYTES)
+    if reader.receiver.getsockopt(level, socket.SO_RCVLOWAT) < LOW_WATER_BYTES:
+        pytest.skip("this system's receive buffers are too small to wait for much")
+    # Asking for more than was there before is what widens it.
+    assert after >= before
+    assert after > 2 * LOW_WATER_BYTES
