@@ -198,9 +198,10 @@ def test_the_first_worker_that_fails_ends_the_others(capfd):
 
 
 def test_workers_end_with_their_launcher():
+    # Both write to one pipe, so each line is one write: print() makes two where output is not buffered.
     worker = (
         "import os, signal; from poseidon.launch.local import follow_launcher; follow_launcher(); "
-        "print(os.getpid(), flush=True); signal.pause()"
+        "os.write(1, b'%d\\n' % os.getpid()); signal.pause()"
     )
     launcher = f"from poseidon.launch.local import run_workers; run_workers([{sys.executable!r}, '-c', {worker!r}], 2)"
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
