@@ -247,9 +247,7 @@ class _Turns:
         self._updater = updater
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
-        if not self._updater.engine.in_backward:  # every gradient asks
-            with self._updater.breaking_off():
-                self._updater.begin_backward(unused)
+        self._updater.begin_backward(unused)
 
     def end_backward(self) -> None:
         complete_sync = self._complete_sync()

@@ -69,9 +69,10 @@ class Updater:
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the step before, then begin the exchange of this one unless it has begun."""
-        if not self.engine.in_backward:
-            self.land_all()
-            self.engine.begin_backward(unused)
+        if not self.engine.in_backward:  # every gradient asks
+            with self.breaking_off():
+                self.land_all()
+                self.engine.begin_backward(unused)
 
     def end_backward(self) -> None:
         """Let the exchange of the backward that ends go on in the background."""
