@@ -197,12 +197,13 @@ class ShardedSum:
     def __init__(self, options: argparse.Namespace, wire: str) -> None:
         import torch.distributed as dist
 
+        from poseidon.lab.spec import parse_rate
         from poseidon.server.chunks import cut, owned_by
         from poseidon.server.service import ShardService
         from poseidon.server.shard import Shard
         from poseidon.wire.message import Kind
         from poseidon.wire.open import open_transport
-        from poseidon.wire.settings import PREFIX, WireSettings
+        from poseidon.wire.settings import PREFIX, WireSettings, send_buffer_for
 
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._values = own_values(options.elements, self._rank)
@@ -218,7 +219,9 @@ class ShardedSum:
         secret = [os.urandom(32) if self._rank == 0 else None]
         dist.broadcast_object_list(secret)
         environment = {PREFIX + name.upper(): value for name, value in words.items()}
-        settings = WireSettings.from_environment(environment, interface="eth0")
+        # As the engine would choose it.
+        buffer_bytes = send_buffer_for(parse_rate(options.rate) / 8, self._size - 1)
+        settings = WireSettings.from_environment(environment, interface="eth0", send_buffer_bytes=buffer_bytes)
         self._transport = open_transport(self._rank, self._size, secret[0], settings)
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._service = ShardService(

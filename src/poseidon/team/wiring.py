@@ -27,7 +27,8 @@ def connect_wire(
     environment does not say otherwise.
     """
     if settings is None:
-        suited = {} if link is None else {"send_buffer_bytes": send_buffer_for(link.bytes_per_s)}
+        peers = len(members) - 1
+        suited = {} if link is None else {"send_buffer_bytes": send_buffer_for(link.bytes_per_s, peers)}
         settings = WireSettings.from_environment(os.environ, **default_place(), **suited)
     secret = _agree_on_secret(team)
     transport = open_transport(members.index(team.rank), len(members), secret, settings)

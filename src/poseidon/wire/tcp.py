@@ -26,6 +26,7 @@ from poseidon.wire.outbox import Outgoing
 from poseidon.wire.pool import Pool
 from poseidon.wire.reading import read_into, read_large, widen
 from poseidon.wire.settings import WireSettings
+from poseidon.wire.share import Share
 
 HANDSHAKE_S = 10.0
 RETRY_S = 0.2
@@ -44,6 +45,7 @@ class TcpTransport(NetworkTransport):
         cap_mbit = self._settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
         self._lines: list[Line] = []
+        self._share = Share(self._settings.send_buffer_bytes, (peer for peer in range(size) if peer != rank))
         self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}
@@ -65,7 +67,7 @@ class TcpTransport(NetworkTransport):
         for peer, text in enumerate(addresses):
             address = Address.parse(text)
             streams = [self._open(peer, address, deadline) for _ in range(self._settings.streams_per_peer)]
-            self._lines.append(Line(peer, streams, self._bucket, self._lose))
+            self._lines.append(Line(peer, streams, self._bucket, self._share, self._lose))
         self._is_connected = True
 
     def _queue(self, peer: int, message: Outgoing) -> None:
@@ -216,7 +218,6 @@ class TcpTransport(NetworkTransport):
             claim(connection, self._secret, self.rank, peer)
             undo.pop_all()
         connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.send_buffer_bytes)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._settings.congestion:
             # A kernel that has not this one, or keeps it for the privileged, goes on with its own.
@@ -255,11 +256,14 @@ class Line:
         peer: int,
         connections: Sequence[socket.socket],
         bucket: SharedBucket | None,
+        share: Share,
         on_broken: Callable[[int, str], None],
     ) -> None:
         self._peer = peer
         self._connections = connections
         self._bucket = bucket
+        self._share = share
+        self._buffer_bytes = dict.fromkeys(connections, 0)
         self._on_broken = on_broken
         self._is_broken = False
         self._numbers = itertools.count()
@@ -277,6 +281,7 @@ class Line:
     def put(self, message: Outgoing) -> None:
         """Queue a message; one for a peer that is gone is dropped."""
         if not self._is_broken:
+            self._share.add(self._peer, message.payload.nbytes)
             with self._lock:
                 heapq.heappush(self._heap, (message.priority, next(self._numbers), message))
             self._tokens.put(None)
@@ -303,6 +308,7 @@ class Line:
                     pass
         except OSError as error:
             self._is_broken = True
+            self._share.drop(self._peer)
             self._on_broken(self._peer, str(error))
 
     def _send_next(self, connection: socket.socket) -> bool:
@@ -313,14 +319,23 @@ class Line:
         payload = message.payload
         if self._bucket is not None:
             self._bucket.spend(SIZE + payload.nbytes)
+        self._fit_buffer(connection)
         sent = connection.sendmsg([message.head, payload], [], socket.MSG_NOSIGNAL) - len(message.head)
         if sent < 0:
             raise OSError("the connection was cut inside a header")
         if sent < payload.nbytes:
             connection.sendall(payload[sent:])
+        self._share.add(self._peer, -payload.nbytes)
         if message.on_sent is not None:
             message.on_sent()
         return priority != LAST
+
+    def _fit_buffer(self, connection: socket.socket) -> None:
+        """Give a connection the part of the link that its peer shall have while the next message is sent."""
+        wanted = self._share.buffer_bytes(self._peer)
+        if wanted != self._buffer_bytes[connection]:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
+            self._buffer_bytes[connection] = wanted
 
 
 def _end(connection: socket.socket) -> None:

@@ -81,6 +81,10 @@ def test_a_short_secret_is_refused():
 
 
 def test_an_urgent_message_waits_no_longer_on_a_slow_link_than_on_a_fast_one():
-    waits_s = [send_buffer_for(rate) / rate for rate in (31.25e6, 125e6, 1.25e9)]
-    assert max(waits_s) <= 0.51e-3
-    assert send_buffer_for(1e5) == SMALLEST_BUFFER_BYTES
+    waits_s = [3 * send_buffer_for(rate, peers=3) / rate for rate in (62.5e6, 125e6, 1.25e9)]
+    assert max(waits_s) <= 0.76e-3
+    assert send_buffer_for(1e5, peers=3) == SMALLEST_BUFFER_BYTES
+
+
+def test_more_peers_do_not_make_an_urgent_message_wait_longer():
+    assert 7 * send_buffer_for(125e6, peers=7) <= 3 * send_buffer_for(125e6, peers=3)
