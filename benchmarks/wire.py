@@ -203,7 +203,7 @@ class ShardedSum:
         from poseidon.server.shard import Shard
         from poseidon.wire.message import Kind
         from poseidon.wire.open import open_transport
-        from poseidon.wire.settings import PREFIX, WireSettings, send_buffer_for
+        from poseidon.wire.settings import PREFIX, WireSettings, suited_to
 
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._values = own_values(options.elements, self._rank)
@@ -220,8 +220,8 @@ class ShardedSum:
         dist.broadcast_object_list(secret)
         environment = {PREFIX + name.upper(): value for name, value in words.items()}
         # As the engine would choose it.
-        buffer_bytes = send_buffer_for(parse_rate(options.rate) / 8, self._size - 1)
-        settings = WireSettings.from_environment(environment, interface="eth0", send_buffer_bytes=buffer_bytes)
+        suited = suited_to(parse_rate(options.rate) / 8, peers=self._size - 1)
+        settings = WireSettings.from_environment(environment, interface="eth0", **suited)
         self._transport = open_transport(self._rank, self._size, secret[0], settings)
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._service = ShardService(

@@ -12,7 +12,7 @@ from poseidon.planning.cluster import Link
 from poseidon.team.team import Team
 from poseidon.wire.network import NetworkTransport
 from poseidon.wire.open import open_transport
-from poseidon.wire.settings import WireSettings, send_buffer_for
+from poseidon.wire.settings import WireSettings, suited_to
 
 SECRET = "POSEIDON_SECRET"
 """Environment variable with the job's secret, as a launcher sets it; without it worker 0 draws one."""
@@ -27,8 +27,7 @@ def connect_wire(
     environment does not say otherwise.
     """
     if settings is None:
-        peers = len(members) - 1
-        suited = {} if link is None else {"send_buffer_bytes": send_buffer_for(link.bytes_per_s, peers)}
+        suited = {} if link is None else suited_to(link.bytes_per_s, peers=len(members) - 1)
         settings = WireSettings.from_environment(os.environ, **default_place(), **suited)
     secret = _agree_on_secret(team)
     transport = open_transport(members.index(team.rank), len(members), secret, settings)

@@ -12,9 +12,11 @@ from poseidon.errors import ConfigError, unknown_name
 CARRIERS = ("tcp", "zeromq")
 PREFIX = "POSEIDON_WIRE_"
 BUFFERED_S = 0.75e-3
-"""What lies in the kernel for all peers delays an urgent message by about this much (the kernel takes twice of it)..."""
-SMALLEST_BUFFER_BYTES, LARGEST_BUFFER_BYTES = 8 << 10, 128 << 10
+"""What lies in the kernel for all peers delays an urgent message by about this much (the kernel doubles it) ..."""
+SMALLEST_BUFFER_BYTES, LARGEST_BUFFER_BYTES = 16 << 10, 64 << 10
 """... as far as a thread can keep up with a buffer so small; larger ones fill no link better."""
+BALANCED_BELOW = 2e8
+"""Bytes per second: on faster links packets are as large as these buffers, and unequal ones gained nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class WireSettings:
     in_flight_bytes: int = 1
     """A connection is given its next message when it is busy with fewer bytes than this. 1: one message at a time,
     with the kernel's buffer to bridge the gap between two."""
-    send_buffer_bytes: int = 64 << 10
-    """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken. Over tcp it is the mean
-    of all: those that have more to send get more."""
+    send_buffer_bytes: int = LARGEST_BUFFER_BYTES
+    """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
+    balance: bool = False
+    """Give connections that have more left to send larger buffers, and so more of the link (tcp)."""
     congestion: str = "cubic"
     """The kernel's congestion control for tcp connections, where it has it; empty: the system's own. BBR sends at the
     rate it saw before, and is slow to see that a link is free again when urgent messages go now to one peer, now to
@@ -96,9 +99,13 @@ class WireSettings:
         return cls(**values)
 
 
-def send_buffer_for(bytes_per_s: float, peers: int) -> int:
-    """Return a send buffer for each connection of a machine that has so many peers and a link of this speed."""
-    return int(min(max(bytes_per_s * BUFFERED_S / max(1, peers), SMALLEST_BUFFER_BYTES), LARGEST_BUFFER_BYTES))
+def suited_to(bytes_per_s: float, peers: int) -> dict[str, Any]:
+    """Return the settings that suit a machine with so many peers and a link of this speed."""
+    each_bytes = bytes_per_s * BUFFERED_S / max(1, peers)
+    return {
+        "send_buffer_bytes": int(min(max(each_bytes, SMALLEST_BUFFER_BYTES), LARGEST_BUFFER_BYTES)),
+        "balance": bytes_per_s < BALANCED_BELOW,
+    }
 
 
 def _read(variable: str, text: str, kind: type) -> Any:

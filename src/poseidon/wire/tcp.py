@@ -45,7 +45,8 @@ class TcpTransport(NetworkTransport):
         cap_mbit = self._settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
         self._lines: list[Line] = []
-        self._share = Share(self._settings.send_buffer_bytes, (peer for peer in range(size) if peer != rank))
+        peers = [peer for peer in range(size) if peer != rank] if self._settings.balance else []
+        self._share = Share(self._settings.send_buffer_bytes, peers)
         self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}

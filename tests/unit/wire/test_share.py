@@ -55,5 +55,5 @@ def test_without_anything_waiting_a_buffer_is_as_usual(share: Share):
     assert share.buffer_bytes(3) == EACH
 
 
-def test_a_rank_without_peers_can_still_send_to_itself():
+def test_where_no_peers_are_told_all_buffers_are_as_usual():
     assert Share(EACH, ()).buffer_bytes(0) == EACH
