@@ -1,6 +1,7 @@
 """Transports that talk over loopback: both carriers must keep the same contract."""
 
 import os
+import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,10 @@ import pytest
 from poseidon.errors import ConfigError, FrameError, WireError
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.open import open_transport
+from poseidon.wire.outbox import Outgoing
 from poseidon.wire.settings import WireSettings
+from poseidon.wire.share import Share
+from poseidon.wire.tcp import Line
 from ranks import run_ranks
 
 SECRET = b"a secret of the tests, quite long"
@@ -322,3 +326,23 @@ def test_tcp_does_not_pretend_to_encrypt():
 
     with pytest.raises(ConfigError, match="choose the zeromq carrier"):
         TcpTransport(0, 1, SECRET, WireSettings(encrypt=True))
+
+
+def test_a_connection_has_the_buffer_that_its_peer_shall_have():
+    ours, theirs = socket.socketpair()
+    broken = []
+    share = Share(10_000, range(1, 4))
+    line = Line(1, [ours], None, share, lambda peer, why: broken.append((peer, why)))
+    share.add(2, 1000)
+    sent = threading.Event()
+    line.put(Outgoing(b"head", memoryview(bytes(1000)), on_sent=sent.set))
+    assert sent.wait(WAIT_S)
+    # As much waits for 2 peers of 3: each gets (3 / 2) ** 4 times the usual, at most 3 times. The kernel doubles it.
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * 30_000
+    assert share.buffer_bytes(2) == 30_000, "what was sent still counts"
+    theirs.close()
+    while not broken:
+        line.put(Outgoing(b"head", memoryview(bytes(1000))))
+    line.join(time.monotonic() + WAIT_S)
+    assert broken[0][0] == 1
+    assert share.buffer_bytes(2) == 2 * 10_000, "two peers are left, and only one has something to send"

@@ -25,7 +25,7 @@ from poseidon.wire.network import LAST, NetworkTransport
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.pool import Pool
 from poseidon.wire.reading import read_into, read_large, widen
-from poseidon.wire.settings import WireSettings
+from poseidon.wire.settings import LARGEST_BUFFER_BYTES, WireSettings
 from poseidon.wire.share import Share
 
 HANDSHAKE_S = 10.0
@@ -65,10 +65,14 @@ class TcpTransport(NetworkTransport):
         if len(addresses) != self.size:
             raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
         deadline = time.monotonic() + self._settings.connect_timeout_s
+        # Inside a machine packets are as large as the buffers of slow links, and would wait for each other there.
+        inside = Share(max(self._settings.send_buffer_bytes, LARGEST_BUFFER_BYTES), ())
+        own_ip = Address.parse(self.address).ip
         for peer, text in enumerate(addresses):
             address = Address.parse(text)
             streams = [self._open(peer, address, deadline) for _ in range(self._settings.streams_per_peer)]
-            self._lines.append(Line(peer, streams, self._bucket, self._share, self._lose))
+            share = inside if address.ip == own_ip else self._share
+            self._lines.append(Line(peer, streams, self._bucket, share, self._lose))
         self._is_connected = True
 
     def _queue(self, peer: int, message: Outgoing) -> None:
