@@ -9,3 +9,7 @@ bench --models ladder --batch 1 --paced 960:1920 --machines 4 --rate 250mbit \
 bench --models ladder --batch 1 --paced 240:480 --machines 4 --rate 1gbit \
     --against linear,ddp,poseidon,poseidon-distribute --steps 6 --warmup 3 --repetitions 3 \
     --output "$results/overlap_1gbit.json" "$@"
+# Bound by the wire: 8 machines, and a quarter less computation than traffic. What counts is that no link stands idle.
+bench --models ladder --batch 1 --paced 870:1740 --machines 8 --rate 250mbit \
+    --against linear,ddp,poseidon-distribute --steps 3 --warmup 3 --repetitions 2 \
+    --output "$results/overlap_8x250mbit.json" "$@"
