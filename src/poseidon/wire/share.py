@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterable
 
 SMALLEST_PART = 0.25
-"""Of ``each_bytes``. With a half, connections drifted further apart."""
+"""Of ``each_bytes``. With a half, less was gained."""
 EAGERNESS = 4
-"""The power of how far a peer is behind or ahead. Buffers in mere proportion left connections half a step apart."""
+"""The power of how far a peer is behind or ahead. In mere proportion to it, less was gained."""
 
 
 class Share:
