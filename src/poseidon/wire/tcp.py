@@ -45,8 +45,6 @@ class TcpTransport(NetworkTransport):
         cap_mbit = self._settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
         self._lines: list[Line] = []
-        peers = [peer for peer in range(size) if peer != rank] if self._settings.balance else []
-        self._share = Share(self._settings.send_buffer_bytes, peers)
         self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}
@@ -65,13 +63,15 @@ class TcpTransport(NetworkTransport):
         if len(addresses) != self.size:
             raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
         deadline = time.monotonic() + self._settings.connect_timeout_s
+        parsed = [Address.parse(text) for text in addresses]
+        beyond = [peer for peer, address in enumerate(parsed) if address.ip != parsed[self.rank].ip]
+        buffer_bytes = self._settings.send_buffer_bytes
+        link = Share(buffer_bytes, beyond if self._settings.balance else ())
         # Inside a machine packets are as large as the buffers of slow links, and would wait for each other there.
-        inside = Share(max(self._settings.send_buffer_bytes, LARGEST_BUFFER_BYTES), ())
-        own_ip = Address.parse(self.address).ip
-        for peer, text in enumerate(addresses):
-            address = Address.parse(text)
+        inside = Share(max(buffer_bytes, LARGEST_BUFFER_BYTES), ())
+        for peer, address in enumerate(parsed):
             streams = [self._open(peer, address, deadline) for _ in range(self._settings.streams_per_peer)]
-            share = inside if address.ip == own_ip else self._share
+            share = link if peer in beyond else inside
             self._lines.append(Line(peer, streams, self._bucket, share, self._lose))
         self._is_connected = True
 
