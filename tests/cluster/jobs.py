@@ -103,7 +103,10 @@ def echo():
 
 def daemons():
     """Leave a process behind in another session, then wait for ever."""
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    sleeper = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(1000)"]
+    left = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.PIPE)
+    # Popen returns while the kernel still loads the program, when it can be found by nothing it was given.
+    left.stdout.readline()
     say("ready")
     time.sleep(1000)
 
