@@ -197,7 +197,7 @@ class ShardedSum:
     def __init__(self, options: argparse.Namespace, wire: str) -> None:
         import torch.distributed as dist
 
-        from poseidon.lab.spec import parse_rate
+        from poseidon.lab.spec import spread_rates
         from poseidon.server.chunks import cut, owned_by
         from poseidon.server.service import ShardService
         from poseidon.server.shard import Shard
@@ -220,7 +220,8 @@ class ShardedSum:
         dist.broadcast_object_list(secret)
         environment = {PREFIX + name.upper(): value for name, value in words.items()}
         # As the engine would choose it.
-        suited = suited_to(parse_rate(options.rate) / 8, peers=self._size - 1)
+        slowest_bits = min(spread_rates(options.rate, self._size))
+        suited = suited_to(slowest_bits / 8, peers=self._size - 1)
         settings = WireSettings.from_environment(environment, interface="eth0", **suited)
         self._transport = open_transport(self._rank, self._size, secret[0], settings)
         self._transport.listen(Kind.RESULT, self._receive, self._place)
