@@ -5,13 +5,16 @@ rank order (``server/shard.py``, step 5) and sends the sum to everybody (``wire/
 ring; but messages need no common order, so what the next forward needs first overtakes what it needs last.
 
 Sums land where the parts lay: an owner can only answer what has left this worker completely.
+
+On CUDA devices buckets of float32 go another way where all workers can (``packed.py``); the rest is staged in pinned
+memory (``staging.py``).
 """
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +22,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poseidon.errors import FrameError, PoseidonError
+from poseidon.errors import FrameError
 from poseidon.planning.cluster import Link
 from poseidon.planning.packing import limit_served
 from poseidon.routes.base import Exchange
 from poseidon.routes.levels import Levels, LevelsExchange
+from poseidon.routes.packed import PackedSum, Packer, is_packed
+from poseidon.routes.staging import PeerLostError, StagedExchange, Stager, await_sum
 from poseidon.server.chunks import Chunk, owned_by
 from poseidon.server.service import ShardService
 from poseidon.server.shard import Shard
 from poseidon.server.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.team.team import CLOSE_S, Arrival, Team
+from poseidon.team.team import Arrival, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.message import Header, Kind
-from poseidon.wire.transport import Transport
+
+_log = logging.getLogger(__name__)
 
 _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
     torch.float32: ("float32", None),
@@ -45,7 +51,7 @@ _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
 class ShardedRoute:
     """Averages flat tensors over the team; calls may come in any order.
 
-    Only :meth:`book` is collective. On CUDA tensors are staged in pinned memory on a side stream.
+    Making one and :meth:`book` are collective.
     """
 
     def __init__(self, team: Team, is_cuda: bool, link: Link) -> None:
@@ -53,9 +59,9 @@ class ShardedRoute:
         topology = team.topology
         use_levels = topology.has_levels and topology.is_even and not is_cuda
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
-        self._exchange = _ShardedSum(team, self._members, link)
+        self._exchange = _ShardedSum(team, self._members, link, is_cuda)
         self._levels = Levels(team) if use_levels else None
-        self._stager = _Stager() if is_cuda else None
+        self._stager = Stager() if is_cuda else None
 
     @property
     def needs_order(self) -> bool:
@@ -83,8 +89,11 @@ class ShardedRoute:
         if self._levels is not None:
             between = _Between(self._exchange, slot, step)
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
+        if self._exchange.packs(slot):
+            return StagedExchange(self._team, self._exchange.start_packed(flat, slot, step), name, flat.device)
         if self._stager is not None:
-            return self._stager.start(flat, _Between(self._exchange, slot, step), self._team, name)
+            between = _Between(self._exchange, slot, step)
+            return self._stager.start(flat, slot.number, between.start, self._team, name)
         return _SumExchange(self._team, self._exchange.start(_as_numpy(flat), slot, step), name)
 
     def close(self) -> None:
@@ -99,11 +108,11 @@ class ShardedRoute:
 class _ShardedSum:
     """Sums arrays over ``members`` through their shards."""
 
-    def __init__(self, team: Team, members: Sequence[int], link: Link) -> None:
+    def __init__(self, team: Team, members: Sequence[int], link: Link, is_cuda: bool) -> None:
         self._team = team
         self._members = members
         self.chunk_bytes = chunk_bytes_for(link.bytes_per_s)
-        self._transport: Transport = connect_wire(team, members, link=link)
+        self._transport = connect_wire(team, members, link=link)
         self._rank = self._transport.rank
         self._slots = 0
         self._priorities: dict[int, int] = {}
@@ -121,6 +130,13 @@ class _ShardedSum:
         )
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._transport.listen_lost(self._lost)
+        packer = _find_packer(len(members)) if is_cuda and self._transport.settings.pack else None
+        can_pack = all(row[0] for row in team.gather_ints([int(packer is not None)], "the parameter server"))
+        self._packed = (
+            PackedSum(self._transport, packer, priority=self._priorities.__getitem__, on_error=self._fail)
+            if packer is not None and can_pack
+            else None
+        )
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         itemsizes = [dtype.itemsize for dtype in dtypes]
@@ -130,8 +146,21 @@ class _ShardedSum:
         for slot in slots:
             self._priorities[slot.number] = slot.priority
             self._chunks[slot.number] = slot.chunks
-        self._shard.include(owned_by(self._rank, [slot.chunks for slot in slots]), formats)
+        packed = [slot for slot, dtype in zip(slots, dtypes, strict=True) if self._packed and is_packed(slot, dtype)]
+        if self._packed is not None:
+            self._packed.include(packed)
+        others = [slot.chunks for slot in slots if not self.packs(slot)]
+        self._shard.include(owned_by(self._rank, others), formats)
         return slots
+
+    def packs(self, slot: Slot) -> bool:
+        """Return whether a bucket travels packed."""
+        return self._packed is not None and self._packed.holds(slot)
+
+    def start_packed(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
+        """Begin to replace ``flat``, on a CUDA device, by its sum; the arrival brings an event."""
+        assert self._packed is not None
+        return self._packed.start(flat, slot, step)
 
     def start(self, values: np.ndarray[Any, Any], slot: Slot, step: int) -> Arrival:
         """Begin to replace ``values`` by its sum."""
@@ -151,6 +180,8 @@ class _ShardedSum:
         return total.arrival
 
     def close(self) -> None:
+        if self._packed is not None:
+            self._packed.close()
         self._transport.close()
 
     def _place(self, header: Header) -> memoryview:
@@ -180,7 +211,7 @@ class _ShardedSum:
         total.arrival.succeed(None)
 
     def _lost(self, peer: int, why: str) -> None:
-        self._fail(_PeerLostError(self._members[peer], why))
+        self._fail(PeerLostError(self._members[peer], why))
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -188,6 +219,8 @@ class _ShardedSum:
             waiting, self._under_way = list(self._under_way.values()), {}
         for total in waiting:
             total.arrival.fail(error)
+        if self._packed is not None:
+            self._packed.fail(error)
 
 
 class _Sum:
@@ -202,12 +235,6 @@ class _Sum:
         return self.values[chunk.start : chunk.stop]
 
 
-class _PeerLostError(PoseidonError):
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(why)
-        self.rank = rank
-
-
 @dataclass(frozen=True)
 class _Between:
     """The part of an exchange that goes between machines."""
@@ -220,7 +247,7 @@ class _Between:
         return self.total.start(_as_numpy(values), self.slot, self.step)
 
     def __call__(self, values: Tensor, team: Team, name: str) -> None:
-        _wait(self.start(values), team, name)
+        await_sum(self.start(values), team, name)
 
 
 class _SumExchange(Exchange):
@@ -230,14 +257,7 @@ class _SumExchange(Exchange):
         self._name = name
 
     def finish(self) -> None:
-        _wait(self._arrival, self._team, self._name)
-
-
-def _wait(arrival: Arrival, team: Team, name: str) -> Any:
-    try:
-        return arrival.wait(team, name, grace_s=0)
-    except _PeerLostError as error:
-        raise team.watch.lost(name, error.rank, error) from error
+        await_sum(self._arrival, self._team, self._name)
 
 
 def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:
@@ -246,79 +266,12 @@ def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-class _Stager:
-    """Moves buckets between the device and pinned memory, on a stream and a thread of its own."""
+def _find_packer(workers: int) -> Packer | None:
+    """Return the current CUDA device as a packer; None, with a word of why, where it cannot be one."""
+    try:
+        from poseidon.routes.cuda_packer import CudaPacker
 
-    def __init__(self) -> None:
-        self._hosts: dict[int, Tensor] = {}
-        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="poseidon-stager", daemon=True)
-        self._thread.start()
-
-    def start(self, flat: Tensor, between: _Between, team: Team, name: str) -> Exchange:
-        """Copy ``flat`` out, sum it, copy it back; the compute stream goes on meanwhile."""
-        out, back = self._streams_of(flat.device)
-        host = self._host_for(between.slot.number, flat)
-        out.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(out):
-            host.copy_(flat, non_blocking=True)
-            # Waiting for it must not burn a core: the network needs them.
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(out)
-        arrival = Arrival()
-
-        def send() -> None:
-            try:
-                copied.synchronize()
-                between.start(host).then(land, arrival.fail)
-            except BaseException as error:
-                arrival.fail(error)
-
-        def land(_: Any) -> None:
-            try:
-                with torch.cuda.device(flat.device), torch.cuda.stream(back):
-                    flat.copy_(host, non_blocking=True)
-                    done = torch.cuda.Event()
-                    done.record(back)
-            except BaseException as error:
-                arrival.fail(error)
-            else:
-                arrival.succeed(done)
-
-        self._jobs.put(send)
-        return _StagedExchange(team, arrival, name, flat.device)
-
-    def forget(self) -> None:
-        """Let go of the memory of earlier slots; what is under way keeps its own."""
-        self._hosts.clear()
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(timeout=CLOSE_S)
-
-    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        if device not in self._streams:
-            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        return self._streams[device]
-
-    def _host_for(self, number: int, flat: Tensor) -> Tensor:
-        if number not in self._hosts:
-            self._hosts[number] = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-        return self._hosts[number]
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
-class _StagedExchange(Exchange):
-    def __init__(self, team: Team, arrival: Arrival, name: str, device: torch.device) -> None:
-        self._team = team
-        self._arrival = arrival
-        self._name = name
-        self._device = device
-
-    def finish(self) -> None:
-        done: torch.cuda.Event = _wait(self._arrival, self._team, self._name)
-        torch.cuda.current_stream(self._device).wait_event(done)
+        return CudaPacker(workers)
+    except Exception as error:
+        _log.warning("gradients travel unpacked, an eighth more bytes: Triton does not work here (%s)", error)
+        return None

@@ -25,7 +25,7 @@ class NetworkTransport(Transport):
 
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings) -> None:
         super().__init__(rank, size)
-        self._settings = settings
+        self.settings = settings
         self._secret = JobSecret(secret)
         self._nonce = secrets.token_hex(8)
         self._departed: set[int] = set()
@@ -57,10 +57,10 @@ class NetworkTransport(Transport):
         """Let a message that was checked leave when its turn comes."""
 
     def _check_sendable(self, peer: int, header: Header) -> None:
-        if header.length > self._settings.max_message_bytes:
+        if header.length > self.settings.max_message_bytes:
             raise WireError(
                 f"{header.kind.name} payload has {header.length} bytes; the wire's limit is "
-                f"{self._settings.max_message_bytes} (setting max_message_bytes): send it in pieces"
+                f"{self.settings.max_message_bytes} (setting max_message_bytes): send it in pieces"
             )
         if self._is_closed or not self._is_connected:
             state = "is closed" if self._is_closed else "is not connected yet"
@@ -68,6 +68,6 @@ class NetworkTransport(Transport):
 
     def _head(self, header: Header, payload: memoryview) -> bytes:
         """Return the packed header, with the payload's checksum where the settings ask for it."""
-        if self._settings.payload_checksum and payload.nbytes:
+        if self.settings.payload_checksum and payload.nbytes:
             header = header._replace(flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
         return pack(header)

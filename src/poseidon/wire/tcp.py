@@ -39,19 +39,19 @@ class TcpTransport(NetworkTransport):
 
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
         super().__init__(rank, size, secret, settings or WireSettings())
-        if self._settings.encrypt:
+        if self.settings.encrypt:
             raise ConfigError("the tcp carrier does not encrypt; choose the zeromq carrier with encrypt")
         self.listen(Kind.BYE, self._hear_goodbye)
-        cap_mbit = self._settings.cap_mbit
+        cap_mbit = self.settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
         self._lines: list[Line] = []
         self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}
         self._strangers = threading.BoundedSemaphore(STRANGERS)
-        ip = listening_ip(self._settings)
+        ip = listening_ip(self.settings)
         try:
-            self._listener = socket.create_server((ip, 0), backlog=size * self._settings.streams_per_peer + STRANGERS)
+            self._listener = socket.create_server((ip, 0), backlog=size * self.settings.streams_per_peer + STRANGERS)
         except OSError as error:
             raise WireError(f"rank {rank} cannot listen on {ip}: {error}; is it this machine's address?") from None
         self.address = str(Address(ip, (self._listener.getsockname()[1],), self._nonce))
@@ -62,15 +62,15 @@ class TcpTransport(NetworkTransport):
         """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
         if len(addresses) != self.size:
             raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
-        deadline = time.monotonic() + self._settings.connect_timeout_s
+        deadline = time.monotonic() + self.settings.connect_timeout_s
         parsed = [Address.parse(text) for text in addresses]
         beyond = [peer for peer, address in enumerate(parsed) if address.ip != parsed[self.rank].ip]
-        buffer_bytes = self._settings.send_buffer_bytes
-        link = Share(buffer_bytes, beyond if self._settings.balance else ())
+        buffer_bytes = self.settings.send_buffer_bytes
+        link = Share(buffer_bytes, beyond if self.settings.balance else ())
         # Inside a machine packets are as large as the buffers of slow links, and would wait for each other there.
         inside = Share(max(buffer_bytes, LARGEST_BUFFER_BYTES), ())
         for peer, address in enumerate(parsed):
-            streams = [self._open(peer, address, deadline) for _ in range(self._settings.streams_per_peer)]
+            streams = [self._open(peer, address, deadline) for _ in range(self.settings.streams_per_peer)]
             share = link if peer in beyond else inside
             self._lines.append(Line(peer, streams, self._bucket, share, self._lose))
         self._is_connected = True
@@ -83,7 +83,7 @@ class TcpTransport(NetworkTransport):
         if self._is_closed:
             return
         self._is_closed = True
-        deadline = time.monotonic() + self._settings.close_timeout_s
+        deadline = time.monotonic() + self.settings.close_timeout_s
         for line in self._lines:
             line.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
         for line in self._lines:
@@ -155,10 +155,10 @@ class TcpTransport(NetworkTransport):
             header = unpack(view)
             if header.sender != sender:
                 raise FrameError("sender", f"rank {sender} sent a message in the name of {header.sender}")
-            if header.length > self._settings.max_message_bytes:
+            if header.length > self.settings.max_message_bytes:
                 raise FrameError(
                     "length",
-                    f"rank {sender} announced {header.length} bytes; the limit is {self._settings.max_message_bytes}",
+                    f"rank {sender} announced {header.length} bytes; the limit is {self.settings.max_message_bytes}",
                 )
             self._take(connection, header)
         if came:
@@ -206,7 +206,7 @@ class TcpTransport(NetworkTransport):
             if isinstance(problem, OSError) or time.monotonic() + RETRY_S > deadline:
                 raise WireError(
                     f"rank {self.rank} reached no connection to rank {peer} at {place} within "
-                    f"{self._settings.connect_timeout_s:g} s: {problem}; check that its machine is up and that no "
+                    f"{self.settings.connect_timeout_s:g} s: {problem}; check that its machine is up and that no "
                     "firewall is between"
                 ) from None
             time.sleep(RETRY_S)
@@ -217,23 +217,23 @@ class TcpTransport(NetworkTransport):
                 socket.create_connection(
                     (address.ip, address.ports[0]),
                     timeout=max(0.1, deadline - time.monotonic()),
-                    source_address=(listening_ip(self._settings), 0),
+                    source_address=(listening_ip(self.settings), 0),
                 )
             )
             claim(connection, self._secret, self.rank, peer)
             undo.pop_all()
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._settings.congestion:
+        if self.settings.congestion:
             # A kernel that has not this one, or keeps it for the privileged, goes on with its own.
             with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._settings.congestion.encode())
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.settings.congestion.encode())
         self._set_patience(connection)
         return connection
 
     def _set_patience(self, connection: socket.socket) -> None:
         """Let the kernel end the connection when the other machine has not answered for too long."""
-        lost_after_s = self._settings.lost_after_s
+        lost_after_s = self.settings.lost_after_s
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_after_s * 1000))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(lost_after_s / 4)))

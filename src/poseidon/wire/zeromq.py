@@ -38,14 +38,12 @@ class ZeroMQTransport(NetworkTransport):
         self._open: dict[int, int] = dict.fromkeys(range(size), 0)
         self._rejected: dict[int, str] = {}
         self.listen(Kind.BYE, self._hear_goodbye)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self._settings.io_threads)
-        self._listeners = [self._make_listener() for _ in range(self._settings.receive_threads)]
-        self._outlets = [
-            [self._make_outlet() for _ in range(self._settings.streams_per_peer)] for _ in range(self.size)
-        ]
-        self._pacer = Pacer(self._settings.cap_mbit) if self._settings.cap_mbit else None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self.settings.io_threads)
+        self._listeners = [self._make_listener() for _ in range(self.settings.receive_threads)]
+        self._outlets = [[self._make_outlet() for _ in range(self.settings.streams_per_peer)] for _ in range(self.size)]
+        self._pacer = Pacer(self.settings.cap_mbit) if self.settings.cap_mbit else None
         self._senders = [
-            Sender(outlets, self._settings.in_flight_bytes, self._pacer, self._notify) for outlets in self._outlets
+            Sender(outlets, self.settings.in_flight_bytes, self._pacer, self._notify) for outlets in self._outlets
         ]
         peers = {outlet: peer for peer, outlets in enumerate(self._outlets) for outlet in outlets}
         self._guard = Guard(self._context, self._make_check(), self._listeners, peers, self)
@@ -69,7 +67,7 @@ class ZeroMQTransport(NetworkTransport):
                 self._identify(outlet, peer, address.nonce)
                 outlet.connect(address.endpoint(self.rank, stream))
         with self._news:
-            self._news.wait_for(lambda: self._rejected or not self._unreached(), self._settings.connect_timeout_s)
+            self._news.wait_for(lambda: self._rejected or not self._unreached(), self.settings.connect_timeout_s)
             if self._rejected:
                 peer, why = next(iter(self._rejected.items()))
                 raise WireError(
@@ -78,7 +76,7 @@ class ZeroMQTransport(NetworkTransport):
             if unreached := self._unreached():
                 raise WireError(
                     f"rank {self.rank} reached no connection to ranks {unreached} within "
-                    f"{self._settings.connect_timeout_s:g} s (rank {unreached[0]} is at {addresses[unreached[0]]}); "
+                    f"{self.settings.connect_timeout_s:g} s (rank {unreached[0]} is at {addresses[unreached[0]]}); "
                     "check that their machines are up and that no firewall is between"
                 )
         self._is_connected = True
@@ -91,7 +89,7 @@ class ZeroMQTransport(NetworkTransport):
         if self._is_closed:
             return
         self._is_closed = True
-        deadline = time.monotonic() + self._settings.close_timeout_s
+        deadline = time.monotonic() + self.settings.close_timeout_s
         if self._is_connected:
             goodbye = pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0))
             for sender in self._senders:
@@ -139,11 +137,11 @@ class ZeroMQTransport(NetworkTransport):
 
     def _make_listener(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PULL)
-        socket.rcvhwm = self._settings.receive_queue
-        socket.maxmsgsize = self._settings.max_message_bytes
+        socket.rcvhwm = self.settings.receive_queue
+        socket.maxmsgsize = self.settings.max_message_bytes
         socket.handshake_ivl = 10_000
         socket.zap_domain = b"poseidon"
-        if self._settings.encrypt:
+        if self.settings.encrypt:
             socket.curve_publickey, socket.curve_secretkey = self._secret.keys("listener", self._nonce, self.rank)
             socket.curve_server = True
         else:
@@ -154,16 +152,16 @@ class ZeroMQTransport(NetworkTransport):
         socket = self._context.socket(zmq.PUSH)
         # Limits are the outbox's; a second one here would make a sender wait.
         socket.sndhwm = 0
-        socket.sndbuf = self._settings.send_buffer_bytes
-        socket.tcp_maxrt = int(self._settings.lost_after_s * 1000)
+        socket.sndbuf = self.settings.send_buffer_bytes
+        socket.tcp_maxrt = int(self.settings.lost_after_s * 1000)
         socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, int(self._settings.lost_after_s / 4))
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, int(self.settings.lost_after_s / 4))
         socket.tcp_keepalive_cnt = 3
         socket.reconnect_ivl_max = 5_000
         return socket
 
     def _bind(self) -> Address:
-        ip = listening_ip(self._settings)
+        ip = listening_ip(self.settings)
         try:
             ports = tuple(listener.bind_to_random_port(f"tcp://{ip}") for listener in self._listeners)
         except zmq.ZMQError as error:
@@ -177,7 +175,7 @@ class ZeroMQTransport(NetworkTransport):
 
     def _identify(self, outlet: zmq.Socket[bytes], peer: int, nonce: str) -> None:
         """Give a socket what proves this rank to ``peer``."""
-        if self._settings.encrypt:
+        if self.settings.encrypt:
             outlet.curve_publickey, outlet.curve_secretkey = self._secret.keys("sender", "", self.rank)
             outlet.curve_serverkey = self._secret.keys("listener", nonce, peer)[0]
         else:
@@ -186,7 +184,7 @@ class ZeroMQTransport(NetworkTransport):
 
     def _make_check(self) -> Callable[[str, Sequence[bytes]], int | None]:
         """Return what tells the rank that credentials prove."""
-        if self._settings.encrypt:
+        if self.settings.encrypt:
             keys = {z85.decode(self._secret.keys("sender", "", rank)[0]): rank for rank in range(self.size)}
             return lambda mechanism, credentials: keys.get(credentials[0]) if mechanism == "CURVE" else None
         words = {
@@ -203,7 +201,7 @@ class ZeroMQTransport(NetworkTransport):
     # Waiting.
 
     def _unreached(self) -> list[int]:
-        return [peer for peer, count in self._open.items() if count < self._settings.streams_per_peer]
+        return [peer for peer, count in self._open.items() if count < self.settings.streams_per_peer]
 
     def _is_flushed(self) -> bool:
         return all(sender.is_idle or peer in self._departed for peer, sender in enumerate(self._senders))

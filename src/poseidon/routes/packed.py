@@ -1,0 +1,375 @@
+"""Step 3, sharded, on CUDA devices: chunks travel packed (``server/packing.py``) and are added up on the device.
+
+As ``sharded.py`` has it, every worker pushes each chunk to its owner, which adds up all parts in rank order and sends
+the sum to everybody. Here the device does the arithmetic: it packs a bucket before it leaves, an owner's device unpacks
+the parts, adds them and packs the sum, and the receiver's unpacks that. An eighth of the bytes is saved, on every link
+and between device and memory, and the processors only move bytes.
+
+Memory is lent without locks because of who waits for whom. A sum lands where this worker's own part lay: its owner
+must have had that. An owner receives parts of the next step in the memory of this step's: a worker pushes those when it
+has the sums of this step. And it sends the next sum from the memory of this step's: everybody has that, or would not
+have pushed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from poseidon.errors import FrameError, ServerError
+from poseidon.routes.staging import Done, Waiter
+from poseidon.server.chunks import Chunk
+from poseidon.server.packing import Packing, is_worth_packing
+from poseidon.server.slots import Slot
+from poseidon.team.team import Arrival
+from poseidon.wire.message import Header, Kind
+from poseidon.wire.transport import Transport
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The chunks of a bucket as rows of memory: ``quotient`` values each, one more in the first ``longer``."""
+
+    chunks: tuple[Chunk, ...]
+    packing: Packing
+    quotient: int
+    longer: int
+
+    @classmethod
+    def of(cls, chunks: tuple[Chunk, ...]) -> Rows:
+        """Return the rows of chunks as ``server/chunks.py`` cuts them."""
+        quotient = chunks[-1].length
+        longer = sum(chunk.length > quotient for chunk in chunks)
+        return cls(chunks, Packing(chunks[0].length), quotient, longer)
+
+    def plain(self, lengths: Sequence[int]) -> list[Chunk]:
+        """Return the chunks that have not been packed, given the bytes each takes."""
+        return [c for c, length in zip(self.chunks, lengths, strict=True) if self.packing.is_plain(length, c.length)]
+
+
+class Packer(Protocol):
+    """A device with memory beside it; what it is told is done in order, and later than it is told."""
+
+    def memory(self, rows: int, row_bytes: int) -> Tensor:
+        """Return memory that both the device and the wire can reach."""
+
+    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> Done:
+        """Leave the packed chunks of ``flat`` in ``memory``, once what the caller computes there is ready."""
+
+    def add(
+        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
+    ) -> Done:
+        """Add up a chunk in ``flat``, and leave the sum there, and packed in ``into``.
+
+        ``parts`` are those of the other workers in their order; rows in ``plain`` have not been packed. This worker's
+        own part lies in ``flat``, and its place among the others is ``chunk.owner``.
+        """
+
+    def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
+        """Leave a chunk as it is in ``into``, and wait for it."""
+
+    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> Any:
+        """Fill ``flat`` from ``memory``, where the chunks in ``plain`` are as they are; return what says when."""
+
+
+def is_packed(slot: Slot, dtype: torch.dtype) -> bool:
+    """Return whether a bucket of this kind travels packed where the workers' devices can do it."""
+    return dtype == torch.float32 and bool(slot.chunks) and is_worth_packing(slot.chunks[-1].length)
+
+
+class PackedSum:
+    """Sums tensors of float32 over all ranks of a transport.
+
+    ``priority`` gives a unit's rank in the queue. ``on_error`` hears of what makes it impossible to go on; the owner
+    of this object then calls :meth:`fail`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        packer: Packer,
+        *,
+        priority: Callable[[int], int],
+        on_error: Callable[[BaseException], None],
+        waiter: Callable[[str], Waiter] = Waiter,
+    ) -> None:
+        self._transport = transport
+        self._rank = transport.rank
+        self._packer = packer
+        self._priority = priority
+        self._on_error = on_error
+        self._buckets: dict[int, _Bucket] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        # Two: a part waits for the backward that makes it, and no sum may wait for that.
+        self._packed = waiter("poseidon-packed")
+        self._summed = waiter("poseidon-summed")
+        size = transport.size
+        # Each owner begins with another worker: all beginning with the first would fill its link and idle the rest.
+        self._others = [(self._rank + distance) % size for distance in range(1, size)]
+        transport.listen(Kind.PACKED_PUSH, self._receive_part, self._place_part)
+        transport.listen(Kind.PACKED_RESULT, self._receive_sum, self._place_sum)
+
+    def include(self, slots: Sequence[Slot]) -> None:
+        """Take over these buckets; nobody may start them before."""
+        others = self._transport.size - 1
+        for slot in slots:
+            rows = Rows.of(slot.chunks)
+            memory = self._packer.memory(len(slot.chunks), rows.packing.row_bytes)
+            rolls = {
+                chunk.index: _Roll(
+                    chunk,
+                    self._packer.memory(others, rows.packing.row_bytes),
+                    self._packer.memory(1, rows.packing.row_bytes),
+                )
+                for chunk in slot.chunks
+                if chunk.owner == self._rank
+            }
+            self._buckets[slot.number] = _Bucket(slot.number, rows, memory, rolls)
+
+    def holds(self, slot: Slot) -> bool:
+        """Return whether a bucket was taken over."""
+        return slot.number in self._buckets
+
+    def start(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
+        """Begin to replace ``flat`` by its sum; the arrival brings what the packer's ``unpack`` returned."""
+        bucket = self._buckets[slot.number]
+        arrival = bucket.begin(flat, step)
+        with self._lock:
+            if self._failure is not None:
+                arrival.fail(self._failure)
+                return arrival
+        packed = self._packer.pack(flat, bucket.rows, bucket.memory)
+        self._packed.put(packed, lambda: self._push(bucket), self._on_error)
+        return arrival
+
+    def fail(self, error: BaseException) -> None:
+        """Let everything under way, and everything to come, end with ``error``."""
+        with self._lock:
+            self._failure = self._failure or error
+            buckets = [bucket for bucket in self._buckets.values() if bucket.end()]
+        for bucket in buckets:
+            bucket.arrival.fail(error)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._packed.close()
+        self._summed.close()
+
+    # Parts go to the owners of their chunks.
+
+    def _push(self, bucket: _Bucket) -> None:
+        for chunk in bucket.rows.chunks:
+            if chunk.owner == self._rank:
+                roll = bucket.rolls[chunk.index]
+                with self._lock:
+                    roll.expect(self._rank, bucket.step, 0)
+                    is_complete = roll.enter(self._transport.size)
+                if is_complete:
+                    self._add(bucket, roll)
+                continue
+            length = self._length_of(bucket, chunk, [bucket.memory[chunk.index]])
+            header = Header(Kind.PACKED_PUSH, self._rank, bucket.number, chunk.index, bucket.step, length)
+            self._send(chunk.owner, header, bucket.memory[chunk.index])
+
+    def _place_part(self, header: Header) -> memoryview:
+        bucket = self._buckets.get(header.unit)
+        roll = None if bucket is None else bucket.rolls.get(header.chunk)
+        try:
+            if bucket is None or roll is None:
+                raise ServerError(
+                    f"rank {header.sender} sent chunk {header.chunk} of unit {header.unit}, which is not owned here"
+                )
+            if not bucket.rows.packing.could_be(header.length, roll.chunk.length):
+                raise ServerError(
+                    f"rank {header.sender} sent {header.length} bytes for {roll}, which has {roll.chunk.length} values"
+                )
+            with self._lock:
+                roll.expect(header.sender, header.clock, header.length)
+        except ServerError as error:
+            # A worker is out of step, and its sums will never finish.
+            self._on_error(error)
+            raise FrameError("out of turn", str(error)) from None
+        return _bytes_of(roll.parts[roll.place_of(header.sender)], header.length)
+
+    def _receive_part(self, header: Header, payload: memoryview) -> None:
+        bucket = self._buckets[header.unit]
+        roll = bucket.rolls[header.chunk]
+        self._check_strays(bucket, roll.chunk, header, payload)
+        with self._lock:
+            is_complete = roll.enter(self._transport.size)
+        if is_complete:
+            self._add(bucket, roll)
+
+    # An owner adds them up.
+
+    def _add(self, bucket: _Bucket, roll: _Roll) -> None:
+        try:
+            packing, chunk = bucket.rows.packing, roll.chunk
+            plain = [place for place, length in enumerate(roll.lengths) if packing.is_plain(length, chunk.length)]
+            into = [roll.result[0], bucket.memory[chunk.index]]
+            summed = self._packer.add(roll.parts, plain, bucket.flat, chunk, packing, into)
+            self._summed.put(summed, lambda: self._answer(bucket, roll, into), self._on_error)
+        except BaseException as error:
+            self._on_error(error)
+
+    def _answer(self, bucket: _Bucket, roll: _Roll, into: Sequence[Tensor]) -> None:
+        chunk = roll.chunk
+        length = self._length_of(bucket, chunk, into)
+        header = Header(Kind.PACKED_RESULT, self._rank, bucket.number, chunk.index, bucket.step, length)
+        for worker in self._others:
+            self._send(worker, header, roll.result[0])
+        self._land(bucket, chunk, length)
+
+    # Sums come back.
+
+    def _place_sum(self, header: Header) -> memoryview:
+        bucket = self._buckets.get(header.unit)
+        if bucket is None or header.chunk >= len(bucket.rows.chunks) or not bucket.is_under_way(header.clock):
+            raise FrameError("out of turn", f"{header} came, but no such sum is under way")
+        chunk = bucket.rows.chunks[header.chunk]
+        if header.sender != chunk.owner or not bucket.rows.packing.could_be(header.length, chunk.length):
+            raise FrameError("out of turn", f"{header} came, but {chunk} was awaited")
+        return _bytes_of(bucket.memory[chunk.index], header.length)
+
+    def _receive_sum(self, header: Header, payload: memoryview) -> None:
+        bucket = self._buckets[header.unit]
+        chunk = bucket.rows.chunks[header.chunk]
+        self._check_strays(bucket, chunk, header, payload)
+        self._land(bucket, chunk, header.length)
+
+    def _land(self, bucket: _Bucket, chunk: Chunk, length: int) -> None:
+        with self._lock:
+            is_complete = bucket.enter(chunk.index, length)
+        if not is_complete:
+            return
+        try:
+            done = self._packer.unpack(bucket.memory, bucket.rows.plain(bucket.lengths), bucket.rows, bucket.flat)
+        except BaseException as error:
+            bucket.arrival.fail(error)
+        else:
+            bucket.arrival.succeed(done)
+
+    # What all of them need.
+
+    def _length_of(self, bucket: _Bucket, chunk: Chunk, memory: Sequence[Tensor]) -> int:
+        """Return the bytes of a chunk that was packed in ``memory``; one with too many strays is left there plain."""
+        packing = bucket.rows.packing
+        strays = _strays_in(_bytes_of(memory[0], 4))
+        if strays <= packing.most_strays:
+            return packing.size(strays)
+        self._packer.copy(bucket.flat, chunk, memory)
+        return 4 * chunk.length
+
+    def _check_strays(self, bucket: _Bucket, chunk: Chunk, header: Header, payload: memoryview) -> None:
+        """Fail unless a packed chunk is as long as the strays it announces make it: the device will believe it."""
+        packing = bucket.rows.packing
+        if packing.is_plain(header.length, chunk.length) or packing.size(_strays_in(payload)) == header.length:
+            return
+        error = ServerError(f"{header} announces {_strays_in(payload)} strays, which makes another length")
+        self._on_error(error)
+        raise error
+
+    def _send(self, peer: int, header: Header, memory: Tensor) -> None:
+        self._transport.send(peer, header, _bytes_of(memory, header.length), priority=self._priority(header.unit))
+
+
+class _Bucket:
+    """A bucket's memory, and its sum under way."""
+
+    def __init__(self, number: int, rows: Rows, memory: Tensor, rolls: dict[int, _Roll]) -> None:
+        self.number = number
+        self.rows = rows
+        self.memory = memory
+        """This worker's parts, then the sums."""
+        self.rolls = rolls
+        """Of the chunks owned here."""
+        self.lengths = [0 for _ in rows.chunks]
+        """Bytes of each sum."""
+        self.step = -1
+        self.flat: Tensor
+        self.arrival: Arrival
+        self._missing = 0
+
+    def begin(self, flat: Tensor, step: int) -> Arrival:
+        self.flat = flat
+        self.step = step
+        self.arrival = Arrival()
+        self._missing = len(self.rows.chunks)
+        return self.arrival
+
+    def is_under_way(self, step: int) -> bool:
+        return self._missing > 0 and step == self.step
+
+    def enter(self, index: int, length: int) -> bool:
+        """Note that a sum is there; true if it was the last. Called under the lock."""
+        if not self._missing:  # it failed meanwhile
+            return False
+        self.lengths[index] = length
+        self._missing -= 1
+        return self._missing == 0
+
+    def end(self) -> bool:
+        """Break off what is under way; true if anything was. Called under the lock."""
+        was_under_way = self._missing > 0
+        self._missing = 0
+        return was_under_way
+
+
+class _Roll:
+    """Who has brought a part of one owned chunk; called under the lock."""
+
+    def __init__(self, chunk: Chunk, parts: Tensor, result: Tensor) -> None:
+        self.chunk = chunk
+        self.parts = parts
+        """A row for every other worker, by rank."""
+        self.result = result
+        self.lengths = [0] * len(parts)
+        """Bytes in each row."""
+        self._clock = -1
+        self._expected: set[int] = set()
+        self._entered = 0
+
+    def place_of(self, rank: int) -> int:
+        """Return the row of another worker's part."""
+        return rank - (rank > self.chunk.owner)
+
+    def expect(self, rank: int, clock: int, length: int) -> None:
+        """Check that it is the turn of this part, before it is written over what was there."""
+        if self._expected and clock != self._clock:
+            raise ServerError(f"rank {rank} sent {self} of clock {clock} while clock {self._clock} is being summed")
+        if not self._expected and clock <= self._clock:
+            raise ServerError(f"rank {rank} sent {self} of clock {clock}, but clock {self._clock} is finished already")
+        if rank in self._expected:
+            raise ServerError(f"rank {rank} sent {self} of clock {clock} twice")
+        self._clock = clock
+        self._expected.add(rank)
+        if rank != self.chunk.owner:
+            self.lengths[self.place_of(rank)] = length
+
+    def enter(self, workers: int) -> bool:
+        """Note that a part is there; true if it was the last, and then the next clock may begin."""
+        self._entered += 1
+        if self._entered < workers:
+            return False
+        self._entered = 0
+        self._expected = set()
+        return True
+
+    def __str__(self) -> str:
+        return f"chunk {self.chunk.index} of unit {self.chunk.unit}"
+
+
+def _bytes_of(memory: Tensor, length: int) -> memoryview:
+    view: np.ndarray[Any, Any] = memory.numpy()
+    return view[:length].data
+
+
+def _strays_in(packed: memoryview) -> int:
+    return int.from_bytes(packed[:4], "little")

@@ -1,0 +1,142 @@
+"""CUDA tensors on their way to the wire and back: streams beside the computation, and threads that wait for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from poseidon.errors import PoseidonError
+from poseidon.routes.base import Exchange
+from poseidon.team.team import CLOSE_S, Arrival, Team
+
+
+class Done(Protocol):
+    """Something a device will have done."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class Waiter:
+    """A thread that waits for one thing after the other, and then does what follows from it."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Done, Callable[[], None], Callable[[BaseException], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, done: Done, then: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        """Call ``then`` once ``done`` is, and ``fail`` if either raises."""
+        self._jobs.put((done, then, fail))
+
+    def close(self) -> None:
+        """End the thread behind what it was given."""
+        self._jobs.put(None)
+        self._thread.join(timeout=CLOSE_S)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            done, then, fail = job
+            try:
+                done.synchronize()
+                then()
+            except BaseException as error:
+                fail(error)
+
+
+class Stager:
+    """Moves buckets between the device and pinned memory, on streams and a thread of its own."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[int, Tensor] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._waiter = Waiter("poseidon-stager")
+
+    def start(self, flat: Tensor, number: int, between: Callable[[Tensor], Arrival], team: Team, name: str) -> Exchange:
+        """Copy ``flat`` out, sum it by ``between``, copy it back; the compute stream goes on meanwhile.
+
+        Buckets of one ``number`` use the same memory one after the other.
+        """
+        out, back = self._streams_of(flat.device)
+        host = self._host_for(number, flat)
+        out.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(out):
+            host.copy_(flat, non_blocking=True)
+            copied = record(out)
+        arrival = Arrival()
+
+        def land(_: Any) -> None:
+            try:
+                with torch.cuda.device(flat.device), torch.cuda.stream(back):
+                    flat.copy_(host, non_blocking=True)
+                    done = record(back)
+            except BaseException as error:
+                arrival.fail(error)
+            else:
+                arrival.succeed(done)
+
+        self._waiter.put(copied, lambda: between(host).then(land, arrival.fail), arrival.fail)
+        return StagedExchange(team, arrival, name, flat.device)
+
+    def forget(self) -> None:
+        """Let go of the memory of earlier slots; what is under way keeps its own."""
+        self._hosts.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._waiter.close()
+
+    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        if device not in self._streams:
+            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams[device]
+
+    def _host_for(self, number: int, flat: Tensor) -> Tensor:
+        if number not in self._hosts:
+            self._hosts[number] = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        return self._hosts[number]
+
+
+class StagedExchange(Exchange):
+    """An exchange whose outcome is an event on a device: only the compute stream waits for that."""
+
+    def __init__(self, team: Team, arrival: Arrival, name: str, device: torch.device) -> None:
+        self._team = team
+        self._arrival = arrival
+        self._name = name
+        self._device = device
+
+    def finish(self) -> None:
+        """Let the compute stream wait for the bucket."""
+        done: torch.cuda.Event = await_sum(self._arrival, self._team, self._name)
+        torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event behind all that ``stream`` has to do. Waiting for it burns no core: the network needs them."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+class PeerLostError(PoseidonError):
+    """A worker's connection ended; raised as ``WorkerLostError`` where somebody waits for it."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
+def await_sum(arrival: Arrival, team: Team, name: str) -> Any:
+    """Return what ``arrival`` brings, or say which worker was lost."""
+    try:
+        return arrival.wait(team, name, grace_s=0)
+    except PeerLostError as error:
+        raise team.watch.lost(name, error.rank, error) from error

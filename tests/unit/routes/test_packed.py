@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import packing_twin
+from poseidon.errors import FrameError, ServerError
+from poseidon.routes.packed import PackedSum, Rows, is_packed
+from poseidon.routes.staging import Done, Waiter
+from poseidon.server.chunks import Chunk
+from poseidon.server.packing import FEWEST_PACKED, Packing
+from poseidon.server.slots import Slot, make_slots
+from poseidon.wire.memory import MemoryTransport, Parcel, make_memory_network
+from poseidon.wire.message import Header, Kind
+
+Array = np.ndarray[Any, Any]
+
+
+class Immediately(Waiter):
+    """Waits for nothing, on no thread."""
+
+    def __init__(self, name: str) -> None:
+        pass
+
+    def put(self, done: Done, then: Callable[[], None], _fail: Callable[[BaseException], None]) -> None:
+        done.synchronize()
+        then()
+
+    def close(self) -> None:
+        pass
+
+
+class Now:
+    def synchronize(self) -> None:
+        pass
+
+
+class HostPacker:
+    """A device that is no device; it does at once what it is told."""
+
+    def __init__(self) -> None:
+        self.copied = 0
+
+    def memory(self, rows: int, row_bytes: int) -> Tensor:
+        return torch.full((rows, row_bytes), 0xAA, dtype=torch.uint8)
+
+    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> Done:
+        for chunk in rows.chunks:
+            self._pack(flat, chunk, rows.packing, [memory[chunk.index]])
+        return Now()
+
+    def add(
+        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
+    ) -> Done:
+        values = [self._read(part, place in plain, chunk, packing) for place, part in enumerate(parts)]
+        values.insert(chunk.owner, flat[chunk.start : chunk.stop].numpy())
+        with np.errstate(over="ignore"):
+            flat[chunk.start : chunk.stop] = torch.from_numpy(functools.reduce(np.add, values))
+        self._pack(flat, chunk, packing, into)
+        return Now()
+
+    def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
+        self.copied += 1
+        for memory in into:
+            memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
+
+    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> str:
+        for chunk in rows.chunks:
+            values = self._read(memory[chunk.index], chunk in plain, chunk, rows.packing)
+            flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
+        return "unpacked"
+
+    def _pack(self, flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]) -> None:
+        packed = packing_twin.pack(flat[chunk.start : chunk.stop].numpy(), packing)
+        for memory in into:
+            if packed is None:
+                memory[:4] = 0xFF
+            else:
+                memory[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def _read(self, memory: Tensor, is_plain: bool, chunk: Chunk, packing: Packing) -> Array:
+        data = memory.numpy()
+        if is_plain:
+            plain: Array = data[: 4 * chunk.length].view(np.float32)
+            return plain
+        return packing_twin.unpack(data.data, chunk.length, packing)
+
+
+class Worker:
+    def __init__(self, transport: MemoryTransport, slots: list[Slot]) -> None:
+        self.packer = HostPacker()
+        self.errors: list[BaseException] = []
+        self.slots = slots
+        self.sum = PackedSum(transport, self.packer, priority=int, on_error=self.errors.append, waiter=Immediately)
+        self.sum.include(slots)
+
+
+def make_workers(
+    count: int, sizes: Sequence[int], scheduler: Callable[[Sequence[Parcel]], int] | None = None
+) -> tuple[list[Worker], Callable[[], int]]:
+    slots = make_slots(0, sizes, [4] * len(sizes), count, 4 * 2 * FEWEST_PACKED)
+    transports = make_memory_network(count, scheduler)
+    return [Worker(transport, slots) for transport in transports], transports[0].network.pump
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def gradients(seed: int, workers: int, size: int) -> list[Array]:
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal((workers, size)) * 10.0 ** generator.integers(-3, 4, (workers, size // 64, 1))[
+        :, :, :1
+    ].repeat(64, axis=2).reshape(workers, -1)
+    values[generator.random(values.shape) < 0.1] = 0
+    return list(values.astype(np.float32))
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_worker_gets_the_bits_of_the_sum_in_rank_order_in_whatever_order_messages_come(
+    workers: int, seed: int
+) -> None:
+    order = random.Random(seed)
+    sizes = [64 * 1001, 64 * 64 * workers]
+    team, pump = make_workers(workers, sizes, lambda parcels: order.randrange(len(parcels)))
+    for step in range(3):
+        values = [gradients(seed * 100 + step * 10 + number, workers, size) for number, size in enumerate(sizes)]
+        flats = [[torch.from_numpy(one.copy()) for one in bucket] for bucket in values]
+        arrivals = [
+            worker.sum.start(flats[slot.number][rank], slot, step)
+            for rank, worker in enumerate(team)
+            for slot in worker.slots
+        ]
+        pump()
+        assert all(arrival._value == "unpacked" for arrival in arrivals)
+        for number, bucket in enumerate(values):
+            total = functools.reduce(np.add, bucket)
+            assert workers == 2 or not same_bits(total, functools.reduce(np.add, bucket[::-1]))
+            for flat in flats[number]:
+                assert same_bits(flat.numpy(), total)
+    assert not any(worker.errors for worker in team)
+
+
+def test_chunks_that_packing_would_not_shorten_travel_as_they_are() -> None:
+    team, pump = make_workers(3, [FEWEST_PACKED * 6])
+    generator = np.random.default_rng(0)
+    wild = [generator.integers(0, 2**31, FEWEST_PACKED * 6, dtype=np.uint32).view(np.float32) for _ in team]
+    wild[1][: FEWEST_PACKED * 2] = 1.0  # one worker's first chunk can be packed, the others' not
+    for one in wild:
+        np.nan_to_num(one, copy=False, nan=1.0, posinf=2.0, neginf=3.0)
+    flats = [torch.from_numpy(one.copy()) for one in wild]
+    for worker, flat in zip(team, flats, strict=True):
+        worker.sum.start(flat, worker.slots[0], 0)
+    pump()
+    with np.errstate(over="ignore"):
+        total = functools.reduce(np.add, wild)
+    assert not any(worker.errors for worker in team)
+    assert all(same_bits(flat.numpy(), total) for flat in flats)
+    assert team[0].packer.copied > team[1].packer.copied > 0
+
+
+def test_an_eighth_of_the_bytes_is_saved() -> None:
+    transports = make_memory_network(2)
+    slots = make_slots(0, [1 << 17], [4], 2, 1 << 18)
+    team = [Worker(transport, slots) for transport in transports]
+    for rank, worker in enumerate(team):
+        generator = np.random.default_rng(rank)
+        worker.sum.start(torch.from_numpy(generator.standard_normal(1 << 17).astype(np.float32)), slots[0], 0)
+    transports[0].network.pump()
+    plain = 4 * (1 << 17)  # half of it as parts, half as sums
+    assert 0.875 * plain < transports[0].stats.sent_bytes < 0.88 * plain
+
+
+def push(worker: Worker, *, sender: int = 1, chunk: int = 0, clock: int = 0, length: int | None = None) -> Header:
+    packing = Rows.of(worker.slots[0].chunks).packing
+    return Header(Kind.PACKED_PUSH, sender, 0, chunk, clock, packing.size(0) if length is None else length)
+
+
+def owned(worker: Worker, rank: int) -> int:
+    return next(chunk.index for chunk in worker.slots[0].chunks if chunk.owner == rank)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"length": 12}, "12 bytes"),
+        ({"chunk": 99}, "not owned here"),
+        ({"twice": True}, "twice"),
+        ({"later": True}, "while clock 0"),
+    ],
+)
+def test_parts_that_make_no_sense_are_refused_and_end_the_job(changes: dict[str, Any], complaint: str) -> None:
+    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    worker, other = team
+    chunk = changes.get("chunk", owned(worker, 0))
+    header = push(worker, chunk=chunk, length=changes.get("length"))
+    place = worker.sum._place_part
+    if "twice" in changes or "later" in changes:
+        place(header)
+        header = push(worker, chunk=chunk, clock=1 if "later" in changes else 0)
+    with pytest.raises(FrameError, match=complaint):
+        place(header)
+    assert complaint in str(worker.errors[0])
+    assert not other.errors
+
+
+def test_a_chunk_whose_strays_do_not_match_its_length_never_reaches_the_device() -> None:
+    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    worker = team[0]
+    header = push(worker, chunk=owned(worker, 0))
+    place = worker.sum._place_part(header)
+    place[:4] = (5).to_bytes(4, "little")
+    with pytest.raises(ServerError, match="5 strays"):
+        worker.sum._receive_part(header, place)
+    assert worker.errors
+
+
+def test_sums_that_nobody_asked_for_are_refused() -> None:
+    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    header = push(team[0], chunk=owned(team[0], 1))._replace(kind=Kind.PACKED_RESULT)
+    with pytest.raises(FrameError, match="no such sum is under way"):
+        team[0].sum._place_sum(header)
+    team[0].sum.start(torch.zeros(FEWEST_PACKED * 4), team[0].slots[0], 0)
+    team[0].sum._place_sum(header)
+    with pytest.raises(FrameError, match="was awaited"):
+        team[0].sum._place_sum(header._replace(chunk=owned(team[0], 0)))
+
+
+def test_a_failure_ends_what_is_under_way_and_what_comes_after() -> None:
+    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    worker = team[0]
+    before = worker.sum.start(torch.zeros(FEWEST_PACKED * 4), worker.slots[0], 0)
+    lost = ServerError("gone")
+    worker.sum.fail(lost)
+    after = worker.sum.start(torch.zeros(FEWEST_PACKED * 4), worker.slots[0], 1)
+    assert before._error is lost
+    assert after._error is lost
+
+
+def test_only_float32_in_chunks_of_some_size_is_packed() -> None:
+    (large, small, none) = make_slots(0, [FEWEST_PACKED * 8, FEWEST_PACKED - 1, 0], [4] * 3, 2, 1 << 20)
+    assert is_packed(large, torch.float32)
+    assert not is_packed(large, torch.float64)
+    assert not is_packed(large, torch.float16)
+    assert not is_packed(small, torch.float32)
+    assert not is_packed(none, torch.float32)
