@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from poseidon.routes.packed import Rows
+from poseidon.routes.staging import Done
+from poseidon.server.chunks import Chunk
 from poseidon.server.packing import GROUP, HEAD_BYTES, Packing
 
 Array = np.ndarray[Any, Any]
@@ -49,3 +56,64 @@ def unpack(packed: bytes | memoryview, values: int, packing: Packing) -> Array:
         exponents[stray & 0xFFFFFF] = stray >> 24
     bits = low | (high & 0x7F) << 16 | exponents << 23 | (high & 0x80) << 24
     return bits.view(np.float32)[:values]
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Return whether two arrays of float32 hold the same bits."""
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+class Now:
+    def synchronize(self) -> None:
+        pass
+
+
+class HostPacker:
+    """A device that is no device; it does at once what it is told."""
+
+    def __init__(self) -> None:
+        self.copied = 0
+
+    def memory(self, rows: int, row_bytes: int) -> Tensor:
+        return torch.full((rows, row_bytes), 0xAA, dtype=torch.uint8)
+
+    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> Done:
+        for chunk in rows.chunks:
+            self._pack(flat, chunk, rows.packing, [memory[chunk.index]])
+        return Now()
+
+    def add(
+        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
+    ) -> Done:
+        values = [self._read(part, place in plain, chunk, packing) for place, part in enumerate(parts)]
+        values.insert(chunk.owner, flat[chunk.start : chunk.stop].numpy())
+        with np.errstate(over="ignore"):
+            flat[chunk.start : chunk.stop] = torch.from_numpy(functools.reduce(np.add, values))
+        self._pack(flat, chunk, packing, into)
+        return Now()
+
+    def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
+        self.copied += 1
+        for memory in into:
+            memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
+
+    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> str:
+        for chunk in rows.chunks:
+            values = self._read(memory[chunk.index], chunk in plain, chunk, rows.packing)
+            flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
+        return "unpacked"
+
+    def _pack(self, flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]) -> None:
+        packed = pack(flat[chunk.start : chunk.stop].numpy(), packing)
+        for memory in into:
+            if packed is None:
+                memory[:4] = 0xFF
+            else:
+                memory[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def _read(self, memory: Tensor, is_plain: bool, chunk: Chunk, packing: Packing) -> Array:
+        data = memory.numpy()
+        if is_plain:
+            plain: Array = data[: 4 * chunk.length].view(np.float32)
+            return plain
+        return unpack(data.data, chunk.length, packing)

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-import packing_twin
+from packing_twin import HostPacker, same_bits
 from poseidon.errors import FrameError, ServerError
 from poseidon.routes.packed import PackedSum, Rows, is_packed
 from poseidon.routes.staging import Done, Waiter
-from poseidon.server.chunks import Chunk
-from poseidon.server.packing import FEWEST_PACKED, Packing
+from poseidon.server.packing import FEWEST_PACKED
 from poseidon.server.slots import Slot, make_slots
 from poseidon.wire.memory import MemoryTransport, Parcel, make_memory_network
 from poseidon.wire.message import Header, Kind
@@ -37,62 +35,6 @@ class Immediately(Waiter):
         pass
 
 
-class Now:
-    def synchronize(self) -> None:
-        pass
-
-
-class HostPacker:
-    """A device that is no device; it does at once what it is told."""
-
-    def __init__(self) -> None:
-        self.copied = 0
-
-    def memory(self, rows: int, row_bytes: int) -> Tensor:
-        return torch.full((rows, row_bytes), 0xAA, dtype=torch.uint8)
-
-    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> Done:
-        for chunk in rows.chunks:
-            self._pack(flat, chunk, rows.packing, [memory[chunk.index]])
-        return Now()
-
-    def add(
-        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
-    ) -> Done:
-        values = [self._read(part, place in plain, chunk, packing) for place, part in enumerate(parts)]
-        values.insert(chunk.owner, flat[chunk.start : chunk.stop].numpy())
-        with np.errstate(over="ignore"):
-            flat[chunk.start : chunk.stop] = torch.from_numpy(functools.reduce(np.add, values))
-        self._pack(flat, chunk, packing, into)
-        return Now()
-
-    def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
-        self.copied += 1
-        for memory in into:
-            memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
-
-    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> str:
-        for chunk in rows.chunks:
-            values = self._read(memory[chunk.index], chunk in plain, chunk, rows.packing)
-            flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
-        return "unpacked"
-
-    def _pack(self, flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]) -> None:
-        packed = packing_twin.pack(flat[chunk.start : chunk.stop].numpy(), packing)
-        for memory in into:
-            if packed is None:
-                memory[:4] = 0xFF
-            else:
-                memory[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-    def _read(self, memory: Tensor, is_plain: bool, chunk: Chunk, packing: Packing) -> Array:
-        data = memory.numpy()
-        if is_plain:
-            plain: Array = data[: 4 * chunk.length].view(np.float32)
-            return plain
-        return packing_twin.unpack(data.data, chunk.length, packing)
-
-
 class Worker:
     def __init__(self, transport: MemoryTransport, slots: list[Slot]) -> None:
         self.packer = HostPacker()
@@ -108,10 +50,6 @@ def make_workers(
     slots = make_slots(0, sizes, [4] * len(sizes), count, 4 * 2 * FEWEST_PACKED)
     transports = make_memory_network(count, scheduler)
     return [Worker(transport, slots) for transport in transports], transports[0].network.pump
-
-
-def same_bits(one: Array, other: Array) -> bool:
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def gradients(seed: int, workers: int, size: int) -> list[Array]:

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import poseidon
+import twins
+from packing_twin import HostPacker, same_bits
+from poseidon.planning.cluster import Link
+from poseidon.routes.packed import PackedSum
+from poseidon.routes.sharded import ShardedRoute
+from poseidon.server.packing import FEWEST_PACKED
+from poseidon.server.slots import make_slots
+from poseidon.team.team import Team
+from poseidon.team.wiring import connect_wire
+from ranks import run_ranks
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+LINK = Link(1e9, 1e-4)
+STEPS = 12
+
+
+def _draw(rank: int, number: int, step: int, size: int) -> np.ndarray[Any, Any]:
+    generator = np.random.default_rng([rank, number, step])
+    values = generator.standard_normal(size).astype(np.float32) * np.float32(10.0 ** (rank - 1))
+    if (step + rank) % 5 == 4:
+        # Nothing would be gained by packing these.
+        values *= np.float32(10) ** generator.integers(-25, 8, size).astype(np.float32)
+    return values
+
+
+def _expect(number: int, step: int, size: int) -> np.ndarray[Any, Any]:
+    return functools.reduce(np.add, [_draw(rank, number, step, size) for rank in range(dist.get_world_size())])
+
+
+def _sum_over_the_wire() -> None:
+    team = Team(None, 30.0)
+    transport = connect_wire(team, range(team.size), link=LINK)
+    errors: list[BaseException] = []
+    packer = HostPacker()
+    total = PackedSum(transport, packer, priority=int, on_error=errors.append)
+    sizes = [FEWEST_PACKED * 7, FEWEST_PACKED * team.size * 3 + 5]
+    slots = make_slots(0, sizes, [4, 4], team.size, 8 * FEWEST_PACKED)
+    total.include(slots)
+    team.gather_ints([0])
+    for step in range(STEPS):
+        flats = [torch.from_numpy(_draw(team.rank, slot.number, step, sizes[slot.number])) for slot in slots]
+        arrivals = [total.start(flat, slot, step) for flat, slot in zip(flats, slots, strict=True)]
+        for arrival, flat, slot in zip(arrivals, flats, slots, strict=True):
+            arrival.wait(team, "a sum")
+            assert same_bits(flat.numpy(), _expect(slot.number, step, sizes[slot.number])), (step, slot.number)
+    assert not errors
+    assert packer.copied
+    total.close()
+    transport.close()
+    team.close()
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "zeromq"])
+def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) -> None:
+    run_ranks(_sum_over_the_wire, 3, env={"POSEIDON_WIRE_CARRIER": carrier})
+
+
+def _average_on_the_device() -> list[int]:
+    team = Team(None, 30.0)
+    route = ShardedRoute(team, True, LINK)
+    sizes = [FEWEST_PACKED * 7, FEWEST_PACKED * team.size * 3 + 5, 100, 5000]
+    dtypes = [torch.float32, torch.float32, torch.float32, torch.float16]
+    slots = route.book(sizes, dtypes)
+    for step in range(STEPS):
+        flats = [
+            torch.from_numpy(_draw(team.rank, slot.number, step, size)).cuda().to(dtype)
+            for slot, size, dtype in zip(slots, sizes, dtypes, strict=True)
+        ]
+        exchanges = [route.start(f, slot, step, "a bucket") for f, slot in zip(flats, slots, strict=True)]
+        for exchange, flat, slot in zip(exchanges, flats, slots, strict=True):
+            exchange.finish()
+            if flat.dtype == torch.float32:
+                # Workers are two or four, so that dividing first changes no bits unless the smallest numbers are left.
+                mean = functools.reduce(
+                    np.add,
+                    [_draw(rank, slot.number, step, len(flat)) / np.float32(team.size) for rank in range(team.size)],
+                )
+                assert same_bits(flat.cpu().numpy(), mean), (step, slot.number)
+    packed = [int(route._exchange.packs(slot)) for slot in slots]
+    team.gather_ints([0])
+    route.close()
+    team.close()
+    return packed
+
+
+@needs_cuda
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("pack", ["0", "1"])
+def test_means_on_the_device_have_the_bits_of_the_order_of_ranks(workers: int, pack: str) -> None:
+    pytest.importorskip("triton")
+    packed = run_ranks(_average_on_the_device, workers, env={"POSEIDON_WIRE_PACK": pack})
+    assert packed == [[int(pack), int(pack), 0, 0]] * workers
+
+
+def _train_on_the_device(kind: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 500), nn.Tanh(), nn.Linear(500, 9))
+    model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    options: dict[str, Any] = {"cluster": twins.slow_cluster(), "routes": {"*": "sharded"}}
+    if kind == "distribute":
+        model, optimizer = poseidon.distribute(model, optimizer, **options)
+    else:
+        model = poseidon.DistributedDataParallel(model, **options)
+    for number in range(8):
+        x = torch.randn(16, 300, generator=twins.seed_of_rank(number)).cuda()
+        optimizer.zero_grad()
+        F.mse_loss(model(x), torch.ones(16, 9, device="cuda")).backward()
+        optimizer.step()
+    model.verify_replicas()
+    found = [parameter.detach().cpu() for parameter in model.parameters()]
+    model.close()
+    return found
+
+
+@needs_cuda
+def test_training_on_the_device_gives_the_same_bits_packed_and_unpacked_deferred_and_not() -> None:
+    runs = [
+        run_ranks(_train_on_the_device, 3, kind, env={"POSEIDON_WIRE_PACK": pack})
+        for kind in ("plain", "distribute")
+        for pack in ("0", "1")
+    ]
+    first = runs[0][0]
+    for run in runs:
+        for parameters in run:
+            assert all(torch.equal(a, b) for a, b in zip(first, parameters, strict=True))
