@@ -28,6 +28,7 @@ from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_js
 from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
 from poseidon.sim.cells import Bench, predict_ms
+from poseidon.team.packing import can_pack
 
 KEPT_LINES = 30
 
@@ -91,6 +92,7 @@ def describe_hardware() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "packs": can_pack(),
     }
 
 
@@ -213,6 +215,7 @@ class Listener:
             is_gpu=self.worker.device == "cuda",
             cores=len(os.sched_getaffinity(0)),
             flops=flops,
+            packs=self.worker.device == "cuda" and can_pack(),
         )
         return predict_ms(bench, system)
 

@@ -27,6 +27,8 @@ GROUP = 256
 """Values with one largest exponent. Of real gradients one in ten thousand is a stray then; in smaller groups hardly
 fewer."""
 HEAD_BYTES = 16
+PACKED_SHARE = 28.05 / 32
+"""Bytes that real gradients keep, on the average."""
 FEWEST_PACKED = 4096
 """Shorter chunks travel as they are."""
 MOST_PACKED = 1 << 24

@@ -10,7 +10,7 @@ from poseidon.server.chunks import Chunk, cut
 
 CHUNK_S = 4e-3
 """An urgent chunk waits for the one that is being sent to its peer, so a chunk takes about this long..."""
-SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**16, 2**21
+SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**16, 2**22
 """... but smaller ones cost too much processor time per byte, and larger ones gain nothing."""
 
 

@@ -40,6 +40,8 @@ class Bench:
     """Of the host, shared by all machines."""
     flops: float
     """One worker's matrix rate while all compute."""
+    packs: bool = False
+    """Devices pack what goes through the parameter server."""
 
 
 def predict_ms(bench: Bench, system: str) -> float | None:
@@ -62,6 +64,7 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         collectives=TRANSPORTS["nccl" if is_nccl else "gloo"].on_cores(cores),
         messages=TRANSPORTS["messages"].on_cores(cores),
         payload=LAB_PAYLOAD,
-        offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
+        offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward, bench.packs),
+        packs=bench.packs,
         gathers_factors=is_nccl,
     )

@@ -226,7 +226,7 @@ def _served(setting: Setting, units: Sequence[int]) -> list[Exchange]:
 
 def _round(setting: Setting, units: Sequence[int], chunks: Sequence[Chunk], priority: int, itemsize: int) -> Exchange:
     machines = setting.cluster.machines
-    size = sum(chunk.length for chunk in chunks) * itemsize * setting.wire_share
+    size = sum(chunk.length for chunk in chunks) * itemsize * setting.served_share
     share = Leg(size * (machines - 1) / machines)
     return Exchange(
         name=f"{setting.profile.units[units[-1]].unit.name} [{chunks[0].index}]",
