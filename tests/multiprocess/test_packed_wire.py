@@ -14,7 +14,7 @@ import poseidon
 import twins
 from packing_twin import HostPacker, same_bits
 from poseidon.planning.cluster import Link
-from poseidon.routes.packed import PackedSum
+from poseidon.routes.packed import SMALLEST_PACKED_BYTES, PackedSum
 from poseidon.routes.sharded import ShardedRoute
 from poseidon.server.packing import FEWEST_PACKED
 from poseidon.server.slots import make_slots
@@ -71,7 +71,8 @@ def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) ->
 def _average_on_the_device() -> list[int]:
     team = Team(None, 30.0)
     route = ShardedRoute(team, True, LINK)
-    sizes = [FEWEST_PACKED * 7, FEWEST_PACKED * team.size * 3 + 5, 100, 5000]
+    large = SMALLEST_PACKED_BYTES // 4
+    sizes = [large, large * 2 + 5, 100, 5000]
     dtypes = [torch.float32, torch.float32, torch.float32, torch.float16]
     slots = route.book(sizes, dtypes)
     for step in range(STEPS):
@@ -107,7 +108,9 @@ def test_means_on_the_device_have_the_bits_of_the_order_of_ranks(workers: int, p
 
 def _train_on_the_device(kind: str) -> list[Tensor]:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 500), nn.Tanh(), nn.Linear(500, 9))
+    model: nn.Module = nn.Sequential(
+        nn.Linear(300, 1900), nn.Tanh(), nn.Linear(1900, 1500), nn.Tanh(), nn.Linear(1500, 9)
+    )
     model.cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options: dict[str, Any] = {"cluster": twins.slow_cluster(), "routes": {"*": "sharded"}}

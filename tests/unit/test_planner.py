@@ -184,11 +184,10 @@ def test_every_route_is_known_to_some_unit() -> None:
 
 def test_the_server_is_offered_beside_nccl_only_where_it_was_seen_to_pay() -> None:
     slow, fast = Link(10e9, 5e-5), Link(100e9, 5e-6)
-    assert server_beats_nccl(Cluster(8, between=slow), defers=True, packs=False)
-    assert server_beats_nccl(Cluster(8, between=slow), defers=False, packs=True)
-    assert not server_beats_nccl(Cluster(8, between=slow), defers=False, packs=False)
-    assert not server_beats_nccl(Cluster(8, 2, between=slow), defers=True, packs=True)
-    assert not server_beats_nccl(Cluster(8, between=fast), defers=True, packs=True)
+    assert server_beats_nccl(Cluster(8, between=slow), defers=True)
+    assert not server_beats_nccl(Cluster(8, between=slow), defers=False)
+    assert not server_beats_nccl(Cluster(8, 2, between=slow), defers=True)
+    assert not server_beats_nccl(Cluster(8, between=fast), defers=True)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from poseidon.engine.schedule import Gather, Item, Schedule
@@ -28,7 +27,6 @@ from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, make_plan, server_beats_nccl
 from poseidon.routes.base import LiveUnit, can_be_served
 from poseidon.team.nccl import nccl_uses_sockets
-from poseidon.team.packing import all_can_pack
 from poseidon.team.team import PendingGather, Team
 from poseidon.units import Load
 
@@ -118,7 +116,7 @@ class Engine:
         is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
         self._routes = Routes(team, is_cuda, options.gather_factors, cluster.between)
         self._offers_server = all(can_be_served(p) for unit in units for p in unit.parameters) and (
-            not team.is_nccl or self._prefers_server()
+            not team.is_nccl or (server_beats_nccl(cluster, options.defers) and nccl_uses_sockets(team))
         )
         self._unit_of = {p: unit for unit in units for p in unit.parameters}
         self._has_local_gradients = False
@@ -139,11 +137,6 @@ class Engine:
         self._current: Schedule | None = None
         self._is_landing = False
         """Closed, but not all means are in ``.grad``; stays so if an error breaks it off."""
-
-    def _prefers_server(self) -> bool:
-        """Say whether full gradients shall rather go through the server than by NCCL. Collective."""
-        packs = all_can_pack(self.team) and all(p.dtype == torch.float32 for u in self.units for p in u.parameters)
-        return nccl_uses_sockets(self.team) and server_beats_nccl(self.cluster, self.options.defers, packs)
 
     # What a front end calls.
 

@@ -27,8 +27,8 @@ from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
+from poseidon.routes.packed import can_pack
 from poseidon.sim.cells import Bench, predict_ms
-from poseidon.team.packing import can_pack
 
 KEPT_LINES = 30
 

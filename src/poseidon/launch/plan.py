@@ -124,8 +124,8 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         cluster,
         simulated,
         collectives=TRANSPORTS[transport],
+        offers_server=transport == "gloo" or server_beats_nccl(cluster, simulated.overlaps_forward),
         # A profile says nothing of Triton, which packs gradients; PyTorch for CUDA brings it along.
-        offers_server=transport == "gloo" or server_beats_nccl(cluster, simulated.overlaps_forward, packs=True),
         packs=transport == "nccl",
         payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
         gathers_factors=transport == "nccl",

@@ -103,15 +103,15 @@ def make_plan(
     return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, overrides, offered) for unit in units))
 
 
-def server_beats_nccl(cluster: Cluster, defers: bool, packs: bool) -> bool:
+def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
     """Say whether to offer the parameter server where NCCL, going by TCP, could carry gradients from device to device.
 
-    The server stages them in host memory, but its threads sleep where NCCL's spin. That pays where no two GPUs of a
-    machine combine first, and either a layer that is needed soon may overtake the others, because gradients may land in
-    the next forward (``defers``), or devices pack them (``packs``); measured at 10 and 25 Gbit/s
-    (``docs/performance.md``).
+    The server stages them in host memory, but packs them, a layer that is needed soon overtakes the others, and its
+    threads sleep where NCCL's spin. That pays where gradients may land in the next forward (``defers``) and no two GPUs
+    of a machine combine first; measured at 10 and 25 Gbit/s (``docs/performance.md``). Without that, networks that wait
+    for the wire gain by it too, and others lose: it takes longer from a gradient to its mean.
     """
-    return (defers or packs) and cluster.workers_per_machine == 1 and cluster.between.bits_per_s <= FASTEST_SERVED_BITS
+    return defers and cluster.workers_per_machine == 1 and cluster.between.bits_per_s <= FASTEST_SERVED_BITS
 
 
 def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +30,12 @@ from poseidon.server.packing import Packing, is_worth_packing
 from poseidon.server.slots import Slot
 from poseidon.team.team import Arrival
 from poseidon.wire.message import Header, Kind
+from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
+
+SMALLEST_PACKED_BYTES = 8 << 20
+"""Of a bucket. Nothing hides the exchange of the last ones of a backward, which are the small ones, and a device that
+is busy computing takes its time; the host adds them up sooner than a device, and they save little."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,16 @@ class Packer(Protocol):
         """Fill ``flat`` from ``memory``, where the chunks in ``plain`` are as they are; return what says when."""
 
 
+def can_pack(settings: WireSettings | None = None) -> bool:
+    """Return whether CUDA devices of this machine are asked to pack, and find Triton, which they need for it."""
+    return (settings or WireSettings.from_environment()).pack and find_spec("triton") is not None
+
+
 def is_packed(slot: Slot, dtype: torch.dtype) -> bool:
     """Return whether a bucket of this kind travels packed where the workers' devices can do it."""
-    return dtype == torch.float32 and bool(slot.chunks) and is_worth_packing(slot.chunks[-1].length)
+    if dtype != torch.float32 or not slot.chunks or not is_worth_packing(slot.chunks[-1].length):
+        return False
+    return 4 * slot.chunks[-1].stop >= SMALLEST_PACKED_BYTES
 
 
 class PackedSum:

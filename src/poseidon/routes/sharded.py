@@ -27,7 +27,7 @@ from poseidon.planning.cluster import Link
 from poseidon.planning.packing import limit_served
 from poseidon.routes.base import Exchange
 from poseidon.routes.levels import Levels, LevelsExchange
-from poseidon.routes.packed import PackedSum, Packer, is_packed
+from poseidon.routes.packed import PackedSum, Packer, can_pack, is_packed
 from poseidon.routes.staging import PeerLostError, StagedExchange, Stager, await_sum
 from poseidon.server.chunks import Chunk, owned_by
 from poseidon.server.service import ShardService
@@ -130,7 +130,7 @@ class _ShardedSum:
         )
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._transport.listen_lost(self._lost)
-        packer = _find_packer(len(members)) if is_cuda and self._transport.settings.pack else None
+        packer = _find_packer(len(members)) if is_cuda and can_pack(self._transport.settings) else None
         can_pack = all(row[0] for row in team.gather_ints([int(packer is not None)], "the parameter server"))
         self._packed = (
             PackedSum(self._transport, packer, priority=self._priorities.__getitem__, on_error=self._fail)
@@ -267,7 +267,7 @@ def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _find_packer(workers: int) -> Packer | None:
-    """Return the current CUDA device as a packer; None, with a word of why, where it cannot be one."""
+    """Return the current CUDA device as a packer; None, with a word of why, where it cannot be one after all."""
     try:
         from poseidon.routes.cuda_packer import CudaPacker
 

@@ -12,6 +12,8 @@ CHUNK_S = 4e-3
 """An urgent chunk waits for the one that is being sent to its peer, so a chunk takes about this long..."""
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**16, 2**22
 """... but smaller ones cost too much processor time per byte, and larger ones gain nothing."""
+LEAST_SPREAD_BYTES = 2**19
+"""A small bucket is cut into pieces of this size at the least, so that its exchange uses several links."""
 
 
 def chunk_bytes_for(bytes_per_s: float) -> int:
@@ -38,7 +40,8 @@ def make_slots(first: int, sizes: Sequence[int], itemsizes: Sequence[int], owner
     slots = []
     for place, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True)):
         number = first + place
-        (pieces,) = cut([size], range(owners), max(1, chunk_bytes // itemsize))
+        least = max(1, min(chunk_bytes // 4, LEAST_SPREAD_BYTES) // itemsize)
+        (pieces,) = cut([size], range(owners), max(1, chunk_bytes // itemsize), least)
         # Each bucket begins with another owner, so that short ones do not all end up with the first.
         chunks = tuple(
             Chunk(number, piece.index, piece.start, piece.stop, (piece.owner + number) % owners) for piece in pieces

@@ -64,7 +64,7 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         collectives=TRANSPORTS["nccl" if is_nccl else "gloo"].on_cores(cores),
         messages=TRANSPORTS["messages"].on_cores(cores),
         payload=LAB_PAYLOAD,
-        offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward, bench.packs),
+        offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         packs=bench.packs,
         gathers_factors=is_nccl,
     )

@@ -11,7 +11,7 @@ import torch
 
 from packing_twin import HostPacker, same_bits
 from poseidon.errors import FrameError, ServerError
-from poseidon.routes.packed import PackedSum, Rows, is_packed
+from poseidon.routes.packed import SMALLEST_PACKED_BYTES, PackedSum, Rows, is_packed
 from poseidon.routes.staging import Done, Waiter
 from poseidon.server.packing import FEWEST_PACKED
 from poseidon.server.slots import Slot, make_slots
@@ -183,8 +183,11 @@ def test_a_failure_ends_what_is_under_way_and_what_comes_after() -> None:
     assert after._error is lost
 
 
-def test_only_float32_in_chunks_of_some_size_is_packed() -> None:
-    (large, small, none) = make_slots(0, [FEWEST_PACKED * 8, FEWEST_PACKED - 1, 0], [4] * 3, 2, 1 << 20)
+def test_only_float32_in_buckets_of_some_size_is_packed() -> None:
+    sizes = [SMALLEST_PACKED_BYTES // 4, SMALLEST_PACKED_BYTES // 4 - 1, 0]
+    (large, small, none) = make_slots(0, sizes, [4] * 3, 2, 1 << 20)
+    (cut_to_bits,) = make_slots(0, sizes[:1], [4], 2, 4 * (FEWEST_PACKED - 1))
+    assert not is_packed(cut_to_bits, torch.float32)
     assert is_packed(large, torch.float32)
     assert not is_packed(large, torch.float64)
     assert not is_packed(large, torch.float16)
