@@ -131,10 +131,10 @@ class _ShardedSum:
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._transport.listen_lost(self._lost)
         packer = _find_packer(len(members)) if is_cuda and can_pack(self._transport.settings) else None
-        can_pack = all(row[0] for row in team.gather_ints([int(packer is not None)], "the parameter server"))
+        all_can = all(row[0] for row in team.gather_ints([int(packer is not None)], "the parameter server"))
         self._packed = (
             PackedSum(self._transport, packer, priority=self._priorities.__getitem__, on_error=self._fail)
-            if packer is not None and can_pack
+            if packer is not None and all_can
             else None
         )
 
