@@ -17,12 +17,21 @@ _URGENT = -1
 """Of what is ready, the device begins with these streams: somebody else's next layer waits for it."""
 
 
+class _Streams:
+    """What goes on beside the computation of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.sums, self.back = (torch.cuda.Stream(device, _URGENT) for _ in range(3))
+
+
 class CudaPacker:
-    """The current CUDA device as a :class:`~poseidon.routes.packed.Packer`; any thread may call it."""
+    """CUDA devices as a :class:`~poseidon.routes.packed.Packer`; any thread may call it.
+
+    Raises whatever Triton raises where it does not work.
+    """
 
     def __init__(self, workers: int) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._out, self._sums, self._back = (torch.cuda.Stream(self._device, _URGENT) for _ in range(3))
+        self._streams: dict[torch.device, _Streams] = {}
         self._try_out(workers)
 
     def memory(self, rows: int, row_bytes: int) -> Tensor:
@@ -31,53 +40,63 @@ class CudaPacker:
 
     def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> torch.cuda.Event:
         """Pack ``flat`` behind what the compute stream has to do, and copy it out."""
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            packed = torch.empty_like(memory, device=self._device)
+        out = self._streams_of(flat.device).out
+        out.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(out):
+            packed = torch.empty_like(memory, device=flat.device)
             kernels.pack(flat, rows.quotient, rows.longer, packed, rows.packing)
             memory.copy_(packed, non_blocking=True)
-            return record(self._out)
+            return record(out)
 
     def add(
         self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
     ) -> torch.cuda.Event:
         """Copy the parts in, add them to ``flat`` in the order of ranks, and copy the packed sum out."""
-        with torch.cuda.stream(self._sums):
-            there = parts.to(self._device, non_blocking=True)
-            values = torch.empty((len(parts), chunk.length), dtype=torch.float32, device=self._device)
+        sums = self._streams_of(flat.device).sums
+        with torch.cuda.stream(sums):
+            there = parts.to(flat.device, non_blocking=True)
+            values = torch.empty((len(parts), chunk.length), dtype=torch.float32, device=flat.device)
             kernels.unpack(there, packing, values.view(-1), chunk.length, 0)
             for place in plain:
                 values[place].copy_(there[place, : 4 * chunk.length].view(torch.float32))
             kernels.add_up(values, flat, chunk.start, chunk.owner)
-            packed = torch.empty((1, packing.row_bytes), dtype=torch.uint8, device=self._device)
+            packed = torch.empty((1, packing.row_bytes), dtype=torch.uint8, device=flat.device)
             kernels.pack(flat[chunk.start : chunk.stop], chunk.length, 0, packed, packing)
             for memory in into:
                 memory.copy_(packed[0], non_blocking=True)
-            return record(self._sums)
+            return record(sums)
 
     def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
         """Copy a chunk out as it is."""
-        with torch.cuda.stream(self._sums):
+        sums = self._streams_of(flat.device).sums
+        with torch.cuda.stream(sums):
             for memory in into:
                 memory[: 4 * chunk.length].view(torch.float32).copy_(flat[chunk.start : chunk.stop], non_blocking=True)
-            record(self._sums).synchronize()
+            record(sums).synchronize()
 
     def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> torch.cuda.Event:
         """Copy packed chunks in and unpack them."""
-        with torch.cuda.stream(self._back):
-            there = memory.to(self._device, non_blocking=True)
+        back = self._streams_of(flat.device).back
+        with torch.cuda.stream(back):
+            there = memory.to(flat.device, non_blocking=True)
             kernels.unpack(there, rows.packing, flat, rows.quotient, rows.longer)
             for chunk in plain:
                 values = there[chunk.index, : 4 * chunk.length].view(torch.float32)
                 flat[chunk.start : chunk.stop].copy_(values)
-            return record(self._back)
+            return record(back)
+
+    def _streams_of(self, device: torch.device) -> _Streams:
+        if device not in self._streams:
+            # Two threads may come here at once; the one that is late takes what is there.
+            self._streams.setdefault(device, _Streams(device))
+        return self._streams[device]
 
     def _try_out(self, workers: int) -> None:
         """Compile all there is, on this thread: others must not wait for it in the middle of a step."""
         size = FEWEST_PACKED
         chunks = tuple(Chunk(0, index, index * size, (index + 1) * size, index) for index in range(workers))
         rows = Rows.of(chunks)
-        flat = torch.ones(workers * size, device=self._device)
+        flat = torch.ones(workers * size, device=torch.device("cuda", torch.cuda.current_device()))
         memory = self.memory(workers, rows.packing.row_bytes)
         self.pack(flat, rows, memory).synchronize()
         self.add(memory[1:], [], flat, chunks[0], rows.packing, [memory[0]]).synchronize()

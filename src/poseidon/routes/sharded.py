@@ -120,6 +120,7 @@ class _ShardedSum:
         self._under_way: dict[int, _Sum] = {}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+        self._packed: PackedSum | None = None
         self._shard = Shard([], range(len(members)))
         self._service = ShardService(
             self._transport,
@@ -132,11 +133,9 @@ class _ShardedSum:
         self._transport.listen_lost(self._lost)
         packer = _find_packer(len(members)) if is_cuda and can_pack(self._transport.settings) else None
         all_can = all(row[0] for row in team.gather_ints([int(packer is not None)], "the parameter server"))
-        self._packed = (
-            PackedSum(self._transport, packer, priority=self._priorities.__getitem__, on_error=self._fail)
-            if packer is not None and all_can
-            else None
-        )
+        if packer is not None and all_can:
+            priority = self._priorities.__getitem__
+            self._packed = PackedSum(self._transport, packer, priority=priority, on_error=self._fail)
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         itemsizes = [dtype.itemsize for dtype in dtypes]
@@ -146,9 +145,8 @@ class _ShardedSum:
         for slot in slots:
             self._priorities[slot.number] = slot.priority
             self._chunks[slot.number] = slot.chunks
-        packed = [slot for slot, dtype in zip(slots, dtypes, strict=True) if self._packed and is_packed(slot, dtype)]
         if self._packed is not None:
-            self._packed.include(packed)
+            self._packed.include([slot for slot, dtype in zip(slots, dtypes, strict=True) if is_packed(slot, dtype)])
         others = [slot.chunks for slot in slots if not self.packs(slot)]
         self._shard.include(owned_by(self._rank, others), formats)
         return slots

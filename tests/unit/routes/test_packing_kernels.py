@@ -72,6 +72,8 @@ def test_parts_are_added_in_the_order_of_ranks(place: int) -> None:
     generator = np.random.default_rng(place)
     parts = (generator.standard_normal((3, 5000)) * [[1e4], [1], [1e-3]]).astype(np.float32)
     values = generator.standard_normal(9000).astype(np.float32)
+    # The smallest numbers there are must not become zeros.
+    parts[:, :50] = values[100:150] = np.float32(1e-42)
     flat = torch.from_numpy(values.copy()).to(DEVICE)
     kernels.add_up(torch.from_numpy(parts).to(DEVICE), flat, 100, place)
 
