@@ -130,8 +130,10 @@ class PackedSum:
         transport.listen(Kind.PACKED_RESULT, self._receive_sum, self._place_sum)
 
     def include(self, slots: Sequence[Slot]) -> None:
-        """Take over these buckets; nobody may start them before."""
+        """Take over these buckets instead of earlier ones; nobody may start them before."""
         others = self._transport.size - 1
+        # What has not landed here may still have to be received.
+        buckets = {number: bucket for number, bucket in self._buckets.items() if bucket.is_under_way}
         for slot in slots:
             rows = Rows.of(slot.chunks)
             memory = self._packer.memory(len(slot.chunks), rows.packing.row_bytes)
@@ -144,7 +146,8 @@ class PackedSum:
                 for chunk in slot.chunks
                 if chunk.owner == self._rank
             }
-            self._buckets[slot.number] = _Bucket(slot.number, rows, memory, rolls)
+            buckets[slot.number] = _Bucket(slot.number, rows, memory, rolls)
+        self._buckets = buckets
 
     def holds(self, slot: Slot) -> bool:
         """Return whether a bucket was taken over."""
@@ -244,7 +247,7 @@ class PackedSum:
 
     def _place_sum(self, header: Header) -> memoryview:
         bucket = self._buckets.get(header.unit)
-        if bucket is None or header.chunk >= len(bucket.rows.chunks) or not bucket.is_under_way(header.clock):
+        if bucket is None or header.chunk >= len(bucket.rows.chunks) or not bucket.awaits(header.clock):
             raise FrameError("out of turn", f"{header} came, but no such sum is under way")
         chunk = bucket.rows.chunks[header.chunk]
         if header.sender != chunk.owner or not bucket.rows.packing.could_be(header.length, chunk.length):
@@ -317,8 +320,12 @@ class _Bucket:
         self._missing = len(self.rows.chunks)
         return self.arrival
 
-    def is_under_way(self, step: int) -> bool:
-        return self._missing > 0 and step == self.step
+    @property
+    def is_under_way(self) -> bool:
+        return self._missing > 0
+
+    def awaits(self, step: int) -> bool:
+        return self.is_under_way and step == self.step
 
     def enter(self, index: int, length: int) -> bool:
         """Note that a sum is there; true if it was the last. Called under the lock."""
@@ -330,7 +337,7 @@ class _Bucket:
 
     def end(self) -> bool:
         """Break off what is under way; true if anything was. Called under the lock."""
-        was_under_way = self._missing > 0
+        was_under_way = self.is_under_way
         self._missing = 0
         return was_under_way
 

@@ -193,3 +193,19 @@ def test_only_float32_in_buckets_of_some_size_is_packed() -> None:
     assert not is_packed(large, torch.float16)
     assert not is_packed(small, torch.float32)
     assert not is_packed(none, torch.float32)
+
+
+def test_memory_of_earlier_buckets_is_let_go_once_they_have_landed() -> None:
+    team, pump = make_workers(2, [FEWEST_PACKED * 4])
+    (old,) = team[0].slots
+    (new,) = make_slots(1, [FEWEST_PACKED * 4], [4], 2, 8 * FEWEST_PACKED)
+    for worker in team:
+        worker.sum.start(torch.ones(FEWEST_PACKED * 4), old, 0)
+        worker.sum.include([new])
+        assert worker.sum.holds(old)
+    pump()
+    for worker in team:
+        worker.sum.include([new])
+        assert worker.sum.holds(new)
+        assert not worker.sum.holds(old)
+        assert not worker.errors
