@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 import poseidon
 import twins
 from packing_twin import HostPacker, same_bits
+from poseidon.errors import WorkerLostError
 from poseidon.planning.cluster import Link
-from poseidon.routes.packed import SMALLEST_PACKED_BYTES, PackedSum
-from poseidon.routes.sharded import ShardedRoute
-from poseidon.server.packing import FEWEST_PACKED
+from poseidon.routes import sharded
+from poseidon.routes.packed import PackedSum
+from poseidon.routes.staging import await_sum
+from poseidon.server.packing import FEWEST_PACKED, SMALLEST_PACKED_BYTES
 from poseidon.server.slots import make_slots
 from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
@@ -68,9 +71,29 @@ def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) ->
     run_ranks(_sum_over_the_wire, 3, env={"POSEIDON_WIRE_CARRIER": carrier})
 
 
+def _lose_a_worker() -> str:
+    sharded._find_packer = lambda _: HostPacker()
+    sharded.can_pack = lambda _: True
+    team = Team(None, 30.0)
+    total = sharded._ShardedSum(team, range(team.size), LINK, is_cuda=True)
+    (slot,) = total.book([SMALLEST_PACKED_BYTES // 4], [torch.float32])
+    assert total.packs(slot)
+    team.gather_ints([0])
+    if team.rank == 1:
+        os._exit(1)
+    with pytest.raises(WorkerLostError) as caught:
+        await_sum(total.start_packed(torch.ones(SMALLEST_PACKED_BYTES // 4), slot, 0), team, "a bucket")
+    return str(caught.value)
+
+
+def test_a_worker_that_dies_is_named() -> None:
+    messages = run_ranks(_lose_a_worker, 3, lost=[1])
+    assert all("a bucket from rank 1" in message for message in (messages[0], messages[2])), messages
+
+
 def _average_on_the_device() -> list[int]:
     team = Team(None, 30.0)
-    route = ShardedRoute(team, True, LINK)
+    route = sharded.ShardedRoute(team, True, LINK)
     large = SMALLEST_PACKED_BYTES // 4
     sizes = [large, large * 2 + 5, 100, 5000]
     dtypes = [torch.float32, torch.float32, torch.float32, torch.float16]

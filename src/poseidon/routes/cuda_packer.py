@@ -42,7 +42,7 @@ class CudaPacker:
         """Pack ``flat`` behind what the compute stream has to do, and copy it out."""
         out = self._streams_of(flat.device).out
         out.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(out):
+        with torch.cuda.device(flat.device), torch.cuda.stream(out):
             packed = torch.empty_like(memory, device=flat.device)
             kernels.pack(flat, rows.quotient, rows.longer, packed, rows.packing)
             memory.copy_(packed, non_blocking=True)
@@ -53,15 +53,16 @@ class CudaPacker:
     ) -> torch.cuda.Event:
         """Copy the parts in, add them to ``flat`` in the order of ranks, and copy the packed sum out."""
         sums = self._streams_of(flat.device).sums
-        with torch.cuda.stream(sums):
+        with torch.cuda.device(flat.device), torch.cuda.stream(sums):
             there = parts.to(flat.device, non_blocking=True)
             values = torch.empty((len(parts), chunk.length), dtype=torch.float32, device=flat.device)
             kernels.unpack(there, packing, values.view(-1), chunk.length, 0)
             for place in plain:
                 values[place].copy_(there[place, : 4 * chunk.length].view(torch.float32))
-            kernels.add_up(values, flat, chunk.start, chunk.owner)
+            own = flat[chunk.start : chunk.stop]
+            kernels.add_up(values, own, chunk.owner)
             packed = torch.empty((1, packing.row_bytes), dtype=torch.uint8, device=flat.device)
-            kernels.pack(flat[chunk.start : chunk.stop], chunk.length, 0, packed, packing)
+            kernels.pack(own, chunk.length, 0, packed, packing)
             for memory in into:
                 memory.copy_(packed[0], non_blocking=True)
             return record(sums)
@@ -69,7 +70,7 @@ class CudaPacker:
     def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
         """Copy a chunk out as it is."""
         sums = self._streams_of(flat.device).sums
-        with torch.cuda.stream(sums):
+        with torch.cuda.device(flat.device), torch.cuda.stream(sums):
             for memory in into:
                 memory[: 4 * chunk.length].view(torch.float32).copy_(flat[chunk.start : chunk.stop], non_blocking=True)
             record(sums).synchronize()
@@ -77,7 +78,7 @@ class CudaPacker:
     def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> torch.cuda.Event:
         """Copy packed chunks in and unpack them."""
         back = self._streams_of(flat.device).back
-        with torch.cuda.stream(back):
+        with torch.cuda.device(flat.device), torch.cuda.stream(back):
             there = memory.to(flat.device, non_blocking=True)
             kernels.unpack(there, rows.packing, flat, rows.quotient, rows.longer)
             for chunk in plain:
@@ -96,7 +97,7 @@ class CudaPacker:
         size = FEWEST_PACKED
         chunks = tuple(Chunk(0, index, index * size, (index + 1) * size, index) for index in range(workers))
         rows = Rows.of(chunks)
-        flat = torch.ones(workers * size, device=torch.device("cuda", torch.cuda.current_device()))
+        flat = torch.ones(workers * size, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
         memory = self.memory(workers, rows.packing.row_bytes)
         self.pack(flat, rows, memory).synchronize()
         self.add(memory[1:], [], flat, chunks[0], rows.packing, [memory[0]]).synchronize()

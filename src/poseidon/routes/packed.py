@@ -2,8 +2,8 @@
 
 As ``sharded.py`` has it, every worker pushes each chunk to its owner, which adds up all parts in rank order and sends
 the sum to everybody. Here the device does the arithmetic: it packs a bucket before it leaves, an owner's device unpacks
-the parts, adds them and packs the sum, and the receiver's unpacks that. An eighth of the bytes is saved, on every link
-and between device and memory, and the processors only move bytes.
+the parts, adds them and packs the sum, and the receiver's unpacks that. An eighth of the bytes is saved on every link,
+and the processors only move bytes.
 
 Memory is lent without locks because of who waits for whom. A sum lands where this worker's own part lay: its owner
 must have had that. An owner receives parts of the next step in the memory of this step's: a worker pushes those when it
@@ -28,14 +28,11 @@ from poseidon.routes.staging import Done, Waiter
 from poseidon.server.chunks import Chunk
 from poseidon.server.packing import Packing, is_worth_packing
 from poseidon.server.slots import Slot
+from poseidon.server.turns import check_clock, in_turn, refuse_second
 from poseidon.team.team import Arrival
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
-
-SMALLEST_PACKED_BYTES = 8 << 20
-"""Of a bucket. Nothing hides the exchange of the last ones of a backward, which are the small ones, and a device that
-is busy computing takes its time; the host adds them up sooner than a device, and they save little."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,7 @@ def can_pack(settings: WireSettings | None = None) -> bool:
 
 def is_packed(slot: Slot, dtype: torch.dtype) -> bool:
     """Return whether a bucket of this kind travels packed where the workers' devices can do it."""
-    if dtype != torch.float32 or not slot.chunks or not is_worth_packing(slot.chunks[-1].length):
-        return False
-    return 4 * slot.chunks[-1].stop >= SMALLEST_PACKED_BYTES
+    return dtype == torch.float32 and is_worth_packing(dtype.itemsize * slot.size, dtype.itemsize, slot.chunks)
 
 
 class PackedSum:
@@ -118,22 +113,24 @@ class PackedSum:
         self._priority = priority
         self._on_error = on_error
         self._buckets: dict[int, _Bucket] = {}
+        self._leaving: set[int] = set()
+        """Buckets of an earlier plan that have not landed."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         # Two: a part waits for the backward that makes it, and no sum may wait for that.
         self._packed = waiter("poseidon-packed")
         self._summed = waiter("poseidon-summed")
-        size = transport.size
-        # Each owner begins with another worker: all beginning with the first would fill its link and idle the rest.
-        self._others = [(self._rank + distance) % size for distance in range(1, size)]
+        self._others = in_turn(range(transport.size), self._rank, transport.size)[1:]
         transport.listen(Kind.PACKED_PUSH, self._receive_part, self._place_part)
         transport.listen(Kind.PACKED_RESULT, self._receive_sum, self._place_sum)
 
     def include(self, slots: Sequence[Slot]) -> None:
         """Take over these buckets instead of earlier ones; nobody may start them before."""
         others = self._transport.size - 1
-        # What has not landed here may still have to be received.
-        buckets = {number: bucket for number, bucket in self._buckets.items() if bucket.is_under_way}
+        with self._lock:
+            # What has not landed here may still have to be received; it goes when it lands.
+            buckets = {number: bucket for number, bucket in self._buckets.items() if bucket.is_under_way}
+            self._leaving = set(buckets)
         for slot in slots:
             rows = Rows.of(slot.chunks)
             memory = self._packer.memory(len(slot.chunks), rows.packing.row_bytes)
@@ -204,7 +201,8 @@ class PackedSum:
                 )
             if not bucket.rows.packing.could_be(header.length, roll.chunk.length):
                 raise ServerError(
-                    f"rank {header.sender} sent {header.length} bytes for {roll}, which has {roll.chunk.length} values"
+                    f"rank {header.sender} sent {header.length} bytes for {roll}, whose {roll.chunk.length} values "
+                    f"take {bucket.rows.packing.size(0)} or more, and {4 * roll.chunk.length} as they are"
                 )
             with self._lock:
                 roll.expect(header.sender, header.clock, header.length)
@@ -247,7 +245,7 @@ class PackedSum:
 
     def _place_sum(self, header: Header) -> memoryview:
         bucket = self._buckets.get(header.unit)
-        if bucket is None or header.chunk >= len(bucket.rows.chunks) or not bucket.awaits(header.clock):
+        if bucket is None or not bucket.awaits(header.chunk, header.clock):
             raise FrameError("out of turn", f"{header} came, but no such sum is under way")
         chunk = bucket.rows.chunks[header.chunk]
         if header.sender != chunk.owner or not bucket.rows.packing.could_be(header.length, chunk.length):
@@ -263,10 +261,15 @@ class PackedSum:
     def _land(self, bucket: _Bucket, chunk: Chunk, length: int) -> None:
         with self._lock:
             is_complete = bucket.enter(chunk.index, length)
+            if is_complete and bucket.number in self._leaving:
+                self._leaving.remove(bucket.number)
+                del self._buckets[bucket.number]
         if not is_complete:
             return
+        # Not kept: the gradient may be freed before the next step.
+        flat = bucket.take()
         try:
-            done = self._packer.unpack(bucket.memory, bucket.rows.plain(bucket.lengths), bucket.rows, bucket.flat)
+            done = self._packer.unpack(bucket.memory, bucket.rows.plain(bucket.lengths), bucket.rows, flat)
         except BaseException as error:
             bucket.arrival.fail(error)
         else:
@@ -288,7 +291,11 @@ class PackedSum:
         packing = bucket.rows.packing
         if packing.is_plain(header.length, chunk.length) or packing.size(_strays_in(payload)) == header.length:
             return
-        error = ServerError(f"{header} announces {_strays_in(payload)} strays, which makes another length")
+        strays = _strays_in(payload)
+        error = ServerError(
+            f"rank {header.sender} sent {header.length} bytes for chunk {chunk.index} of unit {chunk.unit}, "
+            f"but with {strays} strays, which it announces, it has {packing.size(strays)}"
+        )
         self._on_error(error)
         raise error
 
@@ -309,36 +316,47 @@ class _Bucket:
         self.lengths = [0 for _ in rows.chunks]
         """Bytes of each sum."""
         self.step = -1
-        self.flat: Tensor
         self.arrival: Arrival
-        self._missing = 0
+        self._flat: Tensor | None = None
+        self._missing: set[int] = set()
+        """Chunks whose sums are not there."""
 
     def begin(self, flat: Tensor, step: int) -> Arrival:
-        self.flat = flat
+        self._flat = flat
         self.step = step
         self.arrival = Arrival()
-        self._missing = len(self.rows.chunks)
+        self._missing = {chunk.index for chunk in self.rows.chunks}
         return self.arrival
 
     @property
-    def is_under_way(self) -> bool:
-        return self._missing > 0
+    def flat(self) -> Tensor:
+        assert self._flat is not None
+        return self._flat
 
-    def awaits(self, step: int) -> bool:
-        return self.is_under_way and step == self.step
+    def take(self) -> Tensor:
+        """Return the tensor, to which nothing will be done any more."""
+        flat, self._flat = self.flat, None
+        return flat
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._missing)
+
+    def awaits(self, index: int, step: int) -> bool:
+        return index in self._missing and step == self.step
 
     def enter(self, index: int, length: int) -> bool:
         """Note that a sum is there; true if it was the last. Called under the lock."""
-        if not self._missing:  # it failed meanwhile
+        if index not in self._missing:  # it failed meanwhile
             return False
         self.lengths[index] = length
-        self._missing -= 1
-        return self._missing == 0
+        self._missing.remove(index)
+        return not self._missing
 
     def end(self) -> bool:
         """Break off what is under way; true if anything was. Called under the lock."""
         was_under_way = self.is_under_way
-        self._missing = 0
+        self._missing = set()
         return was_under_way
 
 
@@ -362,12 +380,9 @@ class _Roll:
 
     def expect(self, rank: int, clock: int, length: int) -> None:
         """Check that it is the turn of this part, before it is written over what was there."""
-        if self._expected and clock != self._clock:
-            raise ServerError(f"rank {rank} sent {self} of clock {clock} while clock {self._clock} is being summed")
-        if not self._expected and clock <= self._clock:
-            raise ServerError(f"rank {rank} sent {self} of clock {clock}, but clock {self._clock} is finished already")
+        check_clock(self, rank, clock, self._clock, is_open=bool(self._expected))
         if rank in self._expected:
-            raise ServerError(f"rank {rank} sent {self} of clock {clock} twice")
+            raise refuse_second(self, rank, clock)
         self._clock = clock
         self._expected.add(rank)
         if rank != self.chunk.owner:

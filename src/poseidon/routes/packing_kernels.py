@@ -59,18 +59,18 @@ def unpack(rows: Tensor, packing: Packing, flat: Tensor, quotient: int, longer: 
     )
 
 
-def add_up(parts: Tensor, flat: Tensor, start: int, place: int) -> None:
-    """Add the rows of ``parts``, with ``flat`` from ``start`` as number ``place`` among them, and leave it there."""
+def add_up(parts: Tensor, own: Tensor, place: int) -> None:
+    """Add the rows of ``parts``, with ``own`` as number ``place`` among them, and leave the sum in ``own``."""
     others, values = parts.shape
-    _add_up[triton.cdiv(values, _ADDED),](parts, flat, start, values, place, others=others, block=_ADDED)
+    _add_up[triton.cdiv(values, _ADDED),](parts, own, values, place, others=others, block=_ADDED)
 
 
 @triton.jit(do_not_specialize=["bits", "rows", "quotient", "longer", "stride", "groups", "strays_at", "most_strays"])
 def _pack(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, group_count: tl.constexpr):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
-    base = rows + row.to(tl.int64) * stride
+    base = rows + row * stride
     group = tl.program_id(1) * group_count + tl.arange(0, group_count)
     is_there = (group < groups)[:, None]
     first = group[:, None] * (2 * _HALF) + tl.arange(0, _HALF)[None, :]
@@ -109,10 +109,10 @@ def _pack(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, 
 
 @triton.jit(do_not_specialize=["rows", "bits", "quotient", "longer", "stride", "groups"])
 def _unpack(rows, bits, quotient, longer, stride, groups, group_count: tl.constexpr):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
-    base = rows + row.to(tl.int64) * stride
+    base = rows + row * stride
     group = tl.program_id(1) * group_count + tl.arange(0, group_count)
     first = group[:, None] * (2 * _HALF) + tl.arange(0, _HALF)[None, :]
     second = first + _HALF
@@ -139,10 +139,10 @@ def _unpack(rows, bits, quotient, longer, stride, groups, group_count: tl.conste
 
 @triton.jit(do_not_specialize=["rows", "bits", "quotient", "longer", "stride", "strays_at", "most_strays"])
 def _patch(rows, bits, quotient, longer, stride, strays_at, most_strays, patchers: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
-    base = rows + row.to(tl.int64) * stride
+    base = rows + row * stride
     there = tl.minimum(tl.load(base.to(tl.pointer_type(tl.int32))), most_strays)
     strays = (base + strays_at).to(tl.pointer_type(tl.int32))
     for begin in range(tl.program_id(1) * block, there, patchers * block):
@@ -154,18 +154,17 @@ def _patch(rows, bits, quotient, longer, stride, strays_at, most_strays, patcher
         tl.store(bits + start + position, value | (((stray >> 24) & 0xFF) << 23), mask=is_ours)
 
 
-@triton.jit(do_not_specialize=["parts", "flat", "start", "values", "place"])
-def _add_up(parts, flat, start, values, place, others: tl.constexpr, block: tl.constexpr):
+@triton.jit(do_not_specialize=["parts", "own", "values", "place"])
+def _add_up(parts, own, values, place, others: tl.constexpr, block: tl.constexpr):
     index = tl.program_id(0) * block + tl.arange(0, block)
     is_there = index < values
-    own = tl.load(flat + start + index, mask=is_there)
-    row = tl.load(parts + index, mask=is_there)
-    total = tl.where(place == 0, own, row)
+    ours = tl.load(own + index, mask=is_there)
+    total = tl.where(place == 0, ours, tl.load(parts + index, mask=is_there))
     for number in tl.static_range(1, others + 1):
         if number == place:
-            total += own
+            total += ours
         else:
             # Behind this worker's own place, the others are one row further up.
             before = tl.where(place < number, number - 1, number)
             total += tl.load(parts + before.to(tl.int64) * values + index, mask=is_there)
-    tl.store(flat + start + index, total, mask=is_there)
+    tl.store(own + index, total, mask=is_there)

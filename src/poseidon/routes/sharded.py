@@ -131,11 +131,7 @@ class _ShardedSum:
         )
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._transport.listen_lost(self._lost)
-        packer = _find_packer(len(members)) if is_cuda and can_pack(self._transport.settings) else None
-        all_can = all(row[0] for row in team.gather_ints([int(packer is not None)], "the parameter server"))
-        if packer is not None and all_can:
-            priority = self._priorities.__getitem__
-            self._packed = PackedSum(self._transport, packer, priority=priority, on_error=self._fail)
+        self._try_to_pack(is_cuda)
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         itemsizes = [dtype.itemsize for dtype in dtypes]
@@ -159,6 +155,16 @@ class _ShardedSum:
         """Begin to replace ``flat``, on a CUDA device, by its sum; the arrival brings an event."""
         assert self._packed is not None
         return self._packed.start(flat, slot, step)
+
+    def _try_to_pack(self, is_cuda: bool) -> None:
+        """Let buckets travel packed if all workers can do that. Collective."""
+        packer = _find_packer(len(self._members)) if is_cuda and can_pack(self._transport.settings) else None
+        all_can = all(row[0] for row in self._team.gather_ints([int(packer is not None)], "the parameter server"))
+        if packer is not None and all_can:
+            priority = self._priorities.__getitem__
+            self._packed = PackedSum(self._transport, packer, priority=priority, on_error=self._fail)
+            if self._failure is not None:  # while it was made
+                self._packed.fail(self._failure)
 
     def start(self, values: np.ndarray[Any, Any], slot: Slot, step: int) -> Arrival:
         """Begin to replace ``values`` by its sum."""

@@ -21,7 +21,10 @@ Values are filled up with zeros to whole groups. A chunk with so many strays tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from poseidon.server.chunks import Chunk
 
 GROUP = 256
 """Values with one largest exponent. Of real gradients one in ten thousand is a stray then; in smaller groups hardly
@@ -31,6 +34,9 @@ PACKED_SHARE = 28.05 / 32
 """Bytes that real gradients keep, on the average."""
 FEWEST_PACKED = 4096
 """Shorter chunks travel as they are."""
+SMALLEST_PACKED_BYTES = 8 << 20
+"""Of a bucket. Nothing hides the exchange of the last ones of a backward, which are the small ones, and a device that
+is busy computing takes its time; the host adds them up sooner than a device, and they save little."""
 MOST_PACKED = 1 << 24
 """A stray's position has so many values."""
 _ALIGNMENT = 16
@@ -74,8 +80,8 @@ class Packing:
 
     @property
     def most_strays(self) -> int:
-        """With more than this, packing gains nothing."""
-        return (4 * self.values - 4 - self.strays_at) // 4
+        """With more than this, packing gains nothing. A packed chunk is shorter than one of a value less as it is."""
+        return (4 * (self.values - 1) - 4 - self.strays_at) // 4
 
     @property
     def row_bytes(self) -> int:
@@ -96,9 +102,12 @@ class Packing:
         return length == 4 * values
 
 
-def is_worth_packing(values: int) -> bool:
-    """Return whether chunks of so many values are packed."""
-    return FEWEST_PACKED <= values <= MOST_PACKED
+def is_worth_packing(bucket_bytes: int, itemsize: int, chunks: Sequence[Chunk]) -> bool:
+    """Return whether a bucket of floating-point numbers, cut into these chunks, is packed."""
+    if itemsize != 4 or bucket_bytes < SMALLEST_PACKED_BYTES:
+        return False
+    lengths = [chunk.length for chunk in chunks]
+    return min(lengths) >= FEWEST_PACKED and max(lengths) <= MOST_PACKED
 
 
 def _align(position: int, to: int) -> int:

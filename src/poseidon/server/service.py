@@ -8,6 +8,7 @@ from collections.abc import Callable
 from poseidon.errors import PoseidonError
 from poseidon.server.formats import Array
 from poseidon.server.shard import Shard
+from poseidon.server.turns import in_turn
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.transport import Transport
 
@@ -42,8 +43,7 @@ class ShardService:
         self._on_result = on_result
         self._priority = priority
         rank, size = transport.rank, transport.size
-        # Each server begins with another worker: all beginning with the first would fill its link and idle the rest.
-        others = sorted(shard.workers, key=lambda worker: (worker - rank) % size)
+        others = in_turn(shard.workers, rank, size)
         self._receivers = [worker for worker in others if worker != rank or on_result is None]
         transport.listen(Kind.PUSH, self._receive)
 

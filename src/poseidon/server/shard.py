@@ -16,6 +16,7 @@ import numpy as np
 from poseidon.errors import ConfigError, ServerError
 from poseidon.server.chunks import Chunk
 from poseidon.server.formats import Array, Format, find_format
+from poseidon.server.turns import check_clock, refuse_second
 
 PIECE_BYTES = 128 * 1024
 """Contributions that are there together are added piece by piece, so that the sum stays in the core's own cache."""
@@ -116,7 +117,7 @@ class Shard:
             )
         total.open(clock, rank)
         if rank in total.waiting or rank in self.workers[: total.added]:
-            raise ServerError(f"rank {rank} sent {total} of clock {clock} twice")
+            raise refuse_second(total, rank, clock)
         total.waiting[rank] = values
 
     def _find(self, unit: int, chunk: int, rank: int) -> _Sum:
@@ -169,11 +170,7 @@ class _Sum:
 
     def open(self, clock: int, rank: int) -> None:
         """Check that ``clock`` is the one under way, or begin it if none is."""
-        if self.waiting or self.added:
-            if clock != self.clock:
-                raise ServerError(f"rank {rank} sent {self} of clock {clock} while clock {self.clock} is being summed")
-        elif clock <= self.clock:
-            raise ServerError(f"rank {rank} sent {self} of clock {clock}, but clock {self.clock} is finished already")
+        check_clock(self, rank, clock, self.clock, is_open=bool(self.waiting or self.added))
         self.clock = clock
 
     def take_ready(self, order: Sequence[int]) -> list[Array]:

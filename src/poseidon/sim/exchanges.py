@@ -11,7 +11,8 @@ from poseidon.planning.ordering import order_by_need
 from poseidon.planning.packing import assign_buckets, limit_served
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.server.chunks import Chunk
-from poseidon.server.slots import make_slots
+from poseidon.server.packing import PACKED_SHARE, is_worth_packing
+from poseidon.server.slots import Slot, make_slots
 from poseidon.sim.setting import Setting
 
 MOST_ROUNDS = 400
@@ -218,16 +219,16 @@ def _served(setting: Setting, units: Sequence[int]) -> list[Exchange]:
     chunk_bytes = max(setting.least_chunk_bytes, sum(size for _, size in sizes) // (rounds * machines))
     slots = make_slots(0, elements, items, machines, chunk_bytes)
     return [
-        _round(setting, [members[at][0] for at in bucket], chunks, slot.priority, itemsize)
+        _round(setting, [members[at][0] for at in bucket], chunks, slot, itemsize)
         for bucket, slot, itemsize in zip(packed, slots, items, strict=True)
         for chunks in (slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines))
     ]
 
 
-def _round(setting: Setting, units: Sequence[int], chunks: Sequence[Chunk], priority: int, itemsize: int) -> Exchange:
+def _round(setting: Setting, units: Sequence[int], chunks: Sequence[Chunk], slot: Slot, itemsize: int) -> Exchange:
     machines = setting.cluster.machines
-    size = sum(chunk.length for chunk in chunks) * itemsize * setting.served_share
-    share = Leg(size * (machines - 1) / machines)
+    size = sum(chunk.length for chunk in chunks) * itemsize * setting.wire_share
+    share = Leg(size * _served_share(setting, slot, itemsize) * (machines - 1) / machines)
     return Exchange(
         name=f"{setting.profile.units[units[-1]].unit.name} [{chunks[0].index}]",
         units=tuple(dict.fromkeys(units)),
@@ -235,9 +236,16 @@ def _round(setting: Setting, units: Sequence[int], chunks: Sequence[Chunk], prio
         legs=(share, share),
         is_collective=False,
         staged_bytes=size,
-        priority=priority,
+        priority=slot.priority,
         inside_s=_inside_s(setting, size),
     )
+
+
+def _served_share(setting: Setting, slot: Slot, itemsize: int) -> float:
+    """Return what is left of a bucket's bytes if devices pack it."""
+    # What was shortened already (``wire_share``) is no float32 any more.
+    can_be = setting.packs and setting.wire_share == 1
+    return PACKED_SHARE if can_be and is_worth_packing(slot.size * itemsize, itemsize, slot.chunks) else 1.0
 
 
 def _pays_pushed(entry: PlanEntry, setting: Setting) -> bool:

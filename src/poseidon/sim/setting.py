@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.profile import Profile
-from poseidon.server.packing import PACKED_SHARE
 from poseidon.server.slots import chunk_bytes_for
 from poseidon.sim.systems import System
 from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS, Transport
@@ -95,11 +94,6 @@ class Setting:
     def uses_gathers(self) -> bool:
         """Whether this system's factors go by collectives."""
         return self.gathers_factors and self.system.dense != "sharded"
-
-    @property
-    def served_share(self) -> float:
-        """Bytes that travel for each byte of a gradient that goes through the parameter server."""
-        return PACKED_SHARE if self.packs and self.wire_share == 1 else self.wire_share
 
     @property
     def latency_s(self) -> float:

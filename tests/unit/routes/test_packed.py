@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from packing_twin import HostPacker, same_bits
 from poseidon.errors import FrameError, ServerError
-from poseidon.routes.packed import SMALLEST_PACKED_BYTES, PackedSum, Rows, is_packed
+from poseidon.routes.packed import PackedSum, Rows, is_packed
 from poseidon.routes.staging import Done, Waiter
-from poseidon.server.packing import FEWEST_PACKED
+from poseidon.server.packing import FEWEST_PACKED, SMALLEST_PACKED_BYTES
 from poseidon.server.slots import Slot, make_slots
 from poseidon.wire.memory import MemoryTransport, Parcel, make_memory_network
 from poseidon.wire.message import Header, Kind
@@ -105,6 +106,25 @@ def test_chunks_that_packing_would_not_shorten_travel_as_they_are() -> None:
     assert team[0].packer.copied > team[1].packer.copied > 0
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_the_length_says_how_a_chunk_travels_even_with_as_many_strays_as_may_be(more: int) -> None:
+    # Chunks of 4097 and of 4096 values: both kinds must be told apart by the same rule.
+    team, pump = make_workers(2, [2 * FEWEST_PACKED + 1])
+    rows = Rows.of(team[0].slots[0].chunks)
+    assert (rows.quotient, rows.longer) == (FEWEST_PACKED, 1)
+    values = np.ones(2 * FEWEST_PACKED + 1, np.float32)
+    for chunk in rows.chunks:
+        # One in each group stays large, so that the others are far below it.
+        small = [at for at in range(chunk.length) if at % 256][: rows.packing.most_strays + more]
+        values[chunk.start : chunk.stop][small] = 1e-20
+    flats = [torch.from_numpy(values.copy()) for _ in team]
+    for worker, flat in zip(team, flats, strict=True):
+        worker.sum.start(flat, worker.slots[0], 0)
+    pump()
+    assert all(same_bits(flat.numpy(), values + values) for flat in flats)
+    assert bool(team[0].packer.copied) == (more > 0)
+
+
 def test_an_eighth_of_the_bytes_is_saved() -> None:
     transports = make_memory_network(2)
     slots = make_slots(0, [1 << 17], [4], 2, 1 << 18)
@@ -167,9 +187,13 @@ def test_sums_that_nobody_asked_for_are_refused() -> None:
     with pytest.raises(FrameError, match="no such sum is under way"):
         team[0].sum._place_sum(header)
     team[0].sum.start(torch.zeros(FEWEST_PACKED * 4), team[0].slots[0], 0)
-    team[0].sum._place_sum(header)
+    place = team[0].sum._place_sum(header)
     with pytest.raises(FrameError, match="was awaited"):
         team[0].sum._place_sum(header._replace(chunk=owned(team[0], 0)))
+    place[:4] = bytes(4)
+    team[0].sum._receive_sum(header, place)
+    with pytest.raises(FrameError, match="no such sum is under way"):
+        team[0].sum._place_sum(header)
 
 
 def test_a_failure_ends_what_is_under_way_and_what_comes_after() -> None:
@@ -205,7 +229,17 @@ def test_memory_of_earlier_buckets_is_let_go_once_they_have_landed() -> None:
         assert worker.sum.holds(old)
     pump()
     for worker in team:
-        worker.sum.include([new])
         assert worker.sum.holds(new)
         assert not worker.sum.holds(old)
         assert not worker.errors
+
+
+def test_a_tensor_that_has_landed_is_not_kept() -> None:
+    team, pump = make_workers(2, [FEWEST_PACKED * 4])
+    flats = [torch.ones(FEWEST_PACKED * 4) for _ in team]
+    refs = [weakref.ref(flat) for flat in flats]
+    for worker, flat in zip(team, flats, strict=True):
+        worker.sum.start(flat, worker.slots[0], 0)
+    pump()
+    del flat, flats
+    assert not any(ref() is not None for ref in refs)
