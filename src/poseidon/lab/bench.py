@@ -27,7 +27,7 @@ from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
-from poseidon.routes.packed import can_pack
+from poseidon.routes.compact import can_compact
 from poseidon.sim.cells import Bench, predict_ms
 
 KEPT_LINES = 30
@@ -92,7 +92,7 @@ def describe_hardware() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "packs": can_pack(),
+        "compacts": can_compact(),
     }
 
 
@@ -215,7 +215,7 @@ class Listener:
             is_gpu=self.worker.device == "cuda",
             cores=len(os.sched_getaffinity(0)),
             flops=flops,
-            packs=self.worker.device == "cuda" and can_pack(),
+            compacts=self.worker.device == "cuda" and can_compact(),
         )
         return predict_ms(bench, system)
 

@@ -125,8 +125,8 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         simulated,
         collectives=TRANSPORTS[transport],
         offers_server=transport == "gloo" or server_beats_nccl(cluster, simulated.overlaps_forward),
-        # A profile says nothing of Triton, which packs gradients; PyTorch for CUDA brings it along.
-        packs=transport == "nccl",
+        # A profile says nothing of Triton, which compacts gradients; PyTorch for CUDA brings it along.
+        compacts=transport == "nccl",
         payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
         gathers_factors=transport == "nccl",
     )

@@ -106,7 +106,7 @@ def make_plan(
 def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
     """Say whether to offer the parameter server where NCCL, going by TCP, could carry gradients from device to device.
 
-    The server stages them in host memory, but packs them, a layer that is needed soon overtakes the others, and its
+    The server stages them in host memory, but compacts them, a layer that is needed soon overtakes the others, and its
     threads sleep where NCCL's spin. That pays where gradients may land in the next forward (``defers``) and no two GPUs
     of a machine combine first; measured at 10 and 25 Gbit/s (``docs/performance.md``). Without that, networks that wait
     for the wire gain by it too, and others lose: it takes longer from a gradient to its mean.

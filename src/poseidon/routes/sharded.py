@@ -6,7 +6,7 @@ ring; but messages need no common order, so what the next forward needs first ov
 
 Sums land where the parts lay: an owner can only answer what has left this worker completely.
 
-On CUDA devices buckets of float32 go another way where all workers can (``packed.py``); the rest is staged in pinned
+On CUDA devices buckets of float32 go another way where all workers can (``compact.py``); the rest is staged in pinned
 memory (``staging.py``).
 """
 
@@ -26,8 +26,8 @@ from poseidon.errors import FrameError
 from poseidon.planning.cluster import Link
 from poseidon.planning.packing import limit_served
 from poseidon.routes.base import Exchange
+from poseidon.routes.compact import Compactor, CompactSum, can_compact, is_compacted
 from poseidon.routes.levels import Levels, LevelsExchange
-from poseidon.routes.packed import PackedSum, Packer, can_pack, is_packed
 from poseidon.routes.staging import PeerLostError, StagedExchange, Stager, await_sum
 from poseidon.server.chunks import Chunk, owned_by
 from poseidon.server.service import ShardService
@@ -89,8 +89,8 @@ class ShardedRoute:
         if self._levels is not None:
             between = _Between(self._exchange, slot, step)
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
-        if self._exchange.packs(slot):
-            return StagedExchange(self._team, self._exchange.start_packed(flat, slot, step), name, flat.device)
+        if self._exchange.compacts(slot):
+            return StagedExchange(self._team, self._exchange.start_compacted(flat, slot, step), name, flat.device)
         if self._stager is not None:
             between = _Between(self._exchange, slot, step)
             return self._stager.start(flat, slot.number, between.start, self._team, name)
@@ -120,7 +120,7 @@ class _ShardedSum:
         self._under_way: dict[int, _Sum] = {}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._packed: PackedSum | None = None
+        self._compact: CompactSum | None = None
         self._shard = Shard([], range(len(members)))
         self._service = ShardService(
             self._transport,
@@ -131,7 +131,7 @@ class _ShardedSum:
         )
         self._transport.listen(Kind.RESULT, self._receive, self._place)
         self._transport.listen_lost(self._lost)
-        self._try_to_pack(is_cuda)
+        self._try_to_compact(is_cuda)
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
         itemsizes = [dtype.itemsize for dtype in dtypes]
@@ -141,30 +141,32 @@ class _ShardedSum:
         for slot in slots:
             self._priorities[slot.number] = slot.priority
             self._chunks[slot.number] = slot.chunks
-        if self._packed is not None:
-            self._packed.include([slot for slot, dtype in zip(slots, dtypes, strict=True) if is_packed(slot, dtype)])
-        others = [slot.chunks for slot in slots if not self.packs(slot)]
+        if self._compact is not None:
+            self._compact.include(
+                [slot for slot, dtype in zip(slots, dtypes, strict=True) if is_compacted(slot, dtype)]
+            )
+        others = [slot.chunks for slot in slots if not self.compacts(slot)]
         self._shard.include(owned_by(self._rank, others), formats)
         return slots
 
-    def packs(self, slot: Slot) -> bool:
-        """Return whether a bucket travels packed."""
-        return self._packed is not None and self._packed.holds(slot)
+    def compacts(self, slot: Slot) -> bool:
+        """Return whether a bucket travels compacted."""
+        return self._compact is not None and self._compact.holds(slot)
 
-    def start_packed(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
+    def start_compacted(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
         """Begin to replace ``flat``, on a CUDA device, by its sum; the arrival brings an event."""
-        assert self._packed is not None
-        return self._packed.start(flat, slot, step)
+        assert self._compact is not None
+        return self._compact.start(flat, slot, step)
 
-    def _try_to_pack(self, is_cuda: bool) -> None:
-        """Let buckets travel packed if all workers can do that. Collective."""
-        packer = _find_packer(len(self._members)) if is_cuda and can_pack(self._transport.settings) else None
-        all_can = all(row[0] for row in self._team.gather_ints([int(packer is not None)], "the parameter server"))
-        if packer is not None and all_can:
+    def _try_to_compact(self, is_cuda: bool) -> None:
+        """Let buckets travel compacted if all workers can do that. Collective."""
+        compactor = _find_compactor(len(self._members)) if is_cuda and can_compact(self._transport.settings) else None
+        all_can = all(row[0] for row in self._team.gather_ints([int(compactor is not None)], "the parameter server"))
+        if compactor is not None and all_can:
             priority = self._priorities.__getitem__
-            self._packed = PackedSum(self._transport, packer, priority=priority, on_error=self._fail)
+            self._compact = CompactSum(self._transport, compactor, priority=priority, on_error=self._fail)
             if self._failure is not None:  # while it was made
-                self._packed.fail(self._failure)
+                self._compact.fail(self._failure)
 
     def start(self, values: np.ndarray[Any, Any], slot: Slot, step: int) -> Arrival:
         """Begin to replace ``values`` by its sum."""
@@ -184,8 +186,8 @@ class _ShardedSum:
         return total.arrival
 
     def close(self) -> None:
-        if self._packed is not None:
-            self._packed.close()
+        if self._compact is not None:
+            self._compact.close()
         self._transport.close()
 
     def _place(self, header: Header) -> memoryview:
@@ -223,8 +225,8 @@ class _ShardedSum:
             waiting, self._under_way = list(self._under_way.values()), {}
         for total in waiting:
             total.arrival.fail(error)
-        if self._packed is not None:
-            self._packed.fail(error)
+        if self._compact is not None:
+            self._compact.fail(error)
 
 
 class _Sum:
@@ -270,12 +272,12 @@ def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def _find_packer(workers: int) -> Packer | None:
-    """Return the current CUDA device as a packer; None, with a word of why, where it cannot be one after all."""
+def _find_compactor(workers: int) -> Compactor | None:
+    """Return the current CUDA device as a compactor; None, with a word of why, where it cannot be one after all."""
     try:
-        from poseidon.routes.cuda_packer import CudaPacker
+        from poseidon.routes.cuda_compactor import CudaCompactor
 
-        return CudaPacker(workers)
+        return CudaCompactor(workers)
     except Exception as error:
-        _log.warning("gradients travel unpacked, an eighth more bytes: Triton does not work here (%s)", error)
+        _log.warning("gradients travel as they are, with an eighth more bytes: Triton does not work here (%s)", error)
         return None

@@ -40,8 +40,8 @@ class Bench:
     """Of the host, shared by all machines."""
     flops: float
     """One worker's matrix rate while all compute."""
-    packs: bool = False
-    """Devices pack what goes through the parameter server."""
+    compacts: bool = False
+    """Devices compact what goes through the parameter server."""
 
 
 def predict_ms(bench: Bench, system: str) -> float | None:
@@ -65,6 +65,6 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         messages=TRANSPORTS["messages"].on_cores(cores),
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
-        packs=bench.packs,
+        compacts=bench.compacts,
         gathers_factors=is_nccl,
     )

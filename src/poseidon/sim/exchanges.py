@@ -11,7 +11,7 @@ from poseidon.planning.ordering import order_by_need
 from poseidon.planning.packing import assign_buckets, limit_served
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.server.chunks import Chunk
-from poseidon.server.packing import PACKED_SHARE, is_worth_packing
+from poseidon.server.compact import COMPACT_SHARE, is_worth_compacting
 from poseidon.server.slots import Slot, make_slots
 from poseidon.sim.setting import Setting
 
@@ -169,7 +169,7 @@ def _pack(setting: Setting, sizes: Sequence[tuple[int, int]]) -> list[list[int]]
 
 
 def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20) -> list[list[int]]:
-    """Return how torch's DistributedDataParallel packs: a small first bucket, then full ones."""
+    """Return how torch's DistributedDataParallel compacts: a small first bucket, then full ones."""
     buckets: list[list[int]] = [[]]
     total = 0
     for index, size in enumerate(sizes):
@@ -242,10 +242,10 @@ def _round(setting: Setting, units: Sequence[int], chunks: Sequence[Chunk], slot
 
 
 def _served_share(setting: Setting, slot: Slot, itemsize: int) -> float:
-    """Return what is left of a bucket's bytes if devices pack it."""
+    """Return what is left of a bucket's bytes if devices compact it."""
     # What was shortened already (``wire_share``) is no float32 any more.
-    can_be = setting.packs and setting.wire_share == 1
-    return PACKED_SHARE if can_be and is_worth_packing(slot.size * itemsize, itemsize, slot.chunks) else 1.0
+    can_be = setting.compacts and setting.wire_share == 1
+    return COMPACT_SHARE if can_be and is_worth_compacting(slot.size * itemsize, itemsize, slot.chunks) else 1.0
 
 
 def _pays_pushed(entry: PlanEntry, setting: Setting) -> bool:

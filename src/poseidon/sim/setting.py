@@ -40,8 +40,8 @@ class Setting:
     """A burst from all machines at once (no exchange during backward) slows down as machines to this power."""
     wire_share: float = 1.0
     """Bytes that travel for each byte of a whole gradient: 0.5 for bf16, which is lossy."""
-    packs: bool = False
-    """Devices pack what goes through the parameter server, without loss."""
+    compacts: bool = False
+    """Devices compact what goes through the parameter server, without loss."""
     switch_bits_per_s: float = math.inf
     """What the switch carries in all."""
     slowdowns: tuple[float, ...] = ()

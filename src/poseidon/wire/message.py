@@ -55,10 +55,10 @@ class Kind(IntEnum):
     """A server's whole state, to be saved or restored."""
     ERROR = 12
     """The request could not be fulfilled; the payload says why, as UTF-8."""
-    PACKED_PUSH = 13
-    """PUSH, packed as ``server/packing.py`` says."""
-    PACKED_RESULT = 14
-    """RESULT, packed."""
+    COMPACT_PUSH = 13
+    """PUSH, compacted as ``server/compact.py`` says."""
+    COMPACT_RESULT = 14
+    """RESULT, compacted."""
 
 
 class Header(NamedTuple):

@@ -42,8 +42,8 @@ class WireSettings:
     """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
     balance: bool = False
     """Give connections that have more left to send larger buffers, and so more of the link (tcp)."""
-    pack: bool = True
-    """Pack gradients of float32 on CUDA devices, without loss, to seven eighths of their bytes."""
+    compact: bool = True
+    """Compact gradients of float32 on CUDA devices, without loss, to seven eighths of their bytes."""
     congestion: str = "cubic"
     """The kernel's congestion control for tcp connections, where it has it; empty: the system's own. BBR sends at the
     rate it saw before, and is slow to see that a link is free again when urgent messages go now to one peer, now to

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-import packing_twin
-from packing_twin import same_bits
-from poseidon.server.packing import Packing
+import compact_twin
+from compact_twin import same_bits
+from poseidon.server.compact import CompactLayout
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not IS_INTERPRETED:
     pytest.skip("no CUDA device; TRITON_INTERPRET=1 computes on the CPU", allow_module_level=True)
-kernels = pytest.importorskip("poseidon.routes.packing_kernels", reason="Triton comes with PyTorch for CUDA")
+kernels = pytest.importorskip("poseidon.routes.compact_kernels", reason="Triton comes with PyTorch for CUDA")
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 Array = np.ndarray[Any, Any]
 
@@ -40,31 +40,33 @@ def draw(kind: str, size: int) -> Array:
 
 @pytest.mark.parametrize("kind", ["normal", "zeros", "strays", "wide", "any bits"])
 @pytest.mark.parametrize(("chunks", "quotient", "longer"), [(1, 4096, 0), (4, 5000, 3), (3, 8191, 2)])
-def test_kernels_pack_as_the_twin_and_unpack_the_same_bits(kind: str, chunks: int, quotient: int, longer: int) -> None:
+def test_kernels_compact_as_the_twin_and_restore_the_same_bits(
+    kind: str, chunks: int, quotient: int, longer: int
+) -> None:
     values = draw(kind, chunks * quotient + longer)
-    packing = Packing(quotient + (longer > 0))
+    layout = CompactLayout(quotient + (longer > 0))
     flat = torch.from_numpy(values).to(DEVICE)
-    rows = torch.full((chunks, packing.row_bytes), 77, dtype=torch.uint8, device=DEVICE)
-    kernels.pack(flat, quotient, longer, rows, packing)
+    rows = torch.full((chunks, layout.row_bytes), 77, dtype=torch.uint8, device=DEVICE)
+    kernels.compact(flat, quotient, longer, rows, layout)
     back = torch.empty_like(flat)
-    kernels.unpack(rows, packing, back, quotient, longer)
+    kernels.restore(rows, layout, back, quotient, longer)
 
-    packed, unpacked = rows.cpu().numpy(), back.cpu().numpy()
-    for index, row in enumerate(packed):
+    compacted, restored = rows.cpu().numpy(), back.cpu().numpy()
+    for index, row in enumerate(compacted):
         start = index * quotient + min(index, longer)
         part = values[start : start + quotient + (index < longer)]
-        expected = packing_twin.pack(part, packing)
+        expected = compact_twin.compact(part, layout)
         (strays,) = row[:4].view("<u4")
-        assert (expected is None) == (strays > packing.most_strays)
+        assert (expected is None) == (strays > layout.most_strays)
         if expected is not None:
-            end = packing.tops_at + packing.groups
+            end = layout.tops_at + layout.groups
             assert row[:end].tobytes() == expected[:end]
             # Strays come in any order.
             ours, theirs = (np.frombuffer(b, "<u4") for b in (row.tobytes(), expected.ljust(len(row), b"\0")))
-            where = slice(packing.strays_at // 4, packing.strays_at // 4 + strays)
+            where = slice(layout.strays_at // 4, layout.strays_at // 4 + strays)
             assert sorted(ours[where]) == sorted(theirs[where])
-            assert same_bits(packing_twin.unpack(expected, len(part), packing), part)
-            assert same_bits(unpacked[start : start + len(part)], part)
+            assert same_bits(compact_twin.restore(expected, len(part), layout), part)
+            assert same_bits(restored[start : start + len(part)], part)
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -1,9 +1,9 @@
-"""Step 3, sharded, on CUDA devices: chunks travel packed (``server/packing.py``) and are added up on the device.
+"""Step 3, sharded, on CUDA devices: chunks travel compacted (``server/compact.py``) and are added up on the device.
 
 As ``sharded.py`` has it, every worker pushes each chunk to its owner, which adds up all parts in rank order and sends
-the sum to everybody. Here the device does the arithmetic: it packs a bucket before it leaves, an owner's device unpacks
-the parts, adds them and packs the sum, and the receiver's unpacks that. An eighth of the bytes is saved on every link,
-and the processors only move bytes.
+the sum to everybody. Here the device does the arithmetic: it compacts a bucket before it leaves, an owner's device
+restores the parts, adds them and compacts the sum, and the receiver's restores that. An eighth of the bytes is saved on
+every link, and the processors only move bytes.
 
 Memory is lent without locks because of who waits for whom. A sum lands where this worker's own part lay: its owner
 must have had that. An owner receives parts of the next step in the memory of this step's: a worker pushes those when it
@@ -26,7 +26,7 @@ from torch import Tensor
 from poseidon.errors import FrameError, ServerError
 from poseidon.routes.staging import Done, Waiter
 from poseidon.server.chunks import Chunk
-from poseidon.server.packing import Packing, is_worth_packing
+from poseidon.server.compact import CompactLayout, is_worth_compacting
 from poseidon.server.slots import Slot
 from poseidon.server.turns import check_clock, in_turn, refuse_second
 from poseidon.team.team import Arrival
@@ -36,62 +36,69 @@ from poseidon.wire.transport import Transport
 
 
 @dataclass(frozen=True)
-class Rows:
+class ChunkRows:
     """The chunks of a bucket as rows of memory: ``quotient`` values each, one more in the first ``longer``."""
 
     chunks: tuple[Chunk, ...]
-    packing: Packing
+    layout: CompactLayout
     quotient: int
     longer: int
 
     @classmethod
-    def of(cls, chunks: tuple[Chunk, ...]) -> Rows:
+    def of(cls, chunks: tuple[Chunk, ...]) -> ChunkRows:
         """Return the rows of chunks as ``server/chunks.py`` cuts them."""
         quotient = chunks[-1].length
         longer = sum(chunk.length > quotient for chunk in chunks)
-        return cls(chunks, Packing(chunks[0].length), quotient, longer)
+        return cls(chunks, CompactLayout(chunks[0].length), quotient, longer)
 
-    def plain(self, lengths: Sequence[int]) -> list[Chunk]:
-        """Return the chunks that have not been packed, given the bytes each takes."""
-        return [c for c, length in zip(self.chunks, lengths, strict=True) if self.packing.is_plain(length, c.length)]
+    def plain(self, lengths: Sequence[int]) -> list[int]:
+        """Return the numbers of the chunks that have not been compacted, given the bytes each takes."""
+        pairs = zip(self.chunks, lengths, strict=True)
+        return [chunk.index for chunk, length in pairs if self.layout.is_plain(length, chunk.length)]
 
 
-class Packer(Protocol):
+class Compactor(Protocol):
     """A device with memory beside it; what it is told is done in order, and later than it is told."""
 
     def memory(self, rows: int, row_bytes: int) -> Tensor:
         """Return memory that both the device and the wire can reach."""
 
-    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> Done:
-        """Leave the packed chunks of ``flat`` in ``memory``, once what the caller computes there is ready."""
+    def compact(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> Done:
+        """Leave the compacted chunks of ``flat`` in ``memory``, once what the caller computes there is ready."""
 
     def add(
-        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
+        self,
+        parts: Tensor,
+        plain: Sequence[int],
+        flat: Tensor,
+        chunk: Chunk,
+        layout: CompactLayout,
+        into: Sequence[Tensor],
     ) -> Done:
-        """Add up a chunk in ``flat``, and leave the sum there, and packed in ``into``.
+        """Add up a chunk in ``flat``, and leave the sum there, and compacted in ``into``.
 
-        ``parts`` are those of the other workers in their order; rows in ``plain`` have not been packed. This worker's
-        own part lies in ``flat``, and its place among the others is ``chunk.owner``.
+        ``parts`` are those of the other workers in their order; rows numbered in ``plain`` have not been compacted.
+        This worker's own part lies in ``flat``, and its place among the others is ``chunk.owner``.
         """
 
     def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
         """Leave a chunk as it is in ``into``, and wait for it."""
 
-    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> Any:
-        """Fill ``flat`` from ``memory``, where the chunks in ``plain`` are as they are; return what says when."""
+    def restore(self, memory: Tensor, plain: Sequence[int], rows: ChunkRows, flat: Tensor) -> Any:
+        """Fill ``flat`` from ``memory``, where rows numbered in ``plain`` are as they are; return what says when."""
 
 
-def can_pack(settings: WireSettings | None = None) -> bool:
-    """Return whether CUDA devices of this machine are asked to pack, and find Triton, which they need for it."""
-    return (settings or WireSettings.from_environment()).pack and find_spec("triton") is not None
+def can_compact(settings: WireSettings | None = None) -> bool:
+    """Return whether CUDA devices of this machine are asked to compact, and find Triton, which they need for it."""
+    return (settings or WireSettings.from_environment()).compact and find_spec("triton") is not None
 
 
-def is_packed(slot: Slot, dtype: torch.dtype) -> bool:
-    """Return whether a bucket of this kind travels packed where the workers' devices can do it."""
-    return dtype == torch.float32 and is_worth_packing(dtype.itemsize * slot.size, dtype.itemsize, slot.chunks)
+def is_compacted(slot: Slot, dtype: torch.dtype) -> bool:
+    """Return whether a bucket of this kind travels compacted where the workers' devices can do it."""
+    return dtype == torch.float32 and is_worth_compacting(dtype.itemsize * slot.size, dtype.itemsize, slot.chunks)
 
 
-class PackedSum:
+class CompactSum:
     """Sums tensors of float32 over all ranks of a transport.
 
     ``priority`` gives a unit's rank in the queue. ``on_error`` hears of what makes it impossible to go on; the owner
@@ -101,7 +108,7 @@ class PackedSum:
     def __init__(
         self,
         transport: Transport,
-        packer: Packer,
+        compactor: Compactor,
         *,
         priority: Callable[[int], int],
         on_error: Callable[[BaseException], None],
@@ -109,7 +116,7 @@ class PackedSum:
     ) -> None:
         self._transport = transport
         self._rank = transport.rank
-        self._packer = packer
+        self._compactor = compactor
         self._priority = priority
         self._on_error = on_error
         self._buckets: dict[int, _Bucket] = {}
@@ -118,48 +125,49 @@ class PackedSum:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         # Two: a part waits for the backward that makes it, and no sum may wait for that.
-        self._packed = waiter("poseidon-packed")
+        self._compacted = waiter("poseidon-compacted")
         self._summed = waiter("poseidon-summed")
         self._others = in_turn(range(transport.size), self._rank, transport.size)[1:]
-        transport.listen(Kind.PACKED_PUSH, self._receive_part, self._place_part)
-        transport.listen(Kind.PACKED_RESULT, self._receive_sum, self._place_sum)
+        transport.listen(Kind.COMPACT_PUSH, self._receive_part, self._place_part)
+        transport.listen(Kind.COMPACT_RESULT, self._receive_sum, self._place_sum)
 
     def include(self, slots: Sequence[Slot]) -> None:
         """Take over these buckets instead of earlier ones; nobody may start them before."""
         others = self._transport.size - 1
-        with self._lock:
-            # What has not landed here may still have to be received; it goes when it lands.
-            buckets = {number: bucket for number, bucket in self._buckets.items() if bucket.is_under_way}
-            self._leaving = set(buckets)
+        added = {}
         for slot in slots:
-            rows = Rows.of(slot.chunks)
-            memory = self._packer.memory(len(slot.chunks), rows.packing.row_bytes)
+            rows = ChunkRows.of(slot.chunks)
+            memory = self._compactor.memory(len(slot.chunks), rows.layout.row_bytes)
             rolls = {
                 chunk.index: _Roll(
                     chunk,
-                    self._packer.memory(others, rows.packing.row_bytes),
-                    self._packer.memory(1, rows.packing.row_bytes),
+                    self._compactor.memory(others, rows.layout.row_bytes),
+                    self._compactor.memory(1, rows.layout.row_bytes),
                 )
                 for chunk in slot.chunks
                 if chunk.owner == self._rank
             }
-            buckets[slot.number] = _Bucket(slot.number, rows, memory, rolls)
-        self._buckets = buckets
+            added[slot.number] = _Bucket(slot.number, rows, memory, rolls)
+        with self._lock:
+            # What has not landed here may still have to be received; it goes when it lands.
+            kept = {number: bucket for number, bucket in self._buckets.items() if bucket.is_under_way}
+            self._leaving = set(kept)
+            self._buckets = {**kept, **added}
 
     def holds(self, slot: Slot) -> bool:
         """Return whether a bucket was taken over."""
         return slot.number in self._buckets
 
     def start(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
-        """Begin to replace ``flat`` by its sum; the arrival brings what the packer's ``unpack`` returned."""
+        """Begin to replace ``flat`` by its sum; the arrival brings what the compactor's ``restore`` returned."""
         bucket = self._buckets[slot.number]
         arrival = bucket.begin(flat, step)
         with self._lock:
             if self._failure is not None:
                 arrival.fail(self._failure)
                 return arrival
-        packed = self._packer.pack(flat, bucket.rows, bucket.memory)
-        self._packed.put(packed, lambda: self._push(bucket), self._on_error)
+        compacted = self._compactor.compact(flat, bucket.rows, bucket.memory)
+        self._compacted.put(compacted, lambda: self._push(bucket), self._on_error)
         return arrival
 
     def fail(self, error: BaseException) -> None:
@@ -172,7 +180,7 @@ class PackedSum:
 
     def close(self) -> None:
         """End the threads."""
-        self._packed.close()
+        self._compacted.close()
         self._summed.close()
 
     # Parts go to the owners of their chunks.
@@ -188,7 +196,7 @@ class PackedSum:
                     self._add(bucket, roll)
                 continue
             length = self._length_of(bucket, chunk, [bucket.memory[chunk.index]])
-            header = Header(Kind.PACKED_PUSH, self._rank, bucket.number, chunk.index, bucket.step, length)
+            header = Header(Kind.COMPACT_PUSH, self._rank, bucket.number, chunk.index, bucket.step, length)
             self._send(chunk.owner, header, bucket.memory[chunk.index])
 
     def _place_part(self, header: Header) -> memoryview:
@@ -199,10 +207,10 @@ class PackedSum:
                 raise ServerError(
                     f"rank {header.sender} sent chunk {header.chunk} of unit {header.unit}, which is not owned here"
                 )
-            if not bucket.rows.packing.could_be(header.length, roll.chunk.length):
+            if not bucket.rows.layout.could_be(header.length, roll.chunk.length):
                 raise ServerError(
                     f"rank {header.sender} sent {header.length} bytes for {roll}, whose {roll.chunk.length} values "
-                    f"take {bucket.rows.packing.size(0)} or more, and {4 * roll.chunk.length} as they are"
+                    f"take {bucket.rows.layout.size(0)} or more, and {4 * roll.chunk.length} as they are"
                 )
             with self._lock:
                 roll.expect(header.sender, header.clock, header.length)
@@ -225,10 +233,10 @@ class PackedSum:
 
     def _add(self, bucket: _Bucket, roll: _Roll) -> None:
         try:
-            packing, chunk = bucket.rows.packing, roll.chunk
-            plain = [place for place, length in enumerate(roll.lengths) if packing.is_plain(length, chunk.length)]
+            layout, chunk = bucket.rows.layout, roll.chunk
+            plain = [place for place, length in enumerate(roll.lengths) if layout.is_plain(length, chunk.length)]
             into = [roll.result[0], bucket.memory[chunk.index]]
-            summed = self._packer.add(roll.parts, plain, bucket.flat, chunk, packing, into)
+            summed = self._compactor.add(roll.parts, plain, bucket.flat, chunk, layout, into)
             self._summed.put(summed, lambda: self._answer(bucket, roll, into), self._on_error)
         except BaseException as error:
             self._on_error(error)
@@ -236,7 +244,7 @@ class PackedSum:
     def _answer(self, bucket: _Bucket, roll: _Roll, into: Sequence[Tensor]) -> None:
         chunk = roll.chunk
         length = self._length_of(bucket, chunk, into)
-        header = Header(Kind.PACKED_RESULT, self._rank, bucket.number, chunk.index, bucket.step, length)
+        header = Header(Kind.COMPACT_RESULT, self._rank, bucket.number, chunk.index, bucket.step, length)
         for worker in self._others:
             self._send(worker, header, roll.result[0])
         self._land(bucket, chunk, length)
@@ -248,7 +256,7 @@ class PackedSum:
         if bucket is None or not bucket.awaits(header.chunk, header.clock):
             raise FrameError("out of turn", f"{header} came, but no such sum is under way")
         chunk = bucket.rows.chunks[header.chunk]
-        if header.sender != chunk.owner or not bucket.rows.packing.could_be(header.length, chunk.length):
+        if header.sender != chunk.owner or not bucket.rows.layout.could_be(header.length, chunk.length):
             raise FrameError("out of turn", f"{header} came, but {chunk} was awaited")
         return _bytes_of(bucket.memory[chunk.index], header.length)
 
@@ -269,7 +277,7 @@ class PackedSum:
         # Not kept: the gradient may be freed before the next step.
         flat = bucket.take()
         try:
-            done = self._packer.unpack(bucket.memory, bucket.rows.plain(bucket.lengths), bucket.rows, flat)
+            done = self._compactor.restore(bucket.memory, bucket.rows.plain(bucket.lengths), bucket.rows, flat)
         except BaseException as error:
             bucket.arrival.fail(error)
         else:
@@ -278,23 +286,23 @@ class PackedSum:
     # What all of them need.
 
     def _length_of(self, bucket: _Bucket, chunk: Chunk, memory: Sequence[Tensor]) -> int:
-        """Return the bytes of a chunk that was packed in ``memory``; one with too many strays is left there plain."""
-        packing = bucket.rows.packing
+        """Return the bytes of a chunk that was compacted in ``memory``; one with too many strays is left plain."""
+        layout = bucket.rows.layout
         strays = _strays_in(_bytes_of(memory[0], 4))
-        if strays <= packing.most_strays:
-            return packing.size(strays)
-        self._packer.copy(bucket.flat, chunk, memory)
+        if strays <= layout.most_strays:
+            return layout.size(strays)
+        self._compactor.copy(bucket.flat, chunk, memory)
         return 4 * chunk.length
 
     def _check_strays(self, bucket: _Bucket, chunk: Chunk, header: Header, payload: memoryview) -> None:
-        """Fail unless a packed chunk is as long as the strays it announces make it: the device will believe it."""
-        packing = bucket.rows.packing
-        if packing.is_plain(header.length, chunk.length) or packing.size(_strays_in(payload)) == header.length:
+        """Fail unless a compacted chunk is as long as the strays it announces make it: the device will believe it."""
+        layout = bucket.rows.layout
+        if layout.is_plain(header.length, chunk.length) or layout.size(_strays_in(payload)) == header.length:
             return
         strays = _strays_in(payload)
         error = ServerError(
             f"rank {header.sender} sent {header.length} bytes for chunk {chunk.index} of unit {chunk.unit}, "
-            f"but with {strays} strays, which it announces, it has {packing.size(strays)}"
+            f"but with {strays} strays, which it announces, it has {layout.size(strays)}"
         )
         self._on_error(error)
         raise error
@@ -306,7 +314,7 @@ class PackedSum:
 class _Bucket:
     """A bucket's memory, and its sum under way."""
 
-    def __init__(self, number: int, rows: Rows, memory: Tensor, rolls: dict[int, _Roll]) -> None:
+    def __init__(self, number: int, rows: ChunkRows, memory: Tensor, rolls: dict[int, _Roll]) -> None:
         self.number = number
         self.rows = rows
         self.memory = memory
@@ -406,5 +414,5 @@ def _bytes_of(memory: Tensor, length: int) -> memoryview:
     return view[:length].data
 
 
-def _strays_in(packed: memoryview) -> int:
-    return int.from_bytes(packed[:4], "little")
+def _strays_in(compacted: memoryview) -> int:
+    return int.from_bytes(compacted[:4], "little")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from packing_twin import HostPacker, same_bits
+from compact_twin import HostCompactor, same_bits
 from poseidon.errors import FrameError, ServerError
-from poseidon.routes.packed import PackedSum, Rows, is_packed
+from poseidon.routes.compact import ChunkRows, CompactSum, is_compacted
 from poseidon.routes.staging import Done, Waiter
-from poseidon.server.packing import FEWEST_PACKED, SMALLEST_PACKED_BYTES
+from poseidon.server.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
 from poseidon.server.slots import Slot, make_slots
 from poseidon.wire.memory import MemoryTransport, Parcel, make_memory_network
 from poseidon.wire.message import Header, Kind
@@ -38,17 +38,17 @@ class Immediately(Waiter):
 
 class Worker:
     def __init__(self, transport: MemoryTransport, slots: list[Slot]) -> None:
-        self.packer = HostPacker()
+        self.compactor = HostCompactor()
         self.errors: list[BaseException] = []
         self.slots = slots
-        self.sum = PackedSum(transport, self.packer, priority=int, on_error=self.errors.append, waiter=Immediately)
+        self.sum = CompactSum(transport, self.compactor, priority=int, on_error=self.errors.append, waiter=Immediately)
         self.sum.include(slots)
 
 
 def make_workers(
     count: int, sizes: Sequence[int], scheduler: Callable[[Sequence[Parcel]], int] | None = None
 ) -> tuple[list[Worker], Callable[[], int]]:
-    slots = make_slots(0, sizes, [4] * len(sizes), count, 4 * 2 * FEWEST_PACKED)
+    slots = make_slots(0, sizes, [4] * len(sizes), count, 4 * 2 * FEWEST_COMPACTED)
     transports = make_memory_network(count, scheduler)
     return [Worker(transport, slots) for transport in transports], transports[0].network.pump
 
@@ -79,7 +79,7 @@ def test_every_worker_gets_the_bits_of_the_sum_in_rank_order_in_whatever_order_m
             for slot in worker.slots
         ]
         pump()
-        assert all(arrival._value == "unpacked" for arrival in arrivals)
+        assert all(arrival._value == "restored" for arrival in arrivals)
         for number, bucket in enumerate(values):
             total = functools.reduce(np.add, bucket)
             assert workers == 2 or not same_bits(total, functools.reduce(np.add, bucket[::-1]))
@@ -88,11 +88,11 @@ def test_every_worker_gets_the_bits_of_the_sum_in_rank_order_in_whatever_order_m
     assert not any(worker.errors for worker in team)
 
 
-def test_chunks_that_packing_would_not_shorten_travel_as_they_are() -> None:
-    team, pump = make_workers(3, [FEWEST_PACKED * 6])
+def test_chunks_that_layout_would_not_shorten_travel_as_they_are() -> None:
+    team, pump = make_workers(3, [FEWEST_COMPACTED * 6])
     generator = np.random.default_rng(0)
-    wild = [generator.integers(0, 2**31, FEWEST_PACKED * 6, dtype=np.uint32).view(np.float32) for _ in team]
-    wild[1][: FEWEST_PACKED * 2] = 1.0  # one worker's first chunk can be packed, the others' not
+    wild = [generator.integers(0, 2**31, FEWEST_COMPACTED * 6, dtype=np.uint32).view(np.float32) for _ in team]
+    wild[1][: FEWEST_COMPACTED * 2] = 1.0  # one worker's first chunk can be compacted, the others' not
     for one in wild:
         np.nan_to_num(one, copy=False, nan=1.0, posinf=2.0, neginf=3.0)
     flats = [torch.from_numpy(one.copy()) for one in wild]
@@ -103,26 +103,26 @@ def test_chunks_that_packing_would_not_shorten_travel_as_they_are() -> None:
         total = functools.reduce(np.add, wild)
     assert not any(worker.errors for worker in team)
     assert all(same_bits(flat.numpy(), total) for flat in flats)
-    assert team[0].packer.copied > team[1].packer.copied > 0
+    assert team[0].compactor.copied > team[1].compactor.copied > 0
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1, 2])
 def test_the_length_says_how_a_chunk_travels_even_with_as_many_strays_as_may_be(more: int) -> None:
     # Chunks of 4097 and of 4096 values: both kinds must be told apart by the same rule.
-    team, pump = make_workers(2, [2 * FEWEST_PACKED + 1])
-    rows = Rows.of(team[0].slots[0].chunks)
-    assert (rows.quotient, rows.longer) == (FEWEST_PACKED, 1)
-    values = np.ones(2 * FEWEST_PACKED + 1, np.float32)
+    team, pump = make_workers(2, [2 * FEWEST_COMPACTED + 1])
+    rows = ChunkRows.of(team[0].slots[0].chunks)
+    assert (rows.quotient, rows.longer) == (FEWEST_COMPACTED, 1)
+    values = np.ones(2 * FEWEST_COMPACTED + 1, np.float32)
     for chunk in rows.chunks:
         # One in each group stays large, so that the others are far below it.
-        small = [at for at in range(chunk.length) if at % 256][: rows.packing.most_strays + more]
+        small = [at for at in range(chunk.length) if at % 256][: rows.layout.most_strays + more]
         values[chunk.start : chunk.stop][small] = 1e-20
     flats = [torch.from_numpy(values.copy()) for _ in team]
     for worker, flat in zip(team, flats, strict=True):
         worker.sum.start(flat, worker.slots[0], 0)
     pump()
     assert all(same_bits(flat.numpy(), values + values) for flat in flats)
-    assert bool(team[0].packer.copied) == (more > 0)
+    assert bool(team[0].compactor.copied) == (more > 0)
 
 
 def test_an_eighth_of_the_bytes_is_saved() -> None:
@@ -138,8 +138,8 @@ def test_an_eighth_of_the_bytes_is_saved() -> None:
 
 
 def push(worker: Worker, *, sender: int = 1, chunk: int = 0, clock: int = 0, length: int | None = None) -> Header:
-    packing = Rows.of(worker.slots[0].chunks).packing
-    return Header(Kind.PACKED_PUSH, sender, 0, chunk, clock, packing.size(0) if length is None else length)
+    layout = ChunkRows.of(worker.slots[0].chunks).layout
+    return Header(Kind.COMPACT_PUSH, sender, 0, chunk, clock, layout.size(0) if length is None else length)
 
 
 def owned(worker: Worker, rank: int) -> int:
@@ -156,7 +156,7 @@ def owned(worker: Worker, rank: int) -> int:
     ],
 )
 def test_parts_that_make_no_sense_are_refused_and_end_the_job(changes: dict[str, Any], complaint: str) -> None:
-    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    team, _ = make_workers(2, [FEWEST_COMPACTED * 4])
     worker, other = team
     chunk = changes.get("chunk", owned(worker, 0))
     header = push(worker, chunk=chunk, length=changes.get("length"))
@@ -171,7 +171,7 @@ def test_parts_that_make_no_sense_are_refused_and_end_the_job(changes: dict[str,
 
 
 def test_a_chunk_whose_strays_do_not_match_its_length_never_reaches_the_device() -> None:
-    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    team, _ = make_workers(2, [FEWEST_COMPACTED * 4])
     worker = team[0]
     header = push(worker, chunk=owned(worker, 0))
     place = worker.sum._place_part(header)
@@ -182,11 +182,11 @@ def test_a_chunk_whose_strays_do_not_match_its_length_never_reaches_the_device()
 
 
 def test_sums_that_nobody_asked_for_are_refused() -> None:
-    team, _ = make_workers(2, [FEWEST_PACKED * 4])
-    header = push(team[0], chunk=owned(team[0], 1))._replace(kind=Kind.PACKED_RESULT)
+    team, _ = make_workers(2, [FEWEST_COMPACTED * 4])
+    header = push(team[0], chunk=owned(team[0], 1))._replace(kind=Kind.COMPACT_RESULT)
     with pytest.raises(FrameError, match="no such sum is under way"):
         team[0].sum._place_sum(header)
-    team[0].sum.start(torch.zeros(FEWEST_PACKED * 4), team[0].slots[0], 0)
+    team[0].sum.start(torch.zeros(FEWEST_COMPACTED * 4), team[0].slots[0], 0)
     place = team[0].sum._place_sum(header)
     with pytest.raises(FrameError, match="was awaited"):
         team[0].sum._place_sum(header._replace(chunk=owned(team[0], 0)))
@@ -197,34 +197,34 @@ def test_sums_that_nobody_asked_for_are_refused() -> None:
 
 
 def test_a_failure_ends_what_is_under_way_and_what_comes_after() -> None:
-    team, _ = make_workers(2, [FEWEST_PACKED * 4])
+    team, _ = make_workers(2, [FEWEST_COMPACTED * 4])
     worker = team[0]
-    before = worker.sum.start(torch.zeros(FEWEST_PACKED * 4), worker.slots[0], 0)
+    before = worker.sum.start(torch.zeros(FEWEST_COMPACTED * 4), worker.slots[0], 0)
     lost = ServerError("gone")
     worker.sum.fail(lost)
-    after = worker.sum.start(torch.zeros(FEWEST_PACKED * 4), worker.slots[0], 1)
+    after = worker.sum.start(torch.zeros(FEWEST_COMPACTED * 4), worker.slots[0], 1)
     assert before._error is lost
     assert after._error is lost
 
 
-def test_only_float32_in_buckets_of_some_size_is_packed() -> None:
-    sizes = [SMALLEST_PACKED_BYTES // 4, SMALLEST_PACKED_BYTES // 4 - 1, 0]
+def test_only_float32_in_buckets_of_some_size_is_compacted() -> None:
+    sizes = [SMALLEST_COMPACTED_BYTES // 4, SMALLEST_COMPACTED_BYTES // 4 - 1, 0]
     (large, small, none) = make_slots(0, sizes, [4] * 3, 2, 1 << 20)
-    (cut_to_bits,) = make_slots(0, sizes[:1], [4], 2, 4 * (FEWEST_PACKED - 1))
-    assert not is_packed(cut_to_bits, torch.float32)
-    assert is_packed(large, torch.float32)
-    assert not is_packed(large, torch.float64)
-    assert not is_packed(large, torch.float16)
-    assert not is_packed(small, torch.float32)
-    assert not is_packed(none, torch.float32)
+    (cut_to_bits,) = make_slots(0, sizes[:1], [4], 2, 4 * (FEWEST_COMPACTED - 1))
+    assert not is_compacted(cut_to_bits, torch.float32)
+    assert is_compacted(large, torch.float32)
+    assert not is_compacted(large, torch.float64)
+    assert not is_compacted(large, torch.float16)
+    assert not is_compacted(small, torch.float32)
+    assert not is_compacted(none, torch.float32)
 
 
 def test_memory_of_earlier_buckets_is_let_go_once_they_have_landed() -> None:
-    team, pump = make_workers(2, [FEWEST_PACKED * 4])
+    team, pump = make_workers(2, [FEWEST_COMPACTED * 4])
     (old,) = team[0].slots
-    (new,) = make_slots(1, [FEWEST_PACKED * 4], [4], 2, 8 * FEWEST_PACKED)
+    (new,) = make_slots(1, [FEWEST_COMPACTED * 4], [4], 2, 8 * FEWEST_COMPACTED)
     for worker in team:
-        worker.sum.start(torch.ones(FEWEST_PACKED * 4), old, 0)
+        worker.sum.start(torch.ones(FEWEST_COMPACTED * 4), old, 0)
         worker.sum.include([new])
         assert worker.sum.holds(old)
     pump()
@@ -235,8 +235,8 @@ def test_memory_of_earlier_buckets_is_let_go_once_they_have_landed() -> None:
 
 
 def test_a_tensor_that_has_landed_is_not_kept() -> None:
-    team, pump = make_workers(2, [FEWEST_PACKED * 4])
-    flats = [torch.ones(FEWEST_PACKED * 4) for _ in team]
+    team, pump = make_workers(2, [FEWEST_COMPACTED * 4])
+    flats = [torch.ones(FEWEST_COMPACTED * 4) for _ in team]
     refs = [weakref.ref(flat) for flat in flats]
     for worker, flat in zip(team, flats, strict=True):
         worker.sum.start(flat, worker.slots[0], 0)

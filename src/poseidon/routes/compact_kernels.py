@@ -1,6 +1,6 @@
-"""Packing, unpacking and adding up on a CUDA device, by Triton, which comes with PyTorch for CUDA.
+"""Compacting, restoring and adding up on a CUDA device, by Triton, which comes with PyTorch for CUDA.
 
-The layout is that of ``server/packing.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a
+The layout is that of ``server/compact.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a
 bucket holds ``quotient`` values, one more for the first ``longer`` rows; rows follow each other without gaps.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poseidon.server.packing import GROUP, HEAD_BYTES, Packing
+from poseidon.server.compact import GROUP, HEAD_BYTES, CompactLayout
 
 _GROUPS = 8
 """Groups that one instance of a kernel works on."""
@@ -24,27 +24,27 @@ _FAR = tl.constexpr(15)
 """The code of zeros and strays."""
 
 
-def pack(flat: Tensor, quotient: int, longer: int, rows: Tensor, packing: Packing) -> None:
-    """Write the packed chunks of ``flat`` (float32) to ``rows`` (bytes, a row for each chunk)."""
+def compact(flat: Tensor, quotient: int, longer: int, rows: Tensor, layout: CompactLayout) -> None:
+    """Write the compacted chunks of ``flat`` (float32) to ``rows`` (bytes, a row for each chunk)."""
     rows[:, :HEAD_BYTES].zero_()
-    _pack[len(rows), triton.cdiv(packing.groups, _GROUPS)](
+    _compact[len(rows), triton.cdiv(layout.groups, _GROUPS)](
         flat.view(torch.int32),
         rows,
         quotient,
         longer,
         rows.stride(0),
-        packing.groups,
-        packing.strays_at,
-        packing.most_strays,
+        layout.groups,
+        layout.strays_at,
+        layout.most_strays,
         group_count=_GROUPS,
     )
 
 
-def unpack(rows: Tensor, packing: Packing, flat: Tensor, quotient: int, longer: int) -> None:
-    """Write the values of packed chunks to ``flat``. Rows that hold no packed chunk leave anything in their places."""
+def restore(rows: Tensor, layout: CompactLayout, flat: Tensor, quotient: int, longer: int) -> None:
+    """Write the values of compacted chunks to ``flat``. Rows that hold none leave anything in their places."""
     bits = flat.view(torch.int32)
-    _unpack[len(rows), triton.cdiv(packing.groups, _GROUPS)](
-        rows, bits, quotient, longer, rows.stride(0), packing.groups, group_count=_GROUPS
+    _restore[len(rows), triton.cdiv(layout.groups, _GROUPS)](
+        rows, bits, quotient, longer, rows.stride(0), layout.groups, group_count=_GROUPS
     )
     _patch[len(rows), _PATCHERS](
         rows,
@@ -52,8 +52,8 @@ def unpack(rows: Tensor, packing: Packing, flat: Tensor, quotient: int, longer: 
         quotient,
         longer,
         rows.stride(0),
-        packing.strays_at,
-        packing.most_strays,
+        layout.strays_at,
+        layout.most_strays,
         patchers=_PATCHERS,
         block=256,
     )
@@ -66,7 +66,7 @@ def add_up(parts: Tensor, own: Tensor, place: int) -> None:
 
 
 @triton.jit(do_not_specialize=["bits", "rows", "quotient", "longer", "stride", "groups", "strays_at", "most_strays"])
-def _pack(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, group_count: tl.constexpr):
+def _compact(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, group_count: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
@@ -108,7 +108,7 @@ def _pack(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, 
 
 
 @triton.jit(do_not_specialize=["rows", "bits", "quotient", "longer", "stride", "groups"])
-def _unpack(rows, bits, quotient, longer, stride, groups, group_count: tl.constexpr):
+def _restore(rows, bits, quotient, longer, stride, groups, group_count: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)

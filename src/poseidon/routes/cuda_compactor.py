@@ -1,4 +1,4 @@
-"""Packs, adds and unpacks on a CUDA device, on streams beside the computation."""
+"""Compacts, adds and restores on a CUDA device, on streams beside the computation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poseidon.routes import packing_kernels as kernels
-from poseidon.routes.packed import Rows
+from poseidon.routes import compact_kernels as kernels
+from poseidon.routes.compact import ChunkRows
 from poseidon.routes.staging import record
 from poseidon.server.chunks import Chunk
-from poseidon.server.packing import FEWEST_PACKED, Packing
+from poseidon.server.compact import FEWEST_COMPACTED, CompactLayout
 
 _URGENT = -1
 """Of what is ready, the device begins with these streams: somebody else's next layer waits for it."""
@@ -24,8 +24,8 @@ class _Streams:
         self.out, self.sums, self.back = (torch.cuda.Stream(device, _URGENT) for _ in range(3))
 
 
-class CudaPacker:
-    """CUDA devices as a :class:`~poseidon.routes.packed.Packer`; any thread may call it.
+class CudaCompactor:
+    """CUDA devices as a :class:`~poseidon.routes.compact.Compactor`; any thread may call it.
 
     Raises whatever Triton raises where it does not work.
     """
@@ -38,33 +38,39 @@ class CudaPacker:
         """Return pinned memory."""
         return torch.empty((rows, row_bytes), dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> torch.cuda.Event:
-        """Pack ``flat`` behind what the compute stream has to do, and copy it out."""
+    def compact(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> torch.cuda.Event:
+        """Compact ``flat`` behind what the compute stream has to do, and copy it out."""
         out = self._streams_of(flat.device).out
         out.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.device(flat.device), torch.cuda.stream(out):
-            packed = torch.empty_like(memory, device=flat.device)
-            kernels.pack(flat, rows.quotient, rows.longer, packed, rows.packing)
-            memory.copy_(packed, non_blocking=True)
+            compacted = torch.empty_like(memory, device=flat.device)
+            kernels.compact(flat, rows.quotient, rows.longer, compacted, rows.layout)
+            memory.copy_(compacted, non_blocking=True)
             return record(out)
 
     def add(
-        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
+        self,
+        parts: Tensor,
+        plain: Sequence[int],
+        flat: Tensor,
+        chunk: Chunk,
+        layout: CompactLayout,
+        into: Sequence[Tensor],
     ) -> torch.cuda.Event:
-        """Copy the parts in, add them to ``flat`` in the order of ranks, and copy the packed sum out."""
+        """Copy the parts in, add them to ``flat`` in the order of ranks, and copy the compacted sum out."""
         sums = self._streams_of(flat.device).sums
         with torch.cuda.device(flat.device), torch.cuda.stream(sums):
             there = parts.to(flat.device, non_blocking=True)
             values = torch.empty((len(parts), chunk.length), dtype=torch.float32, device=flat.device)
-            kernels.unpack(there, packing, values.view(-1), chunk.length, 0)
+            kernels.restore(there, layout, values.view(-1), chunk.length, 0)
             for place in plain:
                 values[place].copy_(there[place, : 4 * chunk.length].view(torch.float32))
             own = flat[chunk.start : chunk.stop]
             kernels.add_up(values, own, chunk.owner)
-            packed = torch.empty((1, packing.row_bytes), dtype=torch.uint8, device=flat.device)
-            kernels.pack(own, chunk.length, 0, packed, packing)
+            compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=flat.device)
+            kernels.compact(own, chunk.length, 0, compacted, layout)
             for memory in into:
-                memory.copy_(packed[0], non_blocking=True)
+                memory.copy_(compacted[0], non_blocking=True)
             return record(sums)
 
     def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
@@ -75,15 +81,15 @@ class CudaPacker:
                 memory[: 4 * chunk.length].view(torch.float32).copy_(flat[chunk.start : chunk.stop], non_blocking=True)
             record(sums).synchronize()
 
-    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> torch.cuda.Event:
-        """Copy packed chunks in and unpack them."""
+    def restore(self, memory: Tensor, plain: Sequence[int], rows: ChunkRows, flat: Tensor) -> torch.cuda.Event:
+        """Copy compacted chunks in and restore them."""
         back = self._streams_of(flat.device).back
         with torch.cuda.device(flat.device), torch.cuda.stream(back):
             there = memory.to(flat.device, non_blocking=True)
-            kernels.unpack(there, rows.packing, flat, rows.quotient, rows.longer)
-            for chunk in plain:
-                values = there[chunk.index, : 4 * chunk.length].view(torch.float32)
-                flat[chunk.start : chunk.stop].copy_(values)
+            kernels.restore(there, rows.layout, flat, rows.quotient, rows.longer)
+            for index in plain:
+                chunk = rows.chunks[index]
+                flat[chunk.start : chunk.stop].copy_(there[index, : 4 * chunk.length].view(torch.float32))
             return record(back)
 
     def _streams_of(self, device: torch.device) -> _Streams:
@@ -94,14 +100,14 @@ class CudaPacker:
 
     def _try_out(self, workers: int) -> None:
         """Compile all there is, on this thread: others must not wait for it in the middle of a step."""
-        size = FEWEST_PACKED
+        size = FEWEST_COMPACTED
         chunks = tuple(Chunk(0, index, index * size, (index + 1) * size, index) for index in range(workers))
-        rows = Rows.of(chunks)
+        rows = ChunkRows.of(chunks)
         flat = torch.ones(workers * size, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
-        memory = self.memory(workers, rows.packing.row_bytes)
-        self.pack(flat, rows, memory).synchronize()
-        self.add(memory[1:], [], flat, chunks[0], rows.packing, [memory[0]]).synchronize()
-        self.unpack(memory, [], rows, flat).synchronize()
+        memory = self.memory(workers, rows.layout.row_bytes)
+        self.compact(flat, rows, memory).synchronize()
+        self.add(memory[1:], [], flat, chunks[0], rows.layout, [memory[0]]).synchronize()
+        self.restore(memory, [], rows, flat).synchronize()
         total = flat.sum().item()
         if total != (2 * workers - 1) * size:
-            raise RuntimeError(f"{workers * size} values 1 that were packed and added up make {total:g}")
+            raise RuntimeError(f"{workers * size} values 1 that were compacted and added up make {total:g}")

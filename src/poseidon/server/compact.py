@@ -1,20 +1,20 @@
-"""What a packed chunk looks like: float32 values without loss, in about 28 bits each. Pure.
+"""What a compacted chunk looks like: float32 values without loss, in about 28 bits each. Pure.
 
 Values near each other in a gradient have similar exponents. A group of :data:`GROUP` values keeps its largest exponent
 once, and each value its distance below that in 4 bits instead of 8. A zero has the last code. So has a *stray*: a value
-too far below the others, whose exponent travels in a list at the end. Whatever the values, unpacking gives their very
+too far below the others, whose exponent travels in a list at the end. Whatever the values, restoring gives their very
 bits.
 
-================= ==================== ========================================================
-bytes             for each             what
-================= ==================== ========================================================
-:data:`HEAD_BYTES` chunk                number of strays (4 bytes, little-endian), then nothing
-2                 value                the low 16 bits
-1                 value                the sign above 7 more bits of the mantissa
-1/2               value                distance; the value half a group further is in the upper 4 bits
-1                 group                the largest exponent
-4                 stray                its position below its exponent, which has the upper 8 bits
-================= ==================== ========================================================
+================== ======== ==================================================================
+bytes              for each what
+================== ======== ==================================================================
+:data:`HEAD_BYTES` chunk    number of strays (4 bytes, little-endian), then nothing
+2                  value    the low 16 bits
+1                  value    the sign above 7 more bits of the mantissa
+1/2                value    distance; the value half a group further is in the upper 4 bits
+1                  group    the largest exponent
+4                  stray    its position below its exponent, which has the upper 8 bits
+================== ======== ==================================================================
 
 Values are filled up with zeros to whole groups. A chunk with so many strays that nothing is gained travels as it is.
 """
@@ -30,21 +30,21 @@ GROUP = 256
 """Values with one largest exponent. Of real gradients one in ten thousand is a stray then; in smaller groups hardly
 fewer."""
 HEAD_BYTES = 16
-PACKED_SHARE = 28.05 / 32
+COMPACT_SHARE = 28.05 / 32
 """Bytes that real gradients keep, on the average."""
-FEWEST_PACKED = 4096
+FEWEST_COMPACTED = 4096
 """Shorter chunks travel as they are."""
-SMALLEST_PACKED_BYTES = 8 << 20
+SMALLEST_COMPACTED_BYTES = 8 << 20
 """Of a bucket. Nothing hides the exchange of the last ones of a backward, which are the small ones, and a device that
 is busy computing takes its time; the host adds them up sooner than a device, and they save little."""
-MOST_PACKED = 1 << 24
+MOST_COMPACTED = 1 << 24
 """A stray's position has so many values."""
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Where the parts of a packed chunk lie, for chunks of up to so many values."""
+class CompactLayout:
+    """Where the parts of a compacted chunk lie, for chunks of up to so many values."""
 
     values: int
 
@@ -80,34 +80,34 @@ class Packing:
 
     @property
     def most_strays(self) -> int:
-        """With more than this, packing gains nothing. A packed chunk is shorter than one of a value less as it is."""
+        """With more than this, nothing is gained. A compacted chunk is shorter than one of a value less as it is."""
         return (4 * (self.values - 1) - 4 - self.strays_at) // 4
 
     @property
     def row_bytes(self) -> int:
-        """Memory for a chunk, packed or as it is."""
+        """Memory for a chunk, compacted or as it is."""
         return _align(4 * self.values, _ALIGNMENT)
 
     def size(self, strays: int) -> int:
-        """Return the bytes of a packed chunk with so many strays."""
+        """Return the bytes of a compacted chunk with so many strays."""
         return self.strays_at + 4 * strays
 
     def could_be(self, length: int, values: int) -> bool:
         """Return whether a chunk of ``values`` may have ``length`` bytes on the wire."""
-        is_packed = self.size(0) <= length <= self.size(self.most_strays) and length % 4 == 0
-        return is_packed or self.is_plain(length, values)
+        is_compacted = self.size(0) <= length <= self.size(self.most_strays) and length % 4 == 0
+        return is_compacted or self.is_plain(length, values)
 
     def is_plain(self, length: int, values: int) -> bool:
         """Return whether a chunk of ``values`` that takes ``length`` bytes travels as it is."""
         return length == 4 * values
 
 
-def is_worth_packing(bucket_bytes: int, itemsize: int, chunks: Sequence[Chunk]) -> bool:
-    """Return whether a bucket of floating-point numbers, cut into these chunks, is packed."""
-    if itemsize != 4 or bucket_bytes < SMALLEST_PACKED_BYTES:
+def is_worth_compacting(bucket_bytes: int, itemsize: int, chunks: Sequence[Chunk]) -> bool:
+    """Return whether a bucket of floating-point numbers, cut into these chunks, is compacted."""
+    if itemsize != 4 or bucket_bytes < SMALLEST_COMPACTED_BYTES:
         return False
     lengths = [chunk.length for chunk in chunks]
-    return min(lengths) >= FEWEST_PACKED and max(lengths) <= MOST_PACKED
+    return min(lengths) >= FEWEST_COMPACTED and max(lengths) <= MOST_COMPACTED
 
 
 def _align(position: int, to: int) -> int:

@@ -1,4 +1,4 @@
-"""The packed format once more, in NumPy and as plainly as possible: what kernels are compared with, and a stand-in."""
+"""The compacted format once more, in NumPy and as plainly as can be: what kernels are compared with, and a stand-in."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poseidon.routes.packed import Rows
+from poseidon.routes.compact import ChunkRows
 from poseidon.routes.staging import Done
 from poseidon.server.chunks import Chunk
-from poseidon.server.packing import GROUP, HEAD_BYTES, Packing
+from poseidon.server.compact import GROUP, HEAD_BYTES, CompactLayout
 
 Array = np.ndarray[Any, Any]
 
 
-def pack(values: Array, packing: Packing) -> bytes | None:
-    """Return the packed chunk, None where nothing would be gained."""
-    bits = np.zeros(packing.groups * GROUP, np.uint32)
+def compact(values: Array, layout: CompactLayout) -> bytes | None:
+    """Return the compacted chunk, None where nothing would be gained."""
+    bits = np.zeros(layout.groups * GROUP, np.uint32)
     bits[: len(values)] = values.view(np.uint32)
     exponents = (bits >> 23 & 0xFF).astype(np.int64)
     tops = exponents.reshape(-1, GROUP).max(axis=1)
     distances = np.repeat(tops, GROUP) - exponents
     codes = np.where(exponents == 0, 15, np.minimum(distances, 15)).astype(np.uint8).reshape(-1, 2, GROUP // 2)
     strays = np.flatnonzero((distances >= 15) & (exponents != 0))
-    if len(strays) > packing.most_strays:
+    if len(strays) > layout.most_strays:
         return None
-    packed = b"".join(
+    compacted = b"".join(
         [
             len(strays).to_bytes(4, "little").ljust(HEAD_BYTES, b"\0"),
             (bits & 0xFFFF).astype("<u2").tobytes(),
@@ -37,22 +37,22 @@ def pack(values: Array, packing: Packing) -> bytes | None:
             (codes[:, 0] | codes[:, 1] << 4).tobytes(),
             tops.astype(np.uint8).tobytes(),
         ]
-    ).ljust(packing.strays_at, b"\0")
-    return packed + (strays | exponents[strays] << 24).astype("<u4").tobytes()
+    ).ljust(layout.strays_at, b"\0")
+    return compacted + (strays | exponents[strays] << 24).astype("<u4").tobytes()
 
 
-def unpack(packed: bytes | memoryview, values: int, packing: Packing) -> Array:
-    """Return the values of a packed chunk."""
-    data = np.frombuffer(packed, np.uint8)
-    padded = packing.groups * GROUP
-    low = data[packing.low_at :][: 2 * padded].view("<u2").astype(np.uint32)
-    high = data[packing.high_at :][:padded].astype(np.uint32)
-    pairs = data[packing.codes_at :][: padded // 2].reshape(-1, GROUP // 2)
+def restore(compacted: bytes | memoryview, values: int, layout: CompactLayout) -> Array:
+    """Return the values of a compacted chunk."""
+    data = np.frombuffer(compacted, np.uint8)
+    padded = layout.groups * GROUP
+    low = data[layout.low_at :][: 2 * padded].view("<u2").astype(np.uint32)
+    high = data[layout.high_at :][:padded].astype(np.uint32)
+    pairs = data[layout.codes_at :][: padded // 2].reshape(-1, GROUP // 2)
     codes = np.stack([pairs & 0xF, pairs >> 4], axis=1).reshape(-1).astype(np.uint32)
-    tops = np.repeat(data[packing.tops_at :][: packing.groups], GROUP).astype(np.uint32)
+    tops = np.repeat(data[layout.tops_at :][: layout.groups], GROUP).astype(np.uint32)
     exponents = np.where(codes == 15, 0, tops - codes).astype(np.uint32)
     (count,) = data[:4].view("<u4")
-    for stray in data[packing.strays_at :][: 4 * count].view("<u4"):
+    for stray in data[layout.strays_at :][: 4 * count].view("<u4"):
         exponents[stray & 0xFFFFFF] = stray >> 24
     bits = low | (high & 0x7F) << 16 | exponents << 23 | (high & 0x80) << 24
     return bits.view(np.float32)[:values]
@@ -68,7 +68,7 @@ class Now:
         pass
 
 
-class HostPacker:
+class HostCompactor:
     """A device that is no device; it does at once what it is told."""
 
     def __init__(self) -> None:
@@ -77,19 +77,25 @@ class HostPacker:
     def memory(self, rows: int, row_bytes: int) -> Tensor:
         return torch.full((rows, row_bytes), 0xAA, dtype=torch.uint8)
 
-    def pack(self, flat: Tensor, rows: Rows, memory: Tensor) -> Done:
+    def compact(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> Done:
         for chunk in rows.chunks:
-            self._pack(flat, chunk, rows.packing, [memory[chunk.index]])
+            self._compact(flat, chunk, rows.layout, [memory[chunk.index]])
         return Now()
 
     def add(
-        self, parts: Tensor, plain: Sequence[int], flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]
+        self,
+        parts: Tensor,
+        plain: Sequence[int],
+        flat: Tensor,
+        chunk: Chunk,
+        layout: CompactLayout,
+        into: Sequence[Tensor],
     ) -> Done:
-        values = [self._read(part, place in plain, chunk, packing) for place, part in enumerate(parts)]
+        values = [self._read(part, place in plain, chunk, layout) for place, part in enumerate(parts)]
         values.insert(chunk.owner, flat[chunk.start : chunk.stop].numpy())
         with np.errstate(over="ignore"):
             flat[chunk.start : chunk.stop] = torch.from_numpy(functools.reduce(np.add, values))
-        self._pack(flat, chunk, packing, into)
+        self._compact(flat, chunk, layout, into)
         return Now()
 
     def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
@@ -97,23 +103,23 @@ class HostPacker:
         for memory in into:
             memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
 
-    def unpack(self, memory: Tensor, plain: Sequence[Chunk], rows: Rows, flat: Tensor) -> str:
+    def restore(self, memory: Tensor, plain: Sequence[int], rows: ChunkRows, flat: Tensor) -> str:
         for chunk in rows.chunks:
-            values = self._read(memory[chunk.index], chunk in plain, chunk, rows.packing)
+            values = self._read(memory[chunk.index], chunk.index in plain, chunk, rows.layout)
             flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
-        return "unpacked"
+        return "restored"
 
-    def _pack(self, flat: Tensor, chunk: Chunk, packing: Packing, into: Sequence[Tensor]) -> None:
-        packed = pack(flat[chunk.start : chunk.stop].numpy(), packing)
+    def _compact(self, flat: Tensor, chunk: Chunk, layout: CompactLayout, into: Sequence[Tensor]) -> None:
+        compacted = compact(flat[chunk.start : chunk.stop].numpy(), layout)
         for memory in into:
-            if packed is None:
+            if compacted is None:
                 memory[:4] = 0xFF
             else:
-                memory[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+                memory[: len(compacted)] = torch.frombuffer(bytearray(compacted), dtype=torch.uint8)
 
-    def _read(self, memory: Tensor, is_plain: bool, chunk: Chunk, packing: Packing) -> Array:
+    def _read(self, memory: Tensor, is_plain: bool, chunk: Chunk, layout: CompactLayout) -> Array:
         data = memory.numpy()
         if is_plain:
             plain: Array = data[: 4 * chunk.length].view(np.float32)
             return plain
-        return unpack(data.data, chunk.length, packing)
+        return restore(data.data, chunk.length, layout)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import poseidon
 import twins
-from packing_twin import HostPacker, same_bits
+from compact_twin import HostCompactor, same_bits
 from poseidon.errors import WorkerLostError
 from poseidon.planning.cluster import Link
 from poseidon.routes import sharded
-from poseidon.routes.packed import PackedSum
+from poseidon.routes.compact import CompactSum
 from poseidon.routes.staging import await_sum
-from poseidon.server.packing import FEWEST_PACKED, SMALLEST_PACKED_BYTES
+from poseidon.server.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
 from poseidon.server.slots import make_slots
 from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
@@ -34,7 +34,7 @@ def _draw(rank: int, number: int, step: int, size: int) -> np.ndarray[Any, Any]:
     generator = np.random.default_rng([rank, number, step])
     values = generator.standard_normal(size).astype(np.float32) * np.float32(10.0 ** (rank - 1))
     if (step + rank) % 5 == 4:
-        # Nothing would be gained by packing these.
+        # Nothing would be gained by compacting these.
         values *= np.float32(10) ** generator.integers(-25, 8, size).astype(np.float32)
     return values
 
@@ -47,10 +47,10 @@ def _sum_over_the_wire() -> None:
     team = Team(None, 30.0)
     transport = connect_wire(team, range(team.size), link=LINK)
     errors: list[BaseException] = []
-    packer = HostPacker()
-    total = PackedSum(transport, packer, priority=int, on_error=errors.append)
-    sizes = [FEWEST_PACKED * 7, FEWEST_PACKED * team.size * 3 + 5]
-    slots = make_slots(0, sizes, [4, 4], team.size, 8 * FEWEST_PACKED)
+    compactor = HostCompactor()
+    total = CompactSum(transport, compactor, priority=int, on_error=errors.append)
+    sizes = [FEWEST_COMPACTED * 7, FEWEST_COMPACTED * team.size * 3 + 5]
+    slots = make_slots(0, sizes, [4, 4], team.size, 8 * FEWEST_COMPACTED)
     total.include(slots)
     team.gather_ints([0])
     for step in range(STEPS):
@@ -60,7 +60,7 @@ def _sum_over_the_wire() -> None:
             arrival.wait(team, "a sum")
             assert same_bits(flat.numpy(), _expect(slot.number, step, sizes[slot.number])), (step, slot.number)
     assert not errors
-    assert packer.copied
+    assert compactor.copied
     total.close()
     transport.close()
     team.close()
@@ -72,17 +72,17 @@ def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) ->
 
 
 def _lose_a_worker() -> str:
-    sharded._find_packer = lambda _: HostPacker()
-    sharded.can_pack = lambda _: True
+    sharded._find_compactor = lambda _: HostCompactor()
+    sharded.can_compact = lambda _: True
     team = Team(None, 30.0)
     total = sharded._ShardedSum(team, range(team.size), LINK, is_cuda=True)
-    (slot,) = total.book([SMALLEST_PACKED_BYTES // 4], [torch.float32])
-    assert total.packs(slot)
+    (slot,) = total.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
+    assert total.compacts(slot)
     team.gather_ints([0])
     if team.rank == 1:
         os._exit(1)
     with pytest.raises(WorkerLostError) as caught:
-        await_sum(total.start_packed(torch.ones(SMALLEST_PACKED_BYTES // 4), slot, 0), team, "a bucket")
+        await_sum(total.start_compacted(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0), team, "a bucket")
     return str(caught.value)
 
 
@@ -94,7 +94,7 @@ def test_a_worker_that_dies_is_named() -> None:
 def _average_on_the_device() -> list[int]:
     team = Team(None, 30.0)
     route = sharded.ShardedRoute(team, True, LINK)
-    large = SMALLEST_PACKED_BYTES // 4
+    large = SMALLEST_COMPACTED_BYTES // 4
     sizes = [large, large * 2 + 5, 100, 5000]
     dtypes = [torch.float32, torch.float32, torch.float32, torch.float16]
     slots = route.book(sizes, dtypes)
@@ -113,20 +113,20 @@ def _average_on_the_device() -> list[int]:
                     [_draw(rank, slot.number, step, len(flat)) / np.float32(team.size) for rank in range(team.size)],
                 )
                 assert same_bits(flat.cpu().numpy(), mean), (step, slot.number)
-    packed = [int(route._exchange.packs(slot)) for slot in slots]
+    compacted = [int(route._exchange.compacts(slot)) for slot in slots]
     team.gather_ints([0])
     route.close()
     team.close()
-    return packed
+    return compacted
 
 
 @needs_cuda
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("pack", ["0", "1"])
-def test_means_on_the_device_have_the_bits_of_the_order_of_ranks(workers: int, pack: str) -> None:
+@pytest.mark.parametrize("compact", ["0", "1"])
+def test_means_on_the_device_have_the_bits_of_the_order_of_ranks(workers: int, compact: str) -> None:
     pytest.importorskip("triton")
-    packed = run_ranks(_average_on_the_device, workers, env={"POSEIDON_WIRE_PACK": pack})
-    assert packed == [[int(pack), int(pack), 0, 0]] * workers
+    compacted = run_ranks(_average_on_the_device, workers, env={"POSEIDON_WIRE_COMPACT": compact})
+    assert compacted == [[int(compact), int(compact), 0, 0]] * workers
 
 
 def _train_on_the_device(kind: str) -> list[Tensor]:
@@ -153,11 +153,11 @@ def _train_on_the_device(kind: str) -> list[Tensor]:
 
 
 @needs_cuda
-def test_training_on_the_device_gives_the_same_bits_packed_and_unpacked_deferred_and_not() -> None:
+def test_training_on_the_device_gives_the_same_bits_compacted_and_restored_deferred_and_not() -> None:
     runs = [
-        run_ranks(_train_on_the_device, 3, kind, env={"POSEIDON_WIRE_PACK": pack})
+        run_ranks(_train_on_the_device, 3, kind, env={"POSEIDON_WIRE_COMPACT": compact})
         for kind in ("plain", "distribute")
-        for pack in ("0", "1")
+        for compact in ("0", "1")
     ]
     first = runs[0][0]
     for run in runs:
