@@ -100,7 +100,7 @@ def _predict(data: dict[str, Any], cell: dict[str, Any], system: str) -> float:
         is_gpu=is_gpu,
         cores=cores,
         flops=flops,
-        compacts=is_gpu and data["hardware"].get("compacts", False),
+        compacts=data["hardware"].get("compacts", False),
     )
     predicted = predict_ms(bench, system)
     assert predicted is not None

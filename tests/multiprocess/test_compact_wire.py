@@ -18,7 +18,6 @@ from poseidon.errors import WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.routes import sharded
 from poseidon.routes.compact import CompactSum
-from poseidon.routes.staging import await_sum
 from poseidon.server.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
 from poseidon.server.slots import make_slots
 from poseidon.team.team import Team
@@ -82,13 +81,26 @@ def _lose_a_worker() -> str:
     if team.rank == 1:
         os._exit(1)
     with pytest.raises(WorkerLostError) as caught:
-        await_sum(total.start_compacted(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0), team, "a bucket")
+        total.start_compacted(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0).wait(team, "a bucket")
     return str(caught.value)
 
 
 def test_a_worker_that_dies_is_named() -> None:
     messages = run_ranks(_lose_a_worker, 3, lost=[1])
     assert all("a bucket from rank 1" in message for message in (messages[0], messages[2])), messages
+
+
+def _compact_on_all_but_one() -> bool:
+    sharded._find_compactor = lambda _: HostCompactor()
+    sharded.can_compact = lambda _: dist.get_rank() != 1
+    team = Team(None, 30.0)
+    total = sharded._ShardedSum(team, range(team.size), LINK, is_cuda=True)
+    (slot,) = total.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
+    return total.compacts(slot)
+
+
+def test_where_one_worker_cannot_compact_nobody_does() -> None:
+    assert run_ranks(_compact_on_all_but_one, 3) == [False] * 3
 
 
 def _average_on_the_device() -> list[int]:
@@ -124,7 +136,7 @@ def _average_on_the_device() -> list[int]:
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("compact", ["0", "1"])
 def test_means_on_the_device_have_the_bits_of_the_order_of_ranks(workers: int, compact: str) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton comes with PyTorch for CUDA; here it does not")
     compacted = run_ranks(_average_on_the_device, workers, env={"POSEIDON_WIRE_COMPACT": compact})
     assert compacted == [[int(compact), int(compact), 0, 0]] * workers
 

@@ -84,15 +84,16 @@ def describe_hardware() -> dict[str, Any]:
     """Return the machine under the lab: processor, memory, GPU, versions."""
     model = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     memory = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
+    gpu_name = _gpu_name()
     return {
         "processor": model[0].partition(":")[2].strip() if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(int(memory[0]) / 2**20, 1) if memory else None,
-        "gpu": _gpu_name(),
+        "gpu": gpu_name,
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "compacts": can_compact(),
+        "compacts": gpu_name is not None and can_compact(),
     }
 
 

@@ -95,7 +95,7 @@ def can_compact(settings: WireSettings | None = None) -> bool:
 
 def is_compacted(slot: Slot, dtype: torch.dtype) -> bool:
     """Return whether a bucket of this kind travels compacted where the workers' devices can do it."""
-    return dtype == torch.float32 and is_worth_compacting(dtype.itemsize * slot.size, dtype.itemsize, slot.chunks)
+    return dtype == torch.float32 and is_worth_compacting(dtype.itemsize, slot.chunks)
 
 
 class CompactSum:
@@ -296,10 +296,9 @@ class CompactSum:
 
     def _check_strays(self, bucket: _Bucket, chunk: Chunk, header: Header, payload: memoryview) -> None:
         """Fail unless a compacted chunk is as long as the strays it announces make it: the device will believe it."""
-        layout = bucket.rows.layout
-        if layout.is_plain(header.length, chunk.length) or layout.size(_strays_in(payload)) == header.length:
+        layout, strays = bucket.rows.layout, _strays_in(payload)
+        if layout.is_plain(header.length, chunk.length) or layout.size(strays) == header.length:
             return
-        strays = _strays_in(payload)
         error = ServerError(
             f"rank {header.sender} sent {header.length} bytes for chunk {chunk.index} of unit {chunk.unit}, "
             f"but with {strays} strays, which it announces, it has {layout.size(strays)}"

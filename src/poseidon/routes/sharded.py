@@ -6,8 +6,8 @@ ring; but messages need no common order, so what the next forward needs first ov
 
 Sums land where the parts lay: an owner can only answer what has left this worker completely.
 
-On CUDA devices buckets of float32 go another way where all workers can (``compact.py``); the rest is staged in pinned
-memory (``staging.py``).
+On CUDA devices large buckets of float32 go another way where all workers can (``compact.py``); the rest is staged in
+pinned memory (``staging.py``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from poseidon.planning.packing import limit_served
 from poseidon.routes.base import Exchange
 from poseidon.routes.compact import Compactor, CompactSum, can_compact, is_compacted
 from poseidon.routes.levels import Levels, LevelsExchange
-from poseidon.routes.staging import PeerLostError, StagedExchange, Stager, await_sum
+from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.server.chunks import Chunk, owned_by
 from poseidon.server.service import ShardService
 from poseidon.server.shard import Shard
 from poseidon.server.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.team.team import Arrival, Team
+from poseidon.team.team import Arrival, PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.message import Header, Kind
 
@@ -253,7 +253,7 @@ class _Between:
         return self.total.start(_as_numpy(values), self.slot, self.step)
 
     def __call__(self, values: Tensor, team: Team, name: str) -> None:
-        await_sum(self.start(values), team, name)
+        self.start(values).wait(team, name, grace_s=0)
 
 
 class _SumExchange(Exchange):
@@ -263,7 +263,7 @@ class _SumExchange(Exchange):
         self._name = name
 
     def finish(self) -> None:
-        await_sum(self._arrival, self._team, self._name)
+        self._arrival.wait(self._team, self._name, grace_s=0)
 
 
 def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:

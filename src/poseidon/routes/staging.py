@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from poseidon.errors import PoseidonError
 from poseidon.routes.base import Exchange
 from poseidon.team.team import CLOSE_S, Arrival, Team
 
@@ -115,7 +114,7 @@ class StagedExchange(Exchange):
 
     def finish(self) -> None:
         """Let the compute stream wait for the bucket."""
-        done: torch.cuda.Event = await_sum(self._arrival, self._team, self._name)
+        done: torch.cuda.Event = self._arrival.wait(self._team, self._name, grace_s=0)
         torch.cuda.current_stream(self._device).wait_event(done)
 
 
@@ -124,19 +123,3 @@ def record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
-
-
-class PeerLostError(PoseidonError):
-    """A worker's connection ended; raised as ``WorkerLostError`` where somebody waits for it."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(why)
-        self.rank = rank
-
-
-def await_sum(arrival: Arrival, team: Team, name: str) -> Any:
-    """Return what ``arrival`` brings, or say which worker was lost."""
-    try:
-        return arrival.wait(team, name, grace_s=0)
-    except PeerLostError as error:
-        raise team.watch.lost(name, error.rank, error) from error

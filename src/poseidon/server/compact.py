@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from poseidon.server.chunks import Chunk
 
@@ -44,46 +45,46 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class CompactLayout:
-    """Where the parts of a compacted chunk lie, for chunks of up to so many values."""
+    """Where the parts of a compacted chunk lie, for chunks of up to so many values. Every message asks."""
 
     values: int
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """How many groups there are."""
         return -(-self.values // GROUP)
 
-    @property
+    @cached_property
     def low_at(self) -> int:
         """Where the low 16 bits begin."""
         return HEAD_BYTES
 
-    @property
+    @cached_property
     def high_at(self) -> int:
         """Where the signs and upper bits of the mantissas begin."""
         return self.low_at + 2 * GROUP * self.groups
 
-    @property
+    @cached_property
     def codes_at(self) -> int:
         """Where the distances begin."""
         return self.high_at + GROUP * self.groups
 
-    @property
+    @cached_property
     def tops_at(self) -> int:
         """Where the largest exponents begin."""
         return self.codes_at + GROUP // 2 * self.groups
 
-    @property
+    @cached_property
     def strays_at(self) -> int:
         """Where the strays begin."""
         return _align(self.tops_at + self.groups, 4)
 
-    @property
+    @cached_property
     def most_strays(self) -> int:
         """With more than this, nothing is gained. A compacted chunk is shorter than one of a value less as it is."""
         return (4 * (self.values - 1) - 4 - self.strays_at) // 4
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Memory for a chunk, compacted or as it is."""
         return _align(4 * self.values, _ALIGNMENT)
@@ -102,11 +103,11 @@ class CompactLayout:
         return length == 4 * values
 
 
-def is_worth_compacting(bucket_bytes: int, itemsize: int, chunks: Sequence[Chunk]) -> bool:
+def is_worth_compacting(itemsize: int, chunks: Sequence[Chunk]) -> bool:
     """Return whether a bucket of floating-point numbers, cut into these chunks, is compacted."""
-    if itemsize != 4 or bucket_bytes < SMALLEST_COMPACTED_BYTES:
-        return False
     lengths = [chunk.length for chunk in chunks]
+    if itemsize != 4 or itemsize * sum(lengths) < SMALLEST_COMPACTED_BYTES:
+        return False
     return min(lengths) >= FEWEST_COMPACTED and max(lengths) <= MOST_COMPACTED
 
 

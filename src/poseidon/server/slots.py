@@ -31,11 +31,6 @@ class Slot:
     priority: int
     """Lower is more urgent."""
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.chunks[-1].stop if self.chunks else 0
-
 
 def make_slots(first: int, sizes: Sequence[int], itemsizes: Sequence[int], owners: int, chunk_bytes: int) -> list[Slot]:
     """Return slots numbered from ``first`` for buckets of so many elements, in the order they become ready.

@@ -245,7 +245,7 @@ def _served_share(setting: Setting, slot: Slot, itemsize: int) -> float:
     """Return what is left of a bucket's bytes if devices compact it."""
     # What was shortened already (``wire_share``) is no float32 any more.
     can_be = setting.compacts and setting.wire_share == 1
-    return COMPACT_SHARE if can_be and is_worth_compacting(slot.size * itemsize, itemsize, slot.chunks) else 1.0
+    return COMPACT_SHARE if can_be and is_worth_compacting(itemsize, slot.chunks) else 1.0
 
 
 def _pays_pushed(entry: PlanEntry, setting: Setting) -> bool:

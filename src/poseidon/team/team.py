@@ -167,6 +167,14 @@ class PendingGather:
         return [row.tolist() for row in self._everybody]
 
 
+class PeerLostError(PoseidonError):
+    """A worker's connection ended; whoever waits for an :class:`Arrival` hears of it as ``WorkerLostError``."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
 class Arrival:
     """The outcome of something another thread is doing; errors cross over to the thread that waits."""
 
@@ -203,6 +211,8 @@ class Arrival:
         if not self._event.wait(team.timeout_s + grace_s):
             raise team.watch.lost(what, None, TimeoutError(f"no answer within {team.timeout_s:g} s"))
         if self._error is not None:
+            if isinstance(self._error, PeerLostError):
+                raise team.watch.lost(what, self._error.rank, self._error) from self._error
             if isinstance(self._error, PoseidonError):
                 raise self._error
             raise RuntimeError(f"the exchange of {what} failed on rank {team.rank}") from self._error

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from compact_twin import HostCompactor, same_bits
 from poseidon.errors import FrameError, ServerError
+from poseidon.routes import sharded
 from poseidon.routes.compact import ChunkRows, CompactSum, is_compacted
 from poseidon.routes.staging import Done, Waiter
 from poseidon.server.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
@@ -243,3 +245,12 @@ def test_a_tensor_that_has_landed_is_not_kept() -> None:
     pump()
     del flat, flats
     assert not any(ref() is not None for ref in refs)
+
+
+def test_a_device_that_cannot_compact_is_named_and_gradients_travel_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "poseidon.routes.cuda_compactor", None)
+    assert sharded._find_compactor(2) is None
+    assert "gradients travel as they are" in caplog.text
+    assert "cuda_compactor" in caplog.text
