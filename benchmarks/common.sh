@@ -6,4 +6,11 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH}
 results=${RESULTS:-benchmarks/results}
+# Sets models to the arguments before "--", if there are any, and options to those behind it.
+read_arguments() {
+    local asked=()
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do asked+=("$1"); shift; done
+    if [ ${#asked[@]} -gt 0 ]; then models=("${asked[@]}"); fi
+    options=("${@:2}")
+}
 bench() { "$PYTHON" -m poseidon.launch.cli bench "$@"; }

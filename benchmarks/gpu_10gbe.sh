@@ -3,15 +3,13 @@
 # Usage: benchmarks/gpu_10gbe.sh [MODEL ...] [-- OPTIONS OF poseidon bench]; one file per model.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
-models=()
-while [ $# -gt 0 ] && [ "$1" != -- ]; do models+=("$1"); shift; done
-if [ "${1:-}" = -- ]; then shift; fi
-if [ ${#models[@]} -eq 0 ]; then models=(vgg19 vgg19-22k resnet152 inception-v3 gpt2); fi
+models=(vgg19 vgg19-22k resnet152 inception-v3 gpt2)
+read_arguments "$@"
 status=0
 for model in "${models[@]}"; do
     # Text needs far fewer samples than images: each is 1024 tokens.
     bench --device cuda --models "$model" --batch 32,gpt2=4 --machines 4,8 --rate 10gbit \
         --against linear,ddp,ddp-bf16,ddp-powersgd,poseidon --steps 8 --warmup 3 --repetitions 3 --timeout 240 \
-        --output "$results/gpu_10gbe_$model.json" "$@" || status=$?
+        --output "$results/gpu_10gbe_$model.json" "${options[@]}" || status=$?
 done
 exit $status

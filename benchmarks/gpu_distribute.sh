@@ -3,14 +3,12 @@
 # Usage: benchmarks/gpu_distribute.sh [MODEL ...] [-- OPTIONS OF poseidon bench]; one file per model.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
-models=()
-while [ $# -gt 0 ] && [ "$1" != -- ]; do models+=("$1"); shift; done
-if [ "${1:-}" = -- ]; then shift; fi
-if [ ${#models[@]} -eq 0 ]; then models=(resnet152 vgg19 gpt2); fi
+models=(resnet152 vgg19 gpt2)
+read_arguments "$@"
 status=0
 for model in "${models[@]}"; do
     bench --device cuda --models "$model" --batch 32,gpt2=4 --machines 8 --rate 10gbit \
         --against linear,ddp,poseidon-distribute --steps 8 --warmup 6 --repetitions 3 --timeout 240 \
-        --output "$results/gpu_10gbe_${model}_distribute.json" "$@" || status=$?
+        --output "$results/gpu_10gbe_${model}_distribute.json" "${options[@]}" || status=$?
 done
 exit $status
