@@ -92,7 +92,7 @@ def act(place: Place, fault: str, rank: int) -> None:
     elif fault == "agent":
         for pid in place.lab.processes(rank):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"poseidon.launch.job.agent" in words and b"python" in words[0]:
+            if b"poseidon.launch.agent" in words and b"python" in words[0]:
                 os.kill(pid, signal.SIGKILL)
 
 

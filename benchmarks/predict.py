@@ -23,7 +23,7 @@ import torch
 from poseidon import zoo
 from poseidon.planning.cluster import format_rate
 from poseidon.planning.profile import Profile
-from poseidon.planning.profiling import estimate_profile
+from poseidon.profiling.measuring import estimate_profile
 from poseidon.sim import paper
 from poseidon.sim.cells import SIMULATED, Bench, predict_ms
 from poseidon.sim.picture import STYLES, new_figure

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import poseidon
 from poseidon import zoo
-from poseidon.launch.digits import TRAINED, load_digits
+from poseidon.cli.digits import TRAINED, load_digits
 from poseidon.launch.local import follow_launcher, run_workers
 
 PROBABILITY, STEPS_LOST = 0.2, 3

@@ -198,9 +198,9 @@ class ShardedSum:
         import torch.distributed as dist
 
         from poseidon.lab.spec import spread_rates
-        from poseidon.server.chunks import cut, owned_by
-        from poseidon.server.service import ShardService
-        from poseidon.server.shard import Shard
+        from poseidon.sums.chunks import cut, owned_by
+        from poseidon.sums.service import ShardService
+        from poseidon.sums.shard import Shard
         from poseidon.wire.message import Kind
         from poseidon.wire.open import open_transport
         from poseidon.wire.settings import PREFIX, WireSettings, suited_to

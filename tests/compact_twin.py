@@ -12,8 +12,8 @@ from torch import Tensor
 
 from poseidon.routes.compact import ChunkRows
 from poseidon.routes.staging import Done
-from poseidon.server.chunks import Chunk
-from poseidon.server.compact import GROUP, HEAD_BYTES, CompactLayout
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.compact import GROUP, HEAD_BYTES, CompactLayout
 
 Array = np.ndarray[Any, Any]
 

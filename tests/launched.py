@@ -47,7 +47,7 @@ def train(arguments, on_fault):
     import torch
 
     import poseidon
-    from poseidon.launch import report
+    from poseidon.job import tell as report
 
     world = poseidon.init(timeout_s=60)
     torch.manual_seed(world.rank)

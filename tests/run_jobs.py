@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from poseidon.lab import members
+from poseidon.job import members
 
 PROGRAM = Path(__file__).with_name("launched.py")
 MARK = "POSEIDON_TEST_JOB"
@@ -45,7 +45,7 @@ class Started:
         unwanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
         base = {name: value for name, value in os.environ.items() if name not in unwanted}
         base |= {"OMP_NUM_THREADS": "1", **(env or {}), MARK: self._id}
-        command = [sys.executable, "-m", "poseidon.launch.cli", "run", *map(str, words)]
+        command = [sys.executable, "-m", "poseidon.cli", "run", *map(str, words)]
         self._files = [(folder / f"{name}-{self._id}") for name in ("out", "err")]
         out, err = (path.open("wb") for path in self._files)
         self._began = time.monotonic()

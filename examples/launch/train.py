@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import poseidon
-from poseidon.launch.report import tell
+from poseidon.job.tell import tell
 from poseidon.launch.stopping import Stopping
 
 

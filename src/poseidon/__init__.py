@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from poseidon.version import __version__ as __version__
 
 __all__ = ["DistributedDataParallel", "Plan", "distribute", "init", "plan", "ps"]
 

@@ -22,14 +22,14 @@ from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.discover import find_units, tensors_of
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
-from poseidon.engine.joining import ShadowHook
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
+from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.launch.environment import World, init
+from poseidon.job.world import World, init
+from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
-from poseidon.planning.sampling import plan
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import Mirror, mirror_all, mirrors_of

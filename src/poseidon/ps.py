@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from poseidon.errors import ConfigError
-from poseidon.server import snapshot
-from poseidon.server.formats import Array
-from poseidon.server.node import Node
-from poseidon.server.rows import Index, Patch, combine, combine_columns, sparse_patch
-from poseidon.server.tables import TableSpec
+from poseidon.tables import snapshot
+from poseidon.tables.node import Node
+from poseidon.tables.rows import Index, Patch, combine, combine_columns, sparse_patch
+from poseidon.tables.tables import TableSpec
+from poseidon.wire.formats import Array
 from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
 
@@ -70,7 +70,7 @@ def connect(
 def _job_size() -> int:
     import torch.distributed as dist
 
-    from poseidon.launch.environment import init
+    from poseidon.job.world import init
 
     return dist.get_world_size() if dist.is_initialized() else init().size
 

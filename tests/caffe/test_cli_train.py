@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from poseidon.caffe.commands.train import add_arguments, launch_flags, worker_count, worker_flags
 from poseidon.errors import ConfigError, PoseidonError
-from poseidon.launch.environment import World
+from poseidon.job.world import World
 from poseidon.launch.local import run_workers, worker_environment
-from poseidon.launch.train import add_arguments, launch_flags, worker_count, worker_flags
 
 LOGS = pytest.mark.parametrize("case", [pytest.param(("formats", "logs"), id="logs")], indirect=True)
 # The same as `poseidon train ...`, for a process of its own.
 TRAIN = """
 import argparse, sys
-from poseidon.launch import train
+from poseidon.caffe.commands import train
 parser = argparse.ArgumentParser()
 train.add_arguments(parser)
 sys.exit(train.run(parser.parse_args(sys.argv[1:])))
@@ -162,7 +162,7 @@ def test_host_files(tmp_path):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = launch_flags(parser.parse_args(["--solver=s.prototxt", f"--hostfile={path}", "--num_clients=2"]))
-    assert flags[:6] == ["run", "--hostfile", str(path), "-m", "poseidon.launch.cli", "train"]
+    assert flags[:5] == ["--hostfile", str(path), "-m", "poseidon.cli", "train"]
     assert "--solver=s.prototxt" in flags
     assert not any(flag.startswith(("--hostfile=", "--num_clients", "--client_id", "--workers")) for flag in flags)
 

@@ -12,7 +12,7 @@ from poseidon.caffe import process
 from poseidon.caffe.io.hdf5 import HDF5Rows
 from poseidon.caffe.io.sharding import Share, Source, endless, in_turns, locate, this_worker
 from poseidon.errors import ConfigError
-from poseidon.launch.environment import World
+from poseidon.job.world import World
 
 counts = st.integers(1, 40)
 sizes = st.integers(1, 7)

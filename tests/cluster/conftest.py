@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from poseidon.errors import ConfigError
-from poseidon.lab import Lab, members, state
+from poseidon.job import members
+from poseidon.lab import Lab, state
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from poseidon.lab import Lab, members, state
+from poseidon.job import members
+from poseidon.lab import Lab, state
 
 SERVER = "/usr/sbin/sshd"
 PORT = 22

@@ -40,7 +40,7 @@ def test_a_host_file_of_the_original_starts_all_machines(nothing_left: None, tmp
         f"--table_staleness={staleness}",
     ]
     with Lab(machines=2, rate="1gbit") as lab, serving(lab, tmp_path) as ssh:
-        command = [sys.executable, "-m", "poseidon.launch.cli", "train", *flags]
+        command = [sys.executable, "-m", "poseidon.cli", "train", *flags]
         env = {**os.environ, **ssh.env, "OMP_NUM_THREADS": "1"}
         process = lab.spawn(
             0, command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -13,8 +13,8 @@ import pytest
 from sshd import serving
 
 import poseidon
+from poseidon.doctor.probe import CLOCK_OFFSET
 from poseidon.lab import Lab
-from poseidon.launch.doctor.probe import CLOCK_OFFSET
 
 pytestmark = pytest.mark.cluster
 
@@ -69,7 +69,7 @@ class Cluster:
     def examine(self, *options):
         file = self.folder / "cluster.json"
         file.write_text(json.dumps({"hosts": self.hosts}))
-        command = [sys.executable, "-m", "poseidon.launch.cli", "doctor", "-c", str(file), "--json", *options]
+        command = [sys.executable, "-m", "poseidon.cli", "doctor", "-c", str(file), "--json", *options]
         asking = self.lab.spawn(0, command, env={**os.environ, **self.ssh.env}, stdout=subprocess.PIPE)
         output, _ = asking.communicate(timeout=110)
         return asking.returncode, json.loads(output)
@@ -80,7 +80,7 @@ def probes(lab, machine):
     found = []
     for pid in lab.processes(machine):
         with contextlib.suppress(OSError):
-            if b"poseidon.launch.doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"poseidon.doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
@@ -204,7 +204,7 @@ def test_every_way_in_which_ssh_fails_is_told_apart(tmp_path):
 def test_no_probe_outlives_a_doctor_that_is_killed(cluster):
     file = cluster.folder / "cluster.json"
     file.write_text(json.dumps({"hosts": cluster.hosts}))
-    command = [sys.executable, "-m", "poseidon.launch.cli", "doctor", "-c", str(file)]
+    command = [sys.executable, "-m", "poseidon.cli", "doctor", "-c", str(file)]
     asking = cluster.lab.spawn(0, command, env={**os.environ, **cluster.ssh.env})
     wait_until(lambda: probes(cluster.lab, 1))
     asking.kill()

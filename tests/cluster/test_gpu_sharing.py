@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from poseidon.cli.main import main
 from poseidon.lab import gpu
-from poseidon.launch.cli import main
 
 pytestmark = pytest.mark.cluster
 

@@ -12,15 +12,16 @@ from statistics import median
 
 import pytest
 
+from poseidon.cli.main import main
 from poseidon.errors import ConfigError
-from poseidon.lab import Job, Lab, members, namespace, state
+from poseidon.job import members
+from poseidon.lab import Job, Lab, namespace, state
 from poseidon.lab.job import JobOptions
-from poseidon.launch.cli import main
 
 pytestmark = pytest.mark.cluster
 
 JOBS = str(Path(__file__).with_name("jobs.py"))
-POSEIDON = [sys.executable, "-m", "poseidon.launch.cli"]
+POSEIDON = [sys.executable, "-m", "poseidon.cli"]
 
 
 class Output:

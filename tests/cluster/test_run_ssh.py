@@ -40,7 +40,7 @@ class Cluster:
         """Return the process that looks after the workers of a machine."""
         for pid in self.lab.processes(machine):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"poseidon.launch.job.agent" in words and words[0].endswith(b"python"):
+            if b"poseidon.launch.agent" in words and words[0].endswith(b"python"):
                 return pid
         raise AssertionError(f"no agent on machine {machine}")
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poseidon.server.cache import TableCache
-from poseidon.server.clocks import Clocks
-from poseidon.server.rows import DenseRows, Patch
-from poseidon.server.tables import Reply, TableServer, TableSpec
+from poseidon.tables.cache import TableCache
+from poseidon.tables.clocks import Clocks
+from poseidon.tables.rows import DenseRows, Patch
+from poseidon.tables.tables import Reply, TableServer, TableSpec
 
 ROW = np.zeros(1, np.int64)
 OWNED = {TableCache, TableServer, Clocks, DenseRows}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from poseidon.launch.auto.options import AutoOptions, Target
-from poseidon.launch.auto.session import run
+from poseidon.auto.session import run
+from poseidon.following.options import AutoOptions, Target
 from poseidon.planning.cluster import Cluster, Link
 from ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""``python -m poseidon.launch.auto`` as a launcher starts it."""
+"""``python -m poseidon.auto`` as a launcher starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[1] / "auto_scripts"
 
 def auto(count: int, *words: str) -> int:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    return run_workers([sys.executable, "-m", "poseidon.launch.auto", *words], count, environ)
+    return run_workers([sys.executable, "-m", "poseidon.auto", *words], count, environ)
 
 
 def test_words_hash_alike_on_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from poseidon.launch.cli import main
+from poseidon.cli.main import main
 from poseidon.launch.local import run_workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -15,7 +15,7 @@ import torch
 
 import compact_twin
 from compact_twin import same_bits
-from poseidon.server.compact import CompactLayout
+from poseidon.sums.compact import CompactLayout
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; scripts/setup kernels installs it")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,8 +18,8 @@ from poseidon.errors import WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.routes import sharded
 from poseidon.routes.compact import CompactSum
-from poseidon.server.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
-from poseidon.server.slots import make_slots
+from poseidon.sums.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
+from poseidon.sums.slots import make_slots
 from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
 from ranks import run_ranks

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from poseidon.launch.doctor import reaching
-from poseidon.launch.doctor.facts import BUSY, OPEN
-from poseidon.launch.doctor.listening import Listener
-from poseidon.launch.doctor.reaching import Target
+from poseidon.doctor import reaching
+from poseidon.doctor.facts import BUSY, OPEN
+from poseidon.doctor.listening import Listener
+from poseidon.doctor.reaching import Target
 
 TOKEN = bytes(range(16))
 HERE = "127.0.0.1"

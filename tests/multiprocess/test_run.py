@@ -92,7 +92,7 @@ def test_on_a_terminal_there_are_colours_and_a_live_line(tmp_path: Path) -> None
     )
     ours, theirs = pty.openpty()
     words = ["run", "--quiet", "--nproc", "2", "--log-dir", "none", "steps.py"]
-    command = [sys.executable, "-m", "poseidon.launch.cli", *words]
+    command = [sys.executable, "-m", "poseidon.cli", *words]
     env = {**os.environ, "TERM": "xterm"}
     env.pop("NO_COLOR", None)
     job = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -112,7 +112,7 @@ def test_a_reader_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> N
     (tmp_path / "talk.py").write_text(
         "import pathlib, sys\nfor n in range(20000): print('line', n)\npathlib.Path('done').touch()\n"
     )
-    command = f"{sys.executable} -m poseidon.launch.cli run --quiet --nproc 1 --log-dir none talk.py | head -1"
+    command = f"{sys.executable} -m poseidon.cli run --quiet --nproc 1 --log-dir none talk.py | head -1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[0] line 0\n"
     assert done.stderr == ""
@@ -202,7 +202,7 @@ def test_the_hook_saves_at_the_same_step_everywhere(tmp_path: Path) -> None:
     assert ended.status == 130
 
 
-@pytest.mark.parametrize("victim", ["poseidon.launch.cli", "poseidon.launch.job.agent"])
+@pytest.mark.parametrize("victim", ["poseidon.cli", "poseidon.launch.agent"])
 def test_no_worker_outlives_a_launcher_or_agent_that_is_killed(victim: str, tmp_path: Path) -> None:
     job = Started([*TWO, "--log-dir", "none", PROGRAM, "--pretend", "--fault", "orphan", "--rank", "9"], tmp_path)
     job.wait_for("step 4", times=2)
@@ -254,7 +254,7 @@ def test_a_script_for_one_device_is_distributed(tmp_path: Path) -> None:
 
 def test_under_torchrun_it_joins(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    command += [sys.executable, "-m", "poseidon.launch.cli", "run", str(PROGRAM), "--steps", "2"]
+    command += [sys.executable, "-m", "poseidon.cli", "run", str(PROGRAM), "--steps", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from poseidon.launch.auto.frameworks import watch_import
-from poseidon.launch.auto.patches import Patches
+from poseidon.auto.frameworks import watch_import
+from poseidon.following.patches import Patches
 from poseidon.tensorflow.feeds import Division, mean_of, plan_division
 
 X, Y = np.zeros((7, 3)), np.zeros(7)

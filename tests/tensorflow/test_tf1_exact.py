@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from needs_tensorflow import MARKS
 
-from poseidon.launch.auto.options import AutoOptions
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.options import AutoOptions
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.team import Team
 from ranks import run_ranks

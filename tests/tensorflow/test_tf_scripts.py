@@ -39,7 +39,7 @@ def run(words: list[str], folder: Path, **env: str) -> str:
 
 
 def run_auto(script: str, folder: Path, *options: str, **env: str) -> str:
-    words = ["-m", "poseidon.launch.cli", "run", "--quiet", "--log-dir", "none", "--nproc", "2", "--auto", *options]
+    words = ["-m", "poseidon.cli", "run", "--quiet", "--log-dir", "none", "--nproc", "2", "--auto", *options]
     return run([*words, str(SCRIPTS / script)], folder, **env)
 
 

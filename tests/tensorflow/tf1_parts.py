@@ -17,8 +17,8 @@ from test_tf1_exact import follow
 
 from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import PoseidonError
-from poseidon.launch.auto.options import AutoOptions
-from poseidon.launch.auto.report import Report
+from poseidon.following.options import AutoOptions
+from poseidon.following.report import Report
 from poseidon.team.team import Team
 from poseidon.tensorflow.batch_moments import VARIABLE, is_asked_for
 from poseidon.tensorflow.datasets import Datasets

@@ -6,7 +6,7 @@ from torch import nn
 
 from poseidon.engine.buckets import SMALLEST_BUCKET_BYTES, Bucket, assign_buckets
 from poseidon.planning.packing import limit_collective, limit_served
-from poseidon.server.slots import chunk_bytes_for
+from poseidon.sums.slots import chunk_bytes_for
 
 MB = 2**20
 SIZES = st.lists(st.tuples(st.sampled_from(["f32", "f16"]), st.integers(0, 40 * MB)), max_size=40)

@@ -5,8 +5,8 @@ from types import ModuleType
 import pytest
 
 import poseidon
+from poseidon.cli import main as cli
 from poseidon.errors import ConfigError, WorkerLostError
-from poseidon.launch import cli
 
 
 class Command(ModuleType):
@@ -126,6 +126,6 @@ def test_a_command_is_loaded_only_when_asked_for(command: Command, monkeypatch: 
         loaded.append(name)
         return command
 
-    monkeypatch.setattr("poseidon.launch.cli.importlib.import_module", load)
+    monkeypatch.setattr("poseidon.cli.main.importlib.import_module", load)
     cli.main(["greet", "ape"])
     assert loaded == ["poseidon.launch.greet"]

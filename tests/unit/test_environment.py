@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
-from poseidon.launch.environment import World, init
+from poseidon.job.world import World, init
 
 TORCHRUN = {
     "RANK": "5",

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from poseidon.cli import bench as command
+from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.lab import bench, picture, results
 from poseidon.lab.bench import Listener
@@ -12,8 +14,6 @@ from poseidon.lab.environment import Place
 from poseidon.lab.job import JobResult
 from poseidon.lab.results import Cell, Measured, Repetition
 from poseidon.lab.spec import make_spec
-from poseidon.launch import bench as command
-from poseidon.launch.cli import main
 
 WORKER = WorkerSettings("lenet", ("linear", "ddp", "poseidon"), 8, 5, 2, 2, 1, "cpu")
 

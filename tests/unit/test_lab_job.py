@@ -2,11 +2,11 @@ import sys
 
 import pytest
 
+from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.lab.cluster import Lab
 from poseidon.lab.environment import Place, places, shared_gpu_environment, worker_environment
 from poseidon.lab.job import Job, JobOptions, describe_status, exit_status, resolve_command
-from poseidon.launch.cli import main
 
 
 def test_ranks_count_machine_by_machine():

@@ -34,7 +34,7 @@ def test_the_leading_arguments_are_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["poseidon", "poseidon.planning.planner, poseidon.planning.sampling", "poseidon.launch.cli"]
+    "module", ["poseidon", "poseidon.planning.planner, poseidon.engine.sampling", "poseidon.cli.main"]
 )
 def test_the_pure_parts_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 import poseidon
 from poseidon.engine.discover import find_units
+from poseidon.engine.sampling import plan, sample_loads
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.planning.sampling import plan, sample_loads
 from poseidon.units import Load
 
 SLOW = Cluster(4, between=Link(1e7, 1e-6), flops=1e12)

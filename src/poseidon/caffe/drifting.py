@@ -19,7 +19,7 @@ from poseidon.caffe.solver.workers import ActionFunction
 from poseidon.engine.relaxed import WIDTH, Ledger, Shared
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
 from poseidon.ps import Table, connect
-from poseidon.server.formats import Array
+from poseidon.wire.formats import Array
 
 log = logging.getLogger("poseidon.caffe")
 

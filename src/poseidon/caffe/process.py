@@ -12,7 +12,7 @@ import torch
 from poseidon.caffe import device
 from poseidon.caffe.glog import GlogFormatter
 from poseidon.errors import UnsupportedError
-from poseidon.launch.environment import World
+from poseidon.job.world import World
 
 _log = logging.getLogger("poseidon.caffe")
 

@@ -25,7 +25,7 @@ from poseidon.caffe.solver.workers import Alone, Workers
 from poseidon.caffe.upgrade import read_solver
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.errors import ConfigError
-from poseidon.launch.environment import World, init
+from poseidon.job.world import World, init
 
 log = logging.getLogger("poseidon.caffe")
 

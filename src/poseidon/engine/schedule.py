@@ -10,7 +10,7 @@ from torch import nn
 
 from poseidon.engine.buckets import Bucket, assign_buckets
 from poseidon.routes.base import LiveUnit
-from poseidon.server.slots import Slot
+from poseidon.sums.slots import Slot
 
 Book = Callable[[Sequence[int], Sequence[torch.dtype]], list[Slot]]
 """Agrees with all workers on slots of the parameter server for buckets of these sizes and types."""

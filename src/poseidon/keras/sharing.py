@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from poseidon.engine.outside import take_from_first
 from poseidon.errors import MismatchError
-from poseidon.launch.environment import init
+from poseidon.job.world import init
 from poseidon.team.team import Team
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from poseidon import __version__
 from poseidon.lab import gpu
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.cluster import Lab, own_environment
@@ -29,6 +28,7 @@ from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
 from poseidon.routes.compact import can_compact
 from poseidon.sim.cells import Bench, predict_ms
+from poseidon.version import __version__
 
 KEPT_LINES = 30
 

@@ -28,7 +28,7 @@ from poseidon.lab.pace import paced
 from poseidon.lab.results import Repetition
 from poseidon.lab.systems import LEARNING_RATE, MOMENTUM, Trainer, make_trainer
 from poseidon.planning.profile import Profile
-from poseidon.planning.profiling import profile_model
+from poseidon.profiling.measuring import profile_model
 from poseidon.team.calibrate import measure_flops
 
 MARK = "@bench "

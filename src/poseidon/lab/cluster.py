@@ -16,7 +16,8 @@ from typing import IO, Any, TypeVar, cast
 
 import poseidon
 from poseidon.errors import ConfigError
-from poseidon.lab import members, namespace, network, state, warden
+from poseidon.job import members
+from poseidon.lab import namespace, network, state, warden
 from poseidon.lab.network import Traffic
 from poseidon.lab.spec import LabSpec, check_machine, machine_address, make_spec
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from poseidon.lab.members import LAB_MARK, kill_all, pids_marked
+from poseidon.job.members import LAB_MARK, kill_all, pids_marked
 
 FOLDER_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 CONTROL = "nvidia-cuda-mps-control"

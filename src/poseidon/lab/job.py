@@ -17,7 +17,7 @@ from shutil import which
 from typing import IO
 
 from poseidon.errors import ConfigError
-from poseidon.lab import members
+from poseidon.job import members
 from poseidon.lab.cluster import Lab
 from poseidon.lab.environment import Place, places, shared_gpu_environment, worker_environment
 from poseidon.lab.network import Traffic

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from poseidon.errors import ConfigError
-from poseidon.lab.members import LAB_MARK, pids_in, pids_marked, start_time
+from poseidon.job.members import LAB_MARK, pids_in, pids_marked, start_time
 from poseidon.lab.spec import LabSpec
 
 FOLDER_VARIABLE = "POSEIDON_LAB_FOLDER"

@@ -17,7 +17,8 @@ import time
 from typing import TextIO
 
 from poseidon.errors import PoseidonError
-from poseidon.lab import members, namespace, state
+from poseidon.job import members
+from poseidon.lab import namespace, state
 from poseidon.lab.spec import machine_name
 
 BEGIN = b"begin\n"

@@ -1,1 +1,4 @@
-"""The ``poseidon`` command: one file per subcommand, found by :mod:`poseidon.launch.cli`."""
+"""The launcher: ``poseidon run`` starts a script's workers here or over ssh, watches them, and names the first failure.
+
+``run.py`` reads the command line, ``launcher.py`` conducts the job, ``agent.py`` runs on every machine.
+"""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poseidon.errors import ConfigError
-from poseidon.launch.environment import World
+from poseidon.job.world import World
 
 
 @dataclass(frozen=True)

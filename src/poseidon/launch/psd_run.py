@@ -20,7 +20,7 @@ from typing import Any
 from poseidon.errors import ConfigError, PoseidonError, unknown_name
 from poseidon.launch import run
 from poseidon.launch.hosts import ORIGINAL_KEYS, ClusterFile, load_cluster_data, parse_cluster
-from poseidon.launch.job.places import place_workers
+from poseidon.launch.places import place_workers
 from poseidon.launch.run_settings import resolve
 
 _PYTHON = re.compile(r"python[\d.]*")

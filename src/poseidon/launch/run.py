@@ -1,7 +1,7 @@
 """``poseidon run``: start a script as one job on this machine, or on many over ssh, and follow it to its end.
 
 Started by torchrun, Slurm, Kubernetes or Ray, it joins their job instead. The work is done in
-:mod:`poseidon.launch.job`; here the command line becomes settings, and a failed job is started again.
+:mod:`poseidon.launch`; here the command line becomes settings, and a failed job is started again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from poseidon.errors import ConfigError
 from poseidon.launch import ssh
 from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
-from poseidon.launch.job.launcher import JobSettings, Launcher
-from poseidon.launch.job.output import Output
-from poseidon.launch.job.places import place_workers
-from poseidon.launch.job.script import check_module, check_script
 from poseidon.launch.join import Joined, find_starter, joined_environment
+from poseidon.launch.launcher import JobSettings, Launcher
+from poseidon.launch.output import Output
+from poseidon.launch.places import place_workers
 from poseidon.launch.run_settings import PREFIX, SETTINGS, Chosen, resolve, show
+from poseidon.launch.script import check_module, check_script
 
 _AUTO_OPTIONS = ("scale_lr", "batch", "eval")
 
@@ -81,6 +81,13 @@ class Program:
             check_module(self.name, directory)
 
 
+def start(argv: Sequence[str]) -> int:
+    """Run a job given by the words of ``poseidon run``'s command line; for other commands that start one."""
+    parser = argparse.ArgumentParser(prog="poseidon run")
+    add_arguments(parser)
+    return run(parser.parse_args(list(argv)))
+
+
 def read_program(args: argparse.Namespace) -> Program:
     """Return what to run. Pure."""
     if args.module is not None and (not args.module or args.command):
@@ -104,7 +111,7 @@ def read_program(args: argparse.Namespace) -> Program:
     if args.as_caffe:
         target = ["-m", "poseidon.caffe.as_caffe", *target]
     elif args.auto:
-        target = ["-m", "poseidon.launch.auto", *auto_options(args), *target]
+        target = ["-m", "poseidon.auto", *auto_options(args), *target]
     return Program(tuple(target), script, words[0])
 
 

@@ -1,4 +1,4 @@
-"""Step 3, sharded, on CUDA devices: chunks travel compacted (``server/compact.py``) and are added up on the device.
+"""Step 3, sharded, on CUDA devices: chunks travel compacted (``sums/compact.py``) and are added up on the device.
 
 As ``sharded.py`` has it, every worker pushes each chunk to its owner, which adds up all parts in rank order and sends
 the sum to everybody. Here the device does the arithmetic: it compacts a bucket before it leaves, an owner's device
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from poseidon.errors import FrameError, ServerError
 from poseidon.routes.staging import Done, Waiter
-from poseidon.server.chunks import Chunk
-from poseidon.server.compact import CompactLayout, is_worth_compacting
-from poseidon.server.slots import Slot
-from poseidon.server.turns import check_clock, in_turn, refuse_second
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.compact import CompactLayout, is_worth_compacting
+from poseidon.sums.slots import Slot
+from poseidon.sums.turns import check_clock, in_turn, refuse_second
 from poseidon.team.team import Arrival
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.settings import WireSettings
@@ -46,7 +46,7 @@ class ChunkRows:
 
     @classmethod
     def of(cls, chunks: tuple[Chunk, ...]) -> ChunkRows:
-        """Return the rows of chunks as ``server/chunks.py`` cuts them."""
+        """Return the rows of chunks as ``sums/chunks.py`` cuts them."""
         quotient = chunks[-1].length
         longer = sum(chunk.length > quotient for chunk in chunks)
         return cls(chunks, CompactLayout(chunks[0].length), quotient, longer)

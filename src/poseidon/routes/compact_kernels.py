@@ -1,6 +1,6 @@
 """Compacting, restoring and adding up on a CUDA device, by Triton, which comes with PyTorch for CUDA.
 
-The layout is that of ``server/compact.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a
+The layout is that of ``sums/compact.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a
 bucket holds ``quotient`` values, one more for the first ``longer`` rows; rows follow each other without gaps.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poseidon.server.compact import GROUP, HEAD_BYTES, CompactLayout
+from poseidon.sums.compact import GROUP, HEAD_BYTES, CompactLayout
 
 _GROUPS = 8
 """Groups that one instance of a kernel works on."""

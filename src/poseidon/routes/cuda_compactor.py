@@ -10,8 +10,8 @@ from torch import Tensor
 from poseidon.routes import compact_kernels as kernels
 from poseidon.routes.compact import ChunkRows
 from poseidon.routes.staging import record
-from poseidon.server.chunks import Chunk
-from poseidon.server.compact import FEWEST_COMPACTED, CompactLayout
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.compact import FEWEST_COMPACTED, CompactLayout
 
 _URGENT = -1
 """Of what is ready, the device begins with these streams: somebody else's next layer waits for it."""

@@ -1,7 +1,7 @@
 """Step 3, sharded: full gradients, summed by a parameter server that is cut into shards over the workers.
 
 Every worker owns a shard of each bucket. A worker pushes each chunk to its owner, which adds up all workers' parts in
-rank order (``server/shard.py``, step 5) and sends the sum to everybody (``wire/``, step 4). The bytes are those of a
+rank order (``sums/shard.py``, step 5) and sends the sum to everybody (``wire/``, step 4). The bytes are those of a
 ring; but messages need no common order, so what the next forward needs first overtakes what it needs last.
 
 Sums land where the parts lay: an owner can only answer what has left this worker completely.
@@ -29,10 +29,10 @@ from poseidon.routes.base import Exchange
 from poseidon.routes.compact import Compactor, CompactSum, can_compact, is_compacted
 from poseidon.routes.levels import Levels, LevelsExchange
 from poseidon.routes.staging import StagedExchange, Stager
-from poseidon.server.chunks import Chunk, owned_by
-from poseidon.server.service import ShardService
-from poseidon.server.shard import Shard
-from poseidon.server.slots import Slot, chunk_bytes_for, make_slots
+from poseidon.sums.chunks import Chunk, owned_by
+from poseidon.sums.service import ShardService
+from poseidon.sums.shard import Shard
+from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.team.team import Arrival, PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.message import Header, Kind

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from poseidon.planning.ordering import order_by_need
 from poseidon.planning.packing import assign_buckets, limit_served
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
-from poseidon.server.chunks import Chunk
-from poseidon.server.compact import COMPACT_SHARE, is_worth_compacting
-from poseidon.server.slots import Slot, make_slots
 from poseidon.sim.setting import Setting
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.compact import COMPACT_SHARE, is_worth_compacting
+from poseidon.sums.slots import Slot, make_slots
 
 MOST_ROUNDS = 400
 """A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from poseidon.errors import ConfigError
-from poseidon.server.clocks import Clocks
 from poseidon.sim.agenda import Agenda
 from poseidon.sim.exchanges import make_schedule
 from poseidon.sim.lanes import Lane, Parcel
 from poseidon.sim.outcome import Outcome
 from poseidon.sim.setting import Setting
+from poseidon.tables.clocks import Clocks
 
 GROUPS = 6
 """Into so many pushes a backward is divided: enough for overlap, few enough for many machines and steps."""

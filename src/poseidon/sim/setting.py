@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.profile import Profile
-from poseidon.server.slots import chunk_bytes_for
 from poseidon.sim.systems import System
 from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS, Transport
+from poseidon.sums.slots import chunk_bytes_for
 
 
 @dataclass(frozen=True)

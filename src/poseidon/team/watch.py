@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from poseidon.errors import WorkerLostError
-from poseidon.launch import report
+from poseidon.job import tell as report
 
 BEAT_S = 1.0
 """Seconds between two heartbeats; a worker silent for two and a half of them is taken for dead."""

@@ -20,8 +20,8 @@ from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 from poseidon.engine.moments import MomentsExchange, combine
 from poseidon.engine.outside import Array
 from poseidon.errors import ConfigError, MismatchError
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.team.team import Team
 from poseidon.tensorflow.graphs import rests_on_variables
 from poseidon.tensorflow.moments import combine_moments

@@ -14,10 +14,10 @@ import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
 from tensorflow.python.framework import tensor_util
 
-from poseidon.launch.auto.naming import find_name, is_called_by_keras
-from poseidon.launch.auto.options import AutoOptions
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.naming import find_name, is_called_by_keras
+from poseidon.following.options import AutoOptions
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.tensorflow.graphs import length_of
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")

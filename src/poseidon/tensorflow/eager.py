@@ -25,9 +25,9 @@ from poseidon.engine.outside import (
     take_from_first,
 )
 from poseidon.errors import UnsupportedError
-from poseidon.launch.auto.keras_models import scale_rate
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.keras_rates import scale_rate
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.tensorflow.datasets import Datasets

@@ -1,6 +1,6 @@
 """Files that TensorFlow writes itself: worker 0 writes and reads them, the others follow.
 
-TensorFlow opens files in C++, where ``--auto``'s overlay (``launch/auto/files.py``) cannot see them. So the others
+TensorFlow opens files in C++, where ``--auto``'s overlay (``auto/files.py``) cannot see them. So the others
 save nothing, write summaries and other files to a scratch folder, and take what worker 0 restores and finds.
 """
 
@@ -20,8 +20,8 @@ from tensorflow.python.summary.writer import writer
 from tensorflow.python.training import saver
 
 from poseidon.errors import ConfigError
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.team.team import Team
 from poseidon.tensorflow.replacing import replace_everywhere
 from poseidon.tensorflow.sessions import Sessions

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from poseidon.launch.auto.options import AutoOptions
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.options import AutoOptions
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.team.team import Team
 from poseidon.tensorflow.batch_moments import BatchMoments, is_asked_for
 from poseidon.tensorflow.datasets import Datasets

@@ -25,8 +25,8 @@ from tensorflow.python.training import server_lib, sync_replicas_optimizer
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import OutsideFrontEnd, check_alike
 from poseidon.errors import UnsupportedError
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.planning.cluster import Cluster
 from poseidon.team.team import Team
 from poseidon.tensorflow.exchange import GraphExchange

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from poseidon.launch.auto.patches import Patches
+from poseidon.following.patches import Patches
 
 
 def replace_everywhere(patches: Patches, original: Callable[..., Any], around: Callable[..., Any]) -> None:

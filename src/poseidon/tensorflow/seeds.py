@@ -12,8 +12,8 @@ from typing import Any
 from tensorflow.python.data.util import random_seed as data_seed
 from tensorflow.python.framework import random_seed
 
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.streams import derive
+from poseidon.following.patches import Patches
+from poseidon.following.streams import derive
 
 _LARGEST = 2**31 - 1
 

@@ -21,8 +21,8 @@ from tensorflow.python.client import session as sessions
 from tensorflow.python.training import basic_session_run_hooks
 
 from poseidon.engine.outside import step_weight
-from poseidon.launch.auto.patches import Patches
-from poseidon.launch.auto.report import Report
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
 from poseidon.team.team import Team
 from poseidon.tensorflow.feeds import Division, join_results, plan_division
 from poseidon.tensorflow.gradients import Exchanged, Gradients

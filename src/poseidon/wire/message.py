@@ -56,7 +56,7 @@ class Kind(IntEnum):
     ERROR = 12
     """The request could not be fulfilled; the payload says why, as UTF-8."""
     COMPACT_PUSH = 13
-    """PUSH, compacted as ``server/compact.py`` says."""
+    """PUSH, compacted as ``sums/compact.py`` says."""
     COMPACT_RESULT = 14
     """RESULT, compacted."""
 

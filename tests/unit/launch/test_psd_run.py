@@ -10,7 +10,7 @@ import pytest
 from poseidon.errors import ConfigError
 from poseidon.launch import psd_run, run
 from poseidon.launch.hosts import Host, parse_cluster
-from poseidon.launch.job.launcher import JobSettings
+from poseidon.launch.launcher import JobSettings
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_originals_arguments_become_a_job(
     assert recorded.settings.hosts == tuple(
         Host(name, user="ubuntu", identity="/keys/cluster.pem", python=python) for name in data["worker_nodes"]
     )
-    auto = ("-m", "poseidon.launch.auto", "m.py", "--n")
+    auto = ("-m", "poseidon.auto", "m.py", "--n")
     assert recorded.settings.each == ((*auto, "1"), (*auto, "2"))
     assert recorded.settings.script == "m.py"
     assert recorded.log_dir == "logs"

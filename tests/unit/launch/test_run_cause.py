@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poseidon.launch.job.cause import (
+from poseidon.launch.cause import (
     Death,
     Kind,
     accused,

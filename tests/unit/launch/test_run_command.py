@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.launch import run
-from poseidon.launch.cli import main
 from poseidon.launch.hosts import Host
 from poseidon.launch.run_settings import resolve, show
 
@@ -26,10 +26,10 @@ def parse(*words: str) -> argparse.Namespace:
         (["--", "t.py"], ["t.py"], "t.py"),
         (["-m", "pkg.mod", "--x", "-m", "y"], ["-m", "pkg.mod", "--x", "-m", "y"], None),
         (["--as-caffe", "t.py", "a"], ["-m", "poseidon.caffe.as_caffe", "t.py", "a"], "t.py"),
-        (["--auto", "t.py", "a"], ["-m", "poseidon.launch.auto", "t.py", "a"], "t.py"),
+        (["--auto", "t.py", "a"], ["-m", "poseidon.auto", "t.py", "a"], "t.py"),
         (
             ["--auto", "--scale-lr", "--batch", "total", "--eval", "shard", "-m", "mod"],
-            ["-m", "poseidon.launch.auto", "--scale-lr", "--batch", "total", "--eval", "shard", "-m", "mod"],
+            ["-m", "poseidon.auto", "--scale-lr", "--batch", "total", "--eval", "shard", "-m", "mod"],
             None,
         ),
     ],

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from poseidon.launch.hosts import read_cluster_file, read_hostfile
-from poseidon.launch.job.script import check_script
 from poseidon.launch.run_settings import SETTINGS, resolve
+from poseidon.launch.script import check_script
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "launch"

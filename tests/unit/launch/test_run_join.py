@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from poseidon.errors import ConfigError
-from poseidon.launch.environment import World
+from poseidon.job.world import World
 from poseidon.launch.join import Share, find_starter, joined_environment
 
 PLACE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}

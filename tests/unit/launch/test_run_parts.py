@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
-from poseidon.launch import report
+from poseidon.job import tell as report
+from poseidon.launch import protocol
+from poseidon.launch.agent import look_around, network_variables
 from poseidon.launch.hosts import Host
-from poseidon.launch.job import protocol
-from poseidon.launch.job.agent import look_around, network_variables
-from poseidon.launch.job.interfaces import address_of, free_port, interface_with
-from poseidon.launch.job.lines import LONGEST, LineCutter
-from poseidon.launch.job.output import Output, prefixes, wants_colour
-from poseidon.launch.job.places import Meeting, passed_on, place_workers, worker_environment
-from poseidon.launch.job.script import check_module, check_script
+from poseidon.launch.interfaces import address_of, free_port, interface_with
+from poseidon.launch.lines import LONGEST, LineCutter
+from poseidon.launch.output import Output, prefixes, wants_colour
+from poseidon.launch.places import Meeting, passed_on, place_workers, worker_environment
+from poseidon.launch.script import check_module, check_script
 from poseidon.launch.stopping import Stopping
 
 PLACES = place_workers([Host("ape", slots=2), Host("bee")])

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from poseidon.launch.cause import Kind
 from poseidon.launch.hosts import Host
-from poseidon.launch.job.cause import Kind
-from poseidon.launch.job.places import place_workers
-from poseidon.launch.job.progress import Slowest, Standing, furthest_behind, status_line
-from poseidon.launch.job.watching import SETTLE_S, STACKS_S, SYMPTOM_S, Watching
+from poseidon.launch.places import place_workers
+from poseidon.launch.progress import Slowest, Standing, furthest_behind, status_line
+from poseidon.launch.watching import SETTLE_S, STACKS_S, SYMPTOM_S, Watching
 
 PLACES = place_workers([Host("ape"), Host("bee", slots=2)])
 

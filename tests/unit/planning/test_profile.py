@@ -4,9 +4,9 @@ from torch import nn
 
 from poseidon.errors import ConfigError
 from poseidon.planning.profile import Profile
-from poseidon.planning.profiling import estimate_profile, profile_model
-from poseidon.planning.prototxt import profile_prototxt
-from poseidon.planning.source import Source, find_profile
+from poseidon.profiling.measuring import estimate_profile, profile_model
+from poseidon.profiling.prototxt import profile_prototxt
+from poseidon.profiling.source import Source, find_profile
 from poseidon.units import Load
 
 NET = """

@@ -16,8 +16,8 @@ from poseidon.errors import FrameError, ServerError
 from poseidon.routes import sharded
 from poseidon.routes.compact import ChunkRows, CompactSum, is_compacted
 from poseidon.routes.staging import Done, Waiter
-from poseidon.server.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
-from poseidon.server.slots import Slot, make_slots
+from poseidon.sums.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
+from poseidon.sums.slots import Slot, make_slots
 from poseidon.wire.memory import MemoryTransport, Parcel, make_memory_network
 from poseidon.wire.message import Header, Kind
 

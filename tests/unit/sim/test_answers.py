@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from sim_settings import dense, linear, profile, setting, small
 
+from poseidon.cli.main import main
 from poseidon.errors import ConfigError
-from poseidon.launch.cli import main
 from poseidon.planning.profile import Profile
 from poseidon.sim import paper
 from poseidon.sim.advice import explain, format_explanation
@@ -72,7 +72,7 @@ def titans():
     import torch
 
     from poseidon import zoo
-    from poseidon.planning.profiling import estimate_profile
+    from poseidon.profiling.measuring import estimate_profile
 
     profiles = {}
     for name in ("vgg19-22k", "inception-v3", "resnet152"):

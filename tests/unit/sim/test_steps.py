@@ -261,7 +261,7 @@ def test_unknown_names_list_the_known_ones():
 def test_planner_and_simulator_need_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from poseidon.launch import plan, simulate\n"
+        "from poseidon.cli import plan, simulate\n"
         "from poseidon.sim import advice, cells, paper, relaxed\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

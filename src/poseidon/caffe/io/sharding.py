@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from poseidon.caffe import process
 from poseidon.errors import ConfigError
-from poseidon.launch.environment import World
+from poseidon.job.world import World
 
 T = TypeVar("T")
 

@@ -1,0 +1,46 @@
+"""``python -m poseidon.auto [options] script.py [arguments]``: one worker of a distributed plain script."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from poseidon.errors import PoseidonError
+from poseidon.following.options import parse
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Holds a folder for each GPU of this machine."""
+
+
+def main() -> int:
+    """Run the script named on the command line and return its exit status."""
+    try:
+        options, target = parse([*shlex.split(os.environ.get("POSEIDON_AUTO", "")), *sys.argv[1:]])
+        _prepare_process()
+        from poseidon.auto.session import run
+
+        return run(options, target)
+    except PoseidonError as error:
+        print(f"poseidon auto: {error}", file=sys.stderr)
+        return 1
+
+
+def _prepare_process() -> None:
+    """See to what must hold before Python and CUDA start: words hash alike, and a worker sees its own GPU only."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if "CUDA_VISIBLE_DEVICES" not in os.environ and _DRIVER.exists():
+        visible = [str(number) for number in range(len(list(_DRIVER.iterdir())))]
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if len(visible) > 1:
+        # So that "cuda:0" in a script means a GPU of the worker's own.
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank % len(visible)]
+    if "PYTHONHASHSEED" not in os.environ:
+        # A vocabulary made from a set of words has its order from their hashes, which differ between processes.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "poseidon.auto", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""One engine per optimizer: made before the first forward of its parameters, ready for whatever backward comes.
+
+Everything here that talks to the other workers happens at the same place of the script on all of them: an optimizer is
+made, a forward or a backward begins, a step is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from poseidon.auto.averaging import take_over
+from poseidon.auto.buffers import Buffers
+from poseidon.auto.owners import Census, Holding, find_holding, find_roots, holding_tensors
+from poseidon.auto.step import Step
+from poseidon.engine.assemble import assemble_engine
+from poseidon.engine.engine import Engine, Options
+from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.following.report import Report
+from poseidon.following.streams import Streams
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.planner import Plan
+from poseidon.team.agree import check_same_model, describe
+from poseidon.team.team import Team
+from poseidon.team.verify import check_same_bits
+
+_COMPARED_STEPS = (1, 10, 100, 1000)
+"""Steps of an optimizer before which replicas are compared bit by bit; then every thousandth."""
+
+
+class AutoFrontEnd(AutogradFrontEnd):
+    """Takes part in every backward that reaches one of its parameters, wherever that backward starts."""
+
+    def __init__(self, engine: Engine, holding: Holding) -> None:
+        super().__init__(engine)
+        self.holding = holding
+        self.watch_outputs((), ())
+
+    def begin(self) -> None:
+        """Start the exchange, with what this backward will not reach left out."""
+        if not self.engine.in_backward:
+            unused = [parameter for parameter in self._nodes if not self.will_accumulate(parameter)]
+            self.turns.begin_backward(unused)
+
+    def finish(self) -> bool:
+        """Complete the exchange if there was one."""
+        if not self.engine.in_backward:
+            return False
+        self._end()
+        return True
+
+    def leave_layers_plain(self) -> None:
+        """Let all layers run as the user wrote them: a graph is at hand that must be met again as it was made."""
+        for unit in self.engine.units:
+            self._restore(unit)
+
+    def close(self) -> None:
+        """Detach from the model and end the engine's threads."""
+        super().close()
+        self.engine.close()
+
+
+@dataclass(eq=False)
+class Owner:
+    """An optimizer, or the absence of one, and the engines of its parameters."""
+
+    label: str
+    parameters: Callable[[], list[Tensor]]
+    optimizer: weakref.ref[Optimizer] | None = None
+    front_ends: list[AutoFrontEnd] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)
+    """Identities of the parameters that this or another owner's engines have taken."""
+    guessed_roots: Sequence[nn.Module] = ()
+    """The outermost modules when the optimizer was made, as long as there is no engine that knows better."""
+    is_fresh: bool = False
+    """Whether gradients were exchanged since the last step."""
+    steps: int = 0
+    """Steps so far."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the optimizer was freed."""
+        return self.optimizer is not None and self.optimizer() is None
+
+    def strangers(self) -> list[Tensor]:
+        """Return the trainable parameters that no engine knows."""
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in self.known]
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters of the engines, with their names."""
+        return [pair for front_end in self.front_ends for pair in front_end.holding.named()]
+
+    def roots(self) -> Sequence[nn.Module]:
+        """Return the outermost modules of the parameters."""
+        if self.front_ends:
+            return [root for front_end in self.front_ends for root in front_end.holding.roots]
+        return self.guessed_roots
+
+    def close(self) -> None:
+        """End the engines."""
+        for front_end in self.front_ends:
+            front_end.close()
+        self.front_ends.clear()
+
+
+class Engines:
+    """The engines of all optimizers, in the order in which these were made."""
+
+    def __init__(self, team: Team, census: Census, step: Step, streams: Streams, report: Report) -> None:
+        self._team = team
+        self._census = census
+        self._step = step
+        self._streams = streams
+        self._report = report
+        self._owners: list[Owner] = []
+        self._owner_of: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
+        self._unowned: Owner | None = None
+        self._pending: list[Owner] = []
+        self._buffers = Buffers(team)
+        self._cluster: Cluster | None = None
+        self._waiting_for_forward: RemovableHandle | None = None
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the script has an optimizer."""
+        return any(owner.optimizer is not None for owner in self.living())
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The outermost modules that are trained, as far as optimizers or backwards have told."""
+        if len(self._owners) > 1:
+            gc.collect()  # an optimizer that only waits to be freed may be gone on one worker and not yet on another
+        return list({id(root): root for owner in self.living() for root in owner.roots()}.values())
+
+    def living(self) -> list[Owner]:
+        """Let go of what belonged to optimizers that are gone, and return the others."""
+        for owner in self._owners:
+            if owner.is_gone:
+                owner.close()
+        self._owners = [owner for owner in self._owners if not owner.is_gone]
+        return self._owners
+
+    def owner_of(self, optimizer: Optimizer) -> Owner:
+        """Return what is known of an optimizer, from now on or already. Collective the first time."""
+        if optimizer not in self._owner_of:
+            self._owner_of[optimizer] = self._adopt(optimizer)
+        return self._owner_of[optimizer]
+
+    def train_without_optimizer(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take modules' parameters that no optimizer owns under an engine."""
+        if self._unowned is None and parameters:
+            self._unowned = Owner("no optimizer", list)
+            self._owners.append(self._unowned)
+        if self._unowned is None:
+            return
+        everything = {id(p): p for p in [*self._unowned.parameters(), *parameters]}
+        self._unowned.parameters = lambda: list(everything.values())
+
+    def expect(self, owner: Owner) -> None:
+        """Make an engine for an owner's new parameters before the next forward."""
+        if owner not in self._pending:
+            self._pending.append(owner)
+        if self._waiting_for_forward is None:
+            self._waiting_for_forward = register_module_forward_pre_hook(self._before_forward)
+
+    def look_for_strangers(self) -> None:
+        """Find parameters that were not trained until now: layers that were frozen, groups that were added."""
+        for owner in self.living():
+            if owner.strangers():
+                self.expect(owner)
+
+    def begin_backward(self) -> None:
+        """Get ready for a backward. Collective where engines are still to be made."""
+        self.look_for_strangers()
+        if self._pending:
+            self._attach_pending(has_graph=True)
+        for owner in self.living():
+            for front_end in owner.front_ends:
+                front_end.engine.arm(True, self._step.values)
+
+    def end_backward(self) -> bool:
+        """Complete what engines have begun and take over worker 0's buffers; tell whether any had. Collective."""
+        roots: list[nn.Module] = []
+        for owner in self.living():
+            for front_end in owner.front_ends:
+                had_plan = front_end.engine.plan is not None
+                if not front_end.finish():
+                    continue
+                owner.is_fresh = True
+                roots += front_end.holding.roots
+                if front_end.engine.plan is not None and not had_plan:
+                    self._report.say(f"{owner.label}: {_say_routes(front_end.engine.plan)}")
+        self._buffers.take_over(roots)
+        return bool(roots) or any(owner.is_fresh for owner in self._owners)
+
+    def count_step(self, owner: Owner) -> None:
+        """Take note of a step, and now and then compare the replicas before it. Collective."""
+        owner.is_fresh = False
+        owner.steps += 1
+        if owner.steps in _COMPARED_STEPS or owner.steps % max(_COMPARED_STEPS) == 0:
+            self._compare(owner.named())
+
+    def verify(self) -> None:
+        """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same parameters. Collective."""
+        gc.collect()
+        self._compare([pair for owner in self.living() for pair in owner.named()])
+
+    def close(self) -> None:
+        """Give all models back as they were."""
+        for owner in self._owners:
+            owner.close()
+        self._owners.clear()
+        self._stop_waiting()
+
+    # Inside.
+
+    def _compare(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        if named:
+            check_same_bits(self._team, named)
+
+    def _adopt(self, optimizer: Optimizer) -> Owner:
+        reference = weakref.ref(optimizer)
+
+        def parameters() -> list[Tensor]:
+            living = reference()
+            groups = [] if living is None else living.param_groups
+            return [parameter for group in groups for parameter in group["params"]]
+
+        owner = Owner(type(optimizer).__name__, parameters, reference)
+        self._owners.append(owner)
+        # At once, and once more before the first forward: a model may still change between the two.
+        owner.guessed_roots = find_roots(parameters(), self._census.living())
+        with self._aside():
+            take_over(self._team, holding_tensors(parameters(), owner.guessed_roots))
+        self.expect(owner)
+        return owner
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._attach_pending()
+
+    def _stop_waiting(self) -> None:
+        if self._waiting_for_forward is not None:
+            self._waiting_for_forward.remove()
+            self._waiting_for_forward = None
+
+    def _attach_pending(self, has_graph: bool = False) -> None:
+        self._stop_waiting()
+        living = self.living()
+        pending, self._pending = [owner for owner in self._pending if owner in living], []
+        for owner in pending:
+            taken = {id(parameter) for other in living for _, parameter in other.named()}
+            strangers = [parameter for parameter in owner.strangers() if id(parameter) not in taken]
+            owner.known = taken | {id(parameter) for parameter in strangers}
+            if strangers:
+                with self._aside():
+                    self._attach(owner, strangers)
+                if has_graph:
+                    owner.front_ends[-1].leave_layers_plain()
+
+    def _attach(self, owner: Owner, parameters: Sequence[Tensor]) -> None:
+        holding = find_holding(parameters, self._census.living())
+        owner.guessed_roots = ()
+        # Engines work at the same time, so each has channels of its own: nothing orders one's messages with another's.
+        team = Team(dist.new_group(), self._team.timeout_s)
+        check_same_model(team, describe(holding.named()))
+        take_over(team, holding_tensors(holding.loose, holding.roots))
+        device = parameters[0].device
+        engine = assemble_engine(holding.units, team, device, Options(allow_unused=True), self._cluster)
+        if self._cluster is None and engine.cluster.source == "measured":
+            self._cluster = engine.cluster
+        owner.front_ends.append(AutoFrontEnd(engine, holding))
+        engine.arm(True, self._step.values)
+        self._report.say(
+            f"{owner.label}: {holding.describe()}, taken from worker 0; gradients are averaged during backward"
+        )
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Do something of our own in the middle of the script's forward without meeting its modes or its numbers."""
+        with (
+            self._streams.untouched(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
+            torch.device("cpu"),
+        ):
+            yield
+
+
+def _say_routes(plan: Plan) -> str:
+    counts = Counter(plan.routes.values())
+    return "layers travel by " + ", ".join(f"{route} ({count})" for route, count in sorted(counts.items()))

@@ -1,0 +1,258 @@
+"""Files of the workers other than the first: each writes into a scratch folder of its own and sees what it wrote.
+
+A script that saves a checkpoint and loads it later works on every worker, on one machine or several, and what remains
+in the end was written once, by worker 0. Known are the ways Python code takes: ``open``, ``os``, ``pathlib``,
+``shutil``, ``torch.save``. A library that opens files in C by itself (HDF5, SQLite) is not redirected.
+"""
+
+# pathlib itself is redirected here, so this file must stay beneath it.
+# ruff: noqa: PTH100, PTH118, PTH120
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poseidon.following.patches import Patches
+
+_SYSTEM = ("/dev", "/proc", "/sys", "/run")
+
+_ONE_PATH_READ = ("stat", "lstat", "access", "readlink")
+_ONE_PATH_WRITTEN = ("utime", "chmod", "truncate")
+
+
+class Overlay:
+    """A view of the file system in which writes go to ``scratch`` and hide what lies beneath."""
+
+    def __init__(self, scratch: Path, started: float | None = None) -> None:
+        self._scratch = os.path.realpath(scratch)
+        self._gone: set[str] = set()
+        """Paths that the script has removed, or has seen missing: what worker 0 puts there later does not count."""
+        self._started = time.time() if started is None else started
+        self._left_alone = (*_SYSTEM, self._scratch, str(Path("~/.cache").expanduser()))
+        self._temporary = os.path.realpath(tempfile.gettempdir())
+        self._home = str(Path.cwd())
+        self._stat, self._mkdir, self._scandir = os.stat, os.mkdir, os.scandir
+
+    def install(self, patches: Patches) -> None:
+        """Put the redirections in place."""
+        patches.wrap(builtins, "open", self._open)
+        patches.replace(io, "open", builtins.open)
+        for name in _ONE_PATH_READ:
+            self._wrap_os(patches, name, self._reading_first)
+        for name in _ONE_PATH_WRITTEN:
+            self._wrap_os(patches, name, self._changing_first)
+        for name, around in (
+            ("mkdir", self._make_folder),
+            ("remove", self._remove),
+            ("unlink", self._remove),
+            ("rmdir", self._remove),
+            ("rename", self._move),
+            ("replace", self._move),
+            ("listdir", self._list),
+            ("scandir", self._scan),
+        ):
+            self._wrap_os(patches, name, around)
+        patches.wrap(torch, "save", self._save)
+        patches.wrap(torch, "load", self._load)
+
+    def covers(self, path: str) -> bool:
+        """Whether writes to an absolute path are redirected: not for caches, devices and temporary files."""
+        if any(_is_inside(path, folder) for folder in self._left_alone):
+            return False
+        if not _is_inside(path, self._temporary):
+            return True
+        return _is_inside(self._home, self._temporary) and _is_inside(path, self._home)
+
+    def reading(self, path: Any) -> Any:
+        """Return where to read a path."""
+        absolute = _absolute(path)
+        if absolute is None or not self.covers(absolute):
+            return path
+        own = self._own(absolute)
+        if self._exists(own) or self._is_hidden(absolute):
+            return own
+        if not self._exists(absolute):
+            self._gone.add(absolute)
+        return path
+
+    def writing(self, path: Any, keeps: bool = False) -> Any:
+        """Return where to write a path; ``keeps``: what is there now is changed and not replaced."""
+        absolute = _absolute(path)
+        if absolute is None or not self.covers(absolute):
+            return path
+        own = self._own(absolute)
+        seen = self.reading(absolute)
+        folder = os.path.dirname(absolute)
+        if self._is_folder(self.reading(folder)):
+            self._make_folders(os.path.dirname(own))
+        if keeps and seen != own and self._exists(seen) and not self._is_folder(seen):
+            shutil.copy2(seen, own)
+        return own
+
+    # Replacements.
+
+    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("opener") is not None or not set(mode) & set("wax+"):
+            return original(file if kwargs.get("opener") else self.reading(file), mode, *args, **kwargs)
+        if "x" in mode and self._exists(self.reading(file)):
+            raise FileExistsError(17, "File exists", str(file))
+        return original(self.writing(file, keeps="w" not in mode), mode, *args, **kwargs)
+
+    def _save(self, original: Callable[..., Any], thing: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        original(thing, self.writing(f), *args, **kwargs)
+
+    def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self.reading(f), *args, **kwargs)
+
+    def _reading_first(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self.reading(path), *args, **kwargs)
+
+    def _changing_first(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self.writing(path, keeps=True), *args, **kwargs)
+
+    def _make_folder(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        seen = self.reading(path)
+        if self._exists(seen) and not self._is_new_folder(seen):
+            raise FileExistsError(17, "File exists", str(path))
+        original(self.writing(path), *args, **kwargs)
+
+    def _remove(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        absolute = _absolute(path)
+        if absolute is None or not self.covers(absolute) or kwargs.get("dir_fd") is not None:
+            original(path, *args, **kwargs)
+            return
+        own = self._own(absolute)
+        if self._exists(own) or self._is_hidden(absolute):
+            original(own, *args, **kwargs)
+        elif not self._exists(absolute):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        self._gone.add(absolute)
+
+    def _move(self, original: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        absolute = _absolute(source)
+        if absolute is None or not self.covers(absolute):
+            original(source, target, *args, **kwargs)
+            return
+        seen, own = self.reading(source), self.writing(target)
+        if seen == self._own(absolute):
+            original(seen, own, *args, **kwargs)
+        elif self._is_folder(seen):
+            shutil.copytree(seen, own)
+        else:
+            shutil.copy2(seen, own)
+        self._gone.add(absolute)
+
+    def _list(self, original: Callable[..., Any], path: Any = ".") -> list[Any]:
+        absolute = _absolute(path)
+        if absolute is None or not self.covers(absolute):
+            return list(original(path))
+        return [entry.name for entry in self._entries(absolute)]
+
+    def _scan(self, original: Callable[..., Any], path: Any = ".") -> Any:
+        absolute = _absolute(path)
+        if absolute is None or not self.covers(absolute):
+            return original(path)
+        return _Scan(self._entries(absolute))
+
+    # Inside.
+
+    def _wrap_os(self, patches: Patches, name: str, around: Callable[..., Any]) -> None:
+        patches.wrap(os, name, around)
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps functions of its own there
+        if accessor is not None and name in accessor.__dict__:
+            patches.replace(accessor, name, staticmethod(getattr(os, name)))
+
+    def _entries(self, absolute: str) -> list[Any]:
+        scan, own = self._scandir, self._own(absolute)
+        has_own, is_hidden = self._exists(own), self._is_hidden(absolute)
+        found = list(scan(own)) if has_own else []
+        if not is_hidden and (self._exists(absolute) or not has_own):
+            names = {entry.name for entry in found}
+            beneath = [entry for entry in scan(absolute) if entry.name not in names]
+            found += [entry for entry in beneath if not self._is_hidden(os.path.join(absolute, entry.name))]
+        return found
+
+    def _own(self, absolute: str) -> str:
+        return self._scratch + absolute
+
+    def _is_hidden(self, absolute: str) -> bool:
+        """Whether a file is not to be seen: removed, or written since the start, which only worker 0 can have done."""
+        if absolute in self._gone:
+            return True
+        try:
+            status = self._stat(absolute)
+        except OSError:
+            return False
+        return status.st_mtime > self._started and not _is_folder_mode(status.st_mode)
+
+    def _is_new_folder(self, seen: str) -> bool:
+        """Whether worker 0 seems to have made a folder just now that this worker is about to make itself."""
+        is_own = _is_inside(os.path.abspath(seen), self._scratch)
+        return not is_own and self._is_folder(seen) and self._stat(seen).st_mtime > self._started
+
+    def _exists(self, path: Any) -> bool:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self._stat(path)
+            return True
+        return False
+
+    def _is_folder(self, path: str) -> bool:
+        with contextlib.suppress(OSError):
+            return _is_folder_mode(self._stat(path).st_mode)
+        return False
+
+    def _make_folders(self, folder: str) -> None:
+        if not self._exists(folder):
+            self._make_folders(os.path.dirname(folder))
+            self._mkdir(folder)
+
+
+class _Scan:
+    """What ``os.scandir`` returns: an iterator that can be closed."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Scan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Do nothing: the entries are in memory."""
+
+
+def _absolute(path: Any) -> str | None:
+    """Return an absolute path as text, or None for file descriptors, open files and the like."""
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if not isinstance(path, str | os.PathLike):
+        return None
+    return os.path.abspath(path)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _is_folder_mode(mode: int) -> bool:
+    return (mode & 0o170000) == 0o040000

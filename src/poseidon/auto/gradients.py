@@ -1,0 +1,181 @@
+"""Gradients of any training loop, averaged over all workers before ``backward()`` returns.
+
+Every optimizer gets an engine of its own (``engines.py``), so that a loop may use several in any order. An engine takes
+part in a backward if any of its parameters is about to get a gradient; autograd says which before the first arrives.
+What passes no engine is averaged in plain form: tensors of scripts without an optimizer at the end of backward,
+gradients that a script put in place itself in ``optimizer.step()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from poseidon.auto.averaging import are_alike, average_gradients, average_number
+from poseidon.auto.engines import Engines
+from poseidon.auto.step import Step
+from poseidon.engine.outputs import find_leaves
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
+from poseidon.following.streams import Streams
+from poseidon.team.team import Team
+
+
+class Gradients:
+    """Watches optimizers and backwards of a script and keeps the workers' gradients alike."""
+
+    def __init__(
+        self, team: Team, engines: Engines, step: Step, streams: Streams, report: Report, rate: float = 1.0
+    ) -> None:
+        self._team = team
+        self._engines = engines
+        self._step = step
+        self._streams = streams
+        self._report = report
+        self._rate = rate
+        """Factor for learning rates."""
+        self._is_inside = False
+        """Whether a backward is under way: checkpoints run others inside it, which belong to it."""
+        self._has_averaged = False
+
+    def install(self, patches: Patches) -> None:
+        """Put the hooks in place."""
+        patches.wrap(Optimizer, "__init__", self._optimizer_made)
+        patches.wrap(Optimizer, "add_param_group", self._group_added)
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.utils.checkpoint, "checkpoint", _checkpoint)
+        patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
+        patches.on_undo(self._engines.close)
+
+    def conclude(self, is_alone: bool = True) -> None:
+        """Check at the end that the workers hold the same, and say if nothing was exchanged. Collective.
+
+        ``is_alone``: nothing but PyTorch was trained.
+        """
+        if is_alone and not self._has_averaged:
+            self._report.say("nothing was averaged: no backward reached a parameter; each worker ran by itself")
+        self._engines.verify()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave backwards alone inside this context: another front end sees to their gradients."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    # Optimizers.
+
+    def _optimizer_made(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._engines.owner_of(optimizer)
+
+    def _group_added(self, original: Callable[..., None], optimizer: Optimizer, group: dict[str, Any]) -> None:
+        original(optimizer, group)
+        if self._rate != 1.0 and "lr" in optimizer.param_groups[-1]:
+            optimizer.param_groups[-1]["lr"] *= self._rate
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner = self._engines.owner_of(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            shared = self._shared(closure)
+            return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
+        if not owner.is_fresh:
+            self._report.say(f"{owner.label}: gradients that did not come from backward() are averaged in step()")
+            average_gradients(self._team, [p for p in owner.parameters() if p.requires_grad])
+            self._has_averaged = True
+        self._engines.count_step(owner)
+        return None
+
+    def _shared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Have a closure return the mean loss: a line search must see the same numbers on all workers."""
+
+        def shared() -> Any:
+            loss = closure()
+            if loss is None:
+                return None
+            mean = average_number(self._team, float(loss), self._step.weight)
+            return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+
+        return shared
+
+    # Backwards.
+
+    def _backward(
+        self, original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        if self._is_inside:
+            original(tensors, grad_tensors, *args, **kw)
+            return
+        self._is_inside = True
+        try:
+            outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            loose = self._before_backward([output for output in outputs if isinstance(output, Tensor)])
+            original(tensors, self._weighted(outputs, grad_tensors), *args, **kw)
+            self._has_averaged |= self._engines.end_backward()
+            average_gradients(self._team, loose)
+            self._has_averaged |= bool(loose)
+        finally:
+            self._is_inside = False
+
+    def _before_backward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Get the engines ready; return tensors to average at the end."""
+        self._say_what_is_not_divided()
+        self._streams.part()
+        loose = [] if self._engines.has_optimizer else self._find_unowned(find_leaves(outputs))
+        self._engines.begin_backward()
+        return loose
+
+    def _say_what_is_not_divided(self) -> None:
+        if self._step.is_shared:
+            self._report.say(
+                "training on batches that every worker has as a whole saves no work; --deal NAME deals a loader out"
+            )
+        elif not self._step.has_dealt:
+            self._report.say(
+                "no DataLoader is read for training: every worker goes through the script's own data; batches that "
+                "torch draws at random differ between workers, all others are the same on all of them"
+            )
+
+    def _weighted(self, outputs: Sequence[Any], given: Any) -> Any:
+        weight = self._step.weight
+        if weight == 1.0 or not all(isinstance(output, Tensor) for output in outputs):
+            return given
+        grads = list(given) if isinstance(given, Sequence) else [given] * len(outputs)
+        return [_scaled(output, grad, weight) for output, grad in zip(outputs, grads, strict=True)]
+
+    def _find_unowned(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Sort out what a script without an optimizer trains: modules' parameters get an engine, tensors do not."""
+        self._engines.train_without_optimizer([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
+        # A tensor of the batch's size is data (an image to be disturbed, say), not something that is trained.
+        tensors = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter) and not self._looks_like_data(leaf)]
+        alike = are_alike(self._team, tensors)
+        for tensor, is_alike in zip(tensors, alike, strict=True):
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            fate = "gradients are averaged after backward" if is_alike else "differs between workers, left alone"
+            self._report.say(f"tensor {shape}: {fate}")
+        return [tensor for tensor, is_alike in zip(tensors, alike, strict=True) if is_alike]
+
+    def _looks_like_data(self, tensor: Tensor) -> bool:
+        return tensor.ndim > 0 and tensor.shape[0] == self._step.samples
+
+
+def _scaled(output: Tensor, grad: Tensor | None, weight: float) -> Tensor | None:
+    if grad is not None:
+        return grad * weight
+    # Left to torch otherwise, which says what is wrong with it.
+    return torch.full_like(output, weight) if output.numel() == 1 else None
+
+
+def _checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Recompute activations in the form that does not hide parameters from the backward it happens in."""
+    return original(*args, **{**kwargs, "use_reentrant": False})

@@ -1,0 +1,155 @@
+"""One worker's run of an unmodified script: what is put in place before it, and what is checked after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import secrets
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from poseidon.auto.engines import Engines
+from poseidon.auto.evaluation import SharedEvaluation
+from poseidon.auto.files import Overlay
+from poseidon.auto.frameworks import Frameworks
+from poseidon.auto.gradients import Gradients
+from poseidon.auto.loaders import Loaders
+from poseidon.auto.output import silence
+from poseidon.auto.owners import Census
+from poseidon.auto.step import Step
+from poseidon.errors import ConfigError
+from poseidon.following.options import AutoOptions, Target
+from poseidon.following.patches import Patches
+from poseidon.following.report import Report
+from poseidon.following.streams import Streams
+from poseidon.job.world import World, init
+from poseidon.launch.local import follow_launcher
+from poseidon.team.team import Team
+
+_JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_JOB_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD", "SLURM_")
+
+
+def run(options: AutoOptions, target: Target) -> int:
+    """Run the script as one of the workers that the environment describes; return its exit status."""
+    follow_launcher()
+    world = init(timeout_s=options.timeout_s)
+    if world.size == 1:
+        return _run_script(target)
+    patches = Patches()
+    tail = silence(patches) if world.rank and options.output == "first" else None
+    status = 1
+    try:
+        team = Team(None, options.timeout_s)
+        with _kept_files(world, options, patches), _alone(patches):
+            gradients, frameworks = _install(world, team, options, patches)
+            status = _run_script(target)
+            if status == 0:
+                frameworks.conclude()
+                gradients.conclude(is_alone=not frameworks.has_trained)
+                # Nobody leaves before everybody is done: worker 0 holds the job's store.
+                team.gather_ints([0], "the others to end the script")
+            patches.undo()
+        team.close()
+    except BaseException:
+        patches.undo()
+        if tail is not None:
+            print(*(f"worker {world.rank} | {line}" for line in tail.last_lines()), sep="\n", file=sys.stderr)
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -> tuple[Gradients, Frameworks]:
+    report = Report(world.rank == 0)
+    seed = options.seed if options.seed is not None else secrets.randbits(31)
+    seed = team.gather_ints([seed], "the seed")[0][0]
+    streams, step = Streams(world.rank, seed), Step()
+    rate = float(world.size) if options.scale_lr else 1.0
+    census = Census()
+    engines = Engines(team, census, step, streams, report)
+    gradients = Gradients(team, engines, step, streams, report, rate)
+    loaders = Loaders(team, options, engines, step, streams, report)
+    report.say(describe(world.size, options, seed))
+    census.install(patches)
+    streams.install(patches)
+    gradients.install(patches)
+    loaders.install(patches)
+    if options.evaluation != "full":
+        SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
+    frameworks = Frameworks(team, options, seed, report, gradients.aside)
+    frameworks.install(patches)
+    return gradients, frameworks
+
+
+def describe(size: int, options: AutoOptions, seed: int) -> str:
+    """Say in one line how the script will be run. Pure."""
+    batch = "a batch size counts one worker's samples" if options.batch == "per-worker" else "batches are divided"
+    rate = f"learning rates times {size}" if options.scale_lr else "learning rates as they are"
+    writers = {"first": "worker 0's", "each": "everybody's"}
+    return (
+        f"{size} workers, seed {seed}; {batch}; {rate}; evaluation: {options.evaluation}; "
+        f"{writers[options.output]} output, {writers[options.files]} files"
+    )
+
+
+def _run_script(target: Target) -> int:
+    """Run the script as Python itself would, in this process."""
+    sys.argv = [target.name, *target.arguments]
+    try:
+        if target.is_module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+        else:
+            if not Path(target.name).exists():
+                raise ConfigError(f"there is no script {target.name!r} in {Path.cwd()}")
+            sys.path.insert(0, str(Path(target.name).resolve().parent))
+            runpy.run_path(target.name, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _kept_files(world: World, options: AutoOptions, patches: Patches) -> Iterator[None]:
+    if world.rank == 0 or options.files == "each":
+        yield
+        return
+    scratch = Path(tempfile.mkdtemp(prefix=f"poseidon-auto-{world.rank}-"))
+    try:
+        Overlay(scratch).install(patches)
+        yield
+    finally:
+        patches.undo()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(patches: Patches) -> Iterator[None]:
+    """Hide the job from the script and its libraries, which would otherwise distribute themselves once more."""
+    hidden = {
+        name: value for name, value in os.environ.items() if name in _JOB_VARIABLES or name.startswith(_JOB_PREFIXES)
+    }
+    for name in hidden:
+        del os.environ[name]
+    patches.wrap(dist, "init_process_group", _refuse_group)
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _refuse_group(*_: object, **__: object) -> None:
+    raise ConfigError("this script distributes itself (torch.distributed.init_process_group); run it without --auto")

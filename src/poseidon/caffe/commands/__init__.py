@@ -1,0 +1,1 @@
+"""Caffe's commands (``poseidon train``, ``convert-imageset``, ...), one file each; ``cli/main.py`` lists them."""

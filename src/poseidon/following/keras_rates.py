@@ -1,0 +1,17 @@
+"""Learning rates of Keras optimizers, in Keras scripts and in TensorFlow loops alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from poseidon.following.report import Report
+
+
+def scale_rate(optimizer: Any, factor: float, report: Report) -> None:
+    """Multiply an optimizer's learning rate, unless a schedule gives it."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        report.say(f"{optimizer.name}: its learning rate comes from a schedule and stays as it is")
+    else:
+        optimizer.learning_rate = float(optimizer.learning_rate) * factor

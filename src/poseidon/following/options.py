@@ -1,0 +1,116 @@
+"""The options of ``--auto`` and what they mean. Pure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from poseidon.errors import ConfigError, unknown_name
+
+BATCHES = ("per-worker", "total")
+EVALUATIONS = ("full", "first", "shard")
+LOSSES = ("mean", "sum")
+WRITERS = ("first", "each")
+
+USAGE = "python -m poseidon.auto [options] script.py [arguments] | -m module [arguments]"
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """How an unmodified script is distributed, as the user chose it."""
+
+    batch: Literal["per-worker", "total"] = "per-worker"
+    """What a batch size in the script counts: the samples of one worker, or of all workers together."""
+    evaluation: Literal["full", "first", "shard"] = "full"
+    """Who computes a model's outputs in evaluation: everybody, worker 0 for all, or each a part."""
+    loss: Literal["mean", "sum"] = "mean"
+    """How the script's loss combines the samples of a batch."""
+    scale_lr: bool = False
+    """Multiply the optimizers' learning rates by the number of workers."""
+    seed: int | None = None
+    """Where all random numbers start in a script that sets no seed; None: worker 0 draws one."""
+    files: Literal["first", "each"] = "first"
+    """Whose files are kept: worker 0's, or everybody's."""
+    output: Literal["first", "each"] = "first"
+    """Whose output is shown."""
+    whole: tuple[str, ...] = ()
+    """Names of loaders that every worker reads as a whole."""
+    deal: tuple[str, ...] = ()
+    """Names of loaders that are dealt out whenever gradients are on."""
+    timeout_s: float = 600.0
+    """How long to wait for another worker."""
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("--batch", self.batch, BATCHES),
+            ("--eval", self.evaluation, EVALUATIONS),
+            ("--loss", self.loss, LOSSES),
+            ("--files", self.files, WRITERS),
+            ("--output", self.output, WRITERS),
+        ):
+            if value not in known:
+                raise unknown_name(what, value, known)
+        if twice := sorted(set(self.whole) & set(self.deal)):
+            raise ConfigError(f"{twice[0]} is in --whole and in --deal; it can be in one of them")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"--timeout is {self.timeout_s}; it must be positive")
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}; it must not be negative")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run: a script's path or a module's name, and its arguments."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``--auto`` to a parser."""
+    parser.add_argument("--batch", choices=BATCHES, default="per-worker", help="what the script's batch size counts")
+    parser.add_argument("--eval", choices=EVALUATIONS, default="full", help="who computes outputs in evaluation")
+    parser.add_argument("--loss", choices=LOSSES, default="mean", help="how the loss combines the samples of a batch")
+    parser.add_argument("--scale-lr", action="store_true", help="multiply learning rates by the number of workers")
+    parser.add_argument("--seed", type=int, help="start of the random numbers of a script that sets no seed")
+    parser.add_argument("--files", choices=WRITERS, default="first", help="whose files are kept")
+    parser.add_argument("--output", choices=WRITERS, default="first", help="whose output is shown")
+    parser.add_argument("--whole", default="", metavar="NAMES", help="loaders to leave whole, separated by commas")
+    parser.add_argument("--deal", default="", metavar="NAMES", help="loaders to deal out, separated by commas")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for another worker")
+
+
+def parse(arguments: Sequence[str]) -> tuple[AutoOptions, Target]:
+    """Split a command line into our options, the script or module, and its own arguments."""
+    parser = argparse.ArgumentParser(prog="poseidon run --auto", usage=USAGE)
+    add_auto_arguments(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script")
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    known = parser.parse_args(arguments)
+    words = known.module if known.module is not None else known.script
+    if not words:
+        raise ConfigError(f"there is no script to run; usage: {USAGE}")
+    return options_of(known), Target(words[0], known.module is not None, tuple(words[1:]))
+
+
+def options_of(known: argparse.Namespace) -> AutoOptions:
+    """Return the options that a parser with :func:`add_auto_arguments` has read."""
+    return AutoOptions(
+        batch=known.batch,
+        evaluation=known.eval,
+        loss=known.loss,
+        scale_lr=known.scale_lr,
+        seed=known.seed,
+        files=known.files,
+        output=known.output,
+        whole=_names(known.whole),
+        deal=_names(known.deal),
+        timeout_s=known.timeout,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())

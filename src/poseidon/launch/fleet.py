@@ -1,0 +1,178 @@
+"""The agents of a job, all of them: asked together, kept alive together, ended together, and looked after when lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from poseidon.errors import ConfigError
+from poseidon.launch import protocol, ssh
+from poseidon.launch.hosts import Host
+from poseidon.launch.link import CLOSED, Events, Link
+from poseidon.launch.protocol import Message
+
+ANSWER_S = 40.0
+"""Longest time for logins and answers of all machines."""
+SWEEP_CONNECT_S = 2
+SWEEP_S = 4.0
+"""For a second look at a machine whose agent was lost: to log in there, and in all."""
+_END_S = 12.0
+
+Handler = Callable[[int, Message], None]
+
+
+class Fleet:
+    """One agent for each host. ``take`` gets every message that no question waits for, on the caller's thread."""
+
+    def __init__(
+        self, hosts: Sequence[Host], directory: str, settings: ssh.SshSettings, run: str, take: Handler
+    ) -> None:
+        self.links: list[Link] = []
+        self.left: dict[int, list[int]] = {}
+        """Machines that have been seen to be clean, or the processes that could not be ended there."""
+        self._hosts = hosts
+        self._directory = directory
+        self._settings = settings
+        self._run = run
+        self._take = take
+        self._events: Events = queue.Queue(maxsize=4096)
+        self._closing = threading.Event()
+
+    def start(self, script: str | None) -> None:
+        """Start the agents and tell them to look around; their answers come later."""
+        for number, host in enumerate(self._hosts):
+            link = Link(number, host, ssh.is_here(host), self._home(host), self._settings)
+            self.links.append(link)
+            link.listen(self._events)
+            link.send(
+                protocol.PREPARE,
+                directory=self._home(host),
+                script=script,
+                interface=host.interface,
+                via_ssh=not link.is_local,
+            )
+        threading.Thread(target=self._show_life, daemon=True).start()
+
+    def mark(self, machine: int) -> str:
+        """Return the mark of the job's processes on a machine."""
+        # Machines may share their process table (containers, emulated ones): each sees to its own workers only.
+        return f"{self._run}.{machine}"
+
+    def send_all(self, kind: str, **content: Any) -> None:
+        """Say the same to every agent that is there."""
+        for link in self.links:
+            if not link.is_closed:
+                link.send(kind, **content)
+
+    def take_next(self, wait_s: float) -> bool:
+        """Pass the next message on; return whether one came in time."""
+        try:
+            number, message = self._events.get(timeout=wait_s)
+        except queue.Empty:
+            return False
+        if message["kind"] == protocol.ENDED:
+            self.left[number] = list(message["left"])
+        else:
+            self._take(number, message)
+        return True
+
+    def answers(
+        self, kind: str, machines: Sequence[int] | None = None, check: Callable[[], None] = lambda: None
+    ) -> dict[int, Message]:
+        """Return what each agent answered; raise one error that names every machine that did not.
+
+        ``check`` is called now and then and may raise to end the waiting.
+        """
+        waited = set(range(len(self.links)) if machines is None else machines)
+        found: dict[int, Message] = {}
+        failures: dict[str, list[str]] = {}
+        deadline = time.monotonic() + ANSWER_S
+        while waited:
+            check()
+            try:
+                number, message = self._events.get(timeout=0.2)
+            except queue.Empty:
+                if time.monotonic() < deadline:
+                    continue
+                failures[f"no answer within {ANSWER_S:g} s"] = [self._hosts[number].name for number in waited]
+                break
+            if message["kind"] == kind:
+                found[number] = message
+            elif message["kind"] == protocol.REFUSED:
+                failures.setdefault(str(message["reason"]), []).append(self._hosts[number].name)
+            elif message["kind"] == CLOSED and number in waited:
+                failures[self.links[number].why()] = []
+            else:
+                self._take(number, message)
+                continue
+            waited.discard(number)
+        if failures:
+            lines = [f"{', '.join(sorted(names))}: {why}" if names else why for why, names in failures.items()]
+            raise ConfigError(lines[0] if len(lines) == 1 else "\n  ".join(["cannot start:", *lines]))
+        return found
+
+    def end(self, grace_s: float, is_hurried: Callable[[], bool]) -> None:
+        """End every worker everywhere, and see that nothing is left; :attr:`left` says of which machines that is known.
+
+        Machines whose agents were lost are asked through new ones. ``is_hurried`` ends the grace time early.
+        """
+        alive = [link for link in self.links if not link.is_closed and not link.is_silent()]
+        for link in alive:
+            link.send(protocol.STOP, grace_s=grace_s)
+        sweeps = self._start_sweeps([link for link in self.links if link not in alive])
+        deadline = time.monotonic() + grace_s + _END_S
+        is_patient = True
+        while any(link.number not in self.left and not link.is_closed for link in alive):
+            if is_patient and is_hurried():
+                is_patient = False
+                for link in alive:
+                    # An agent whose launcher has gone ends its workers without asking them.
+                    link.close()
+            if not self.take_next(0.1) and time.monotonic() > deadline:
+                break
+        sweeps += self._start_sweeps([link for link in alive if link.is_closed])
+        for sweep in sweeps:
+            sweep.join(2 * SWEEP_S)
+
+    def close(self) -> None:
+        """Hang up on all agents; those that still run end their workers and themselves."""
+        self._closing.set()
+        for link in self.links:
+            link.close()
+
+    def _home(self, host: Host) -> str:
+        return host.directory or self._directory
+
+    def _start_sweeps(self, lost: Sequence[Link]) -> list[threading.Thread]:
+        links = [link for link in lost if link.number not in self.left]
+        sweeps = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in links]
+        for sweep in sweeps:
+            sweep.start()
+        return sweeps
+
+    def _sweep(self, lost: Link) -> None:
+        """Ask a machine whose agent was lost, through a new agent, to end what the old one left."""
+        settings = replace(self._settings, connect_timeout_s=SWEEP_CONNECT_S)
+        events: Events = queue.Queue()
+        link = Link(lost.number, lost.host, lost.is_local, self._home(lost.host), settings)
+        link.listen(events)
+        link.send(protocol.STOP, grace_s=0.0, run=self.mark(lost.number))
+        deadline = time.monotonic() + SWEEP_S
+        while time.monotonic() < deadline:
+            try:
+                _, message = events.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if message["kind"] == protocol.ENDED:
+                self.left[lost.number] = list(message["left"])
+            if message["kind"] in (protocol.ENDED, CLOSED):
+                break
+        link.close()
+
+    def _show_life(self) -> None:
+        while not self._closing.wait(protocol.ALIVE_S):
+            self.send_all(protocol.ALIVE)

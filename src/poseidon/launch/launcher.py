@@ -1,0 +1,276 @@
+"""Runs one start of a job: agents up, workers started, watched, ended, and every machine checked for leftovers.
+
+Next to it: :mod:`poseidon.launch.run`, which reads the settings and restarts a job that failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import FrameType
+
+from poseidon.errors import ConfigError
+from poseidon.launch import cause as causes
+from poseidon.launch import protocol, ssh
+from poseidon.launch.cause import Death
+from poseidon.launch.fleet import Fleet
+from poseidon.launch.hosts import Host
+from poseidon.launch.join import Share
+from poseidon.launch.link import CLOSED
+from poseidon.launch.output import Output
+from poseidon.launch.places import SECRET, Meeting, Place, passed_on, place_workers, worker_environment
+from poseidon.launch.protocol import Message
+from poseidon.launch.watching import Watching
+from poseidon.version import __version__
+
+STOP_GRACE_S = 3.0
+"""Between asking the other workers of a failed job to end and killing them."""
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What to run, and how."""
+
+    hosts: tuple[Host, ...]
+    argv: tuple[str, ...]
+    """What Python runs on every worker: script or ``-m`` module, and its arguments."""
+    script: str | None
+    """The script's path, if it is one that every machine must have."""
+    directory: str
+    each: tuple[tuple[str, ...], ...] = ()
+    """What Python runs on each worker, by rank, where that differs; then ``argv`` is the first's."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """This process's environment."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables asked for by the user, for all workers."""
+    ssh: ssh.SshSettings = field(default_factory=ssh.SshSettings)
+    port: int | None = None
+    """Where workers meet; None: a free one."""
+    hang_timeout_s: float = 0.0
+    """A job in which nothing moves for so long is ended; 0: never."""
+    share: Share | None = None
+    """This machine's part of a job that others started; None: the whole job is ours."""
+    grace_s: float = 30.0
+    """How long workers may take to end after Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a start of a job ended."""
+
+    status: int
+    cause: Death | None = None
+    is_interrupted: bool = False
+
+
+class Launcher:
+    """One start of a job; :meth:`run` blocks until nothing of it is left. Must be made on the main thread."""
+
+    def __init__(self, settings: JobSettings, output: Output, restart: int = 0) -> None:
+        self._settings = settings
+        self._output = output
+        self._restart = restart
+        self._run = secrets.token_hex(8)
+        self._fleet = Fleet(settings.hosts, settings.directory, settings.ssh, self._run, self._take)
+        self._places = place_workers(settings.hosts)
+        self._ready: dict[int, Message] = {}
+        self._interrupts = 0
+        self._watching = Watching(self._places, settings.hang_timeout_s, time.monotonic())
+
+    def run(self) -> Ending:
+        """Start the workers, follow them to the end, clean up; raise :class:`ConfigError` if nothing could start."""
+        handlers = {
+            number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        # A launcher that stands still would be taken for gone, and its workers would be ended.
+        handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._refuse_to_pause)
+        try:
+            self._prepare()
+            meeting = self._agree_on_meeting()
+            self._output.open_logs()
+            self._start_workers(meeting)
+            ending = self._follow()
+            self._report(ending)
+            self._fleet.end(0.0 if self._interrupts > 1 else STOP_GRACE_S, lambda: self._interrupts > 1)
+            self._say_what_is_left()
+            return ending
+        finally:
+            self._fleet.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    # Starting.
+
+    def _prepare(self) -> None:
+        self._fleet.start(self._settings.script)
+        self._ready = self._fleet.answers(protocol.READY, check=self._stop_if_interrupted)
+        for number, answer in self._ready.items():
+            if answer["version"] != __version__:
+                raise ConfigError(
+                    f"{self._settings.hosts[number].name} has Poseidon {answer['version']}, but {__version__} is here; "
+                    "install the same version on all machines"
+                )
+
+    def _agree_on_meeting(self) -> Meeting:
+        first = self._settings.hosts[0]
+        share = self._settings.share
+        if share is not None:
+            # The secret must be the same on all machines, so it is for whoever started them to give.
+            secret = self._settings.environ.get(SECRET, "")
+            return Meeting(share.address, share.port, secret, self._run, self._restart)
+        wanted = self._settings.port or first.service_port
+        self._fleet.links[0].send(protocol.PORT, address=self._address(0), wanted=wanted)
+        port = self._fleet.answers(protocol.PORT, [0], self._stop_if_interrupted)[0]["port"]
+        return Meeting(self._address(0), int(port), secrets.token_hex(32), self._run, self._restart)
+
+    def _address(self, number: int) -> str:
+        """Return where the others reach a machine: as it says, or, for this one, as they see it."""
+        said = str(self._ready[number]["address"])
+        if said or self._settings.share is not None:
+            return said
+        if self._fleet.links[number].is_local:
+            seen = (str(answer["seen_from"]) for answer in self._ready.values() if answer["seen_from"])
+            return next(seen, "127.0.0.1")
+        raise ConfigError(
+            f"{self._settings.hosts[number].name}: its ssh server does not say at which address we reached it; "
+            "name the network interface with --interface or interface="
+        )
+
+    def _start_workers(self, meeting: Meeting) -> None:
+        settings, share = self._settings, self._settings.share
+        machines = len(self._fleet.links) if share is None else share.machines
+        size = len(self._places) if share is None else share.machines * share.workers
+        for link in self._fleet.links:
+            base = dict(settings.env) if link.is_local else passed_on(settings.environ, settings.env)
+            base |= dict(link.host.env)
+            if link.is_local:
+                # The agent's own environment is this process's; what the user set there counts more than defaults.
+                base = {**settings.environ, **base}
+            answer = self._ready[link.number]
+            workers = [
+                {
+                    "rank": place.rank,
+                    "argv": list(settings.each[place.rank] if settings.each else settings.argv),
+                    "env": worker_environment(
+                        self._in_whole_job(place), size, machines, meeting, base, int(answer["cores"])
+                    ),
+                }
+                for place in self._places
+                if place.machine == link.number
+            ]
+            link.send(
+                protocol.START,
+                run=self._fleet.mark(link.number),
+                directory=answer["directory"],
+                address=self._address(link.number),
+                workers=workers,
+            )
+        self._fleet.answers(protocol.STARTED, check=self._stop_if_interrupted)
+
+    def _in_whole_job(self, place: Place) -> Place:
+        share = self._settings.share
+        if share is None:
+            return place
+        return replace(place, rank=share.machine * share.workers + place.rank, machine=share.machine)
+
+    # Following.
+
+    def _follow(self) -> Ending:
+        """Return when the job is over: all workers have ended, or one has failed and its cause is clear."""
+        asked_at = 0.0
+        while True:
+            is_idle = not self._fleet.take_next(0.1)
+            now = time.monotonic()
+            if is_idle:
+                self._notice_silence()
+            self._show_status(now)
+            if self._interrupts:
+                if not asked_at:
+                    asked_at = now
+                    self._ask_to_end()
+                is_late = now - asked_at > self._settings.grace_s
+                if self._interrupts > 1 or is_late or self._watching.is_over:
+                    return Ending(INTERRUPTED, None, is_interrupted=True)
+                continue
+            if self._watching.is_hung(now):
+                self._show_stacks()
+            death = self._watching.verdict(now)
+            if death is not None:
+                return Ending(death.exit_status, death)
+            if self._watching.is_over:
+                return Ending(0)
+
+    def _take(self, number: int, message: Message) -> None:
+        kind = message["kind"]
+        now = time.monotonic()
+        if kind == protocol.OUTPUT:
+            rank = int(message["rank"])
+            self._watching.read_line(rank, str(message["text"]), bool(message["is_error"]), now)
+            if not message["is_draft"]:
+                self._output.line(rank, str(message["text"]), bool(message["is_error"]))
+        elif kind == protocol.REPORT:
+            self._watching.read_report(int(message["rank"]), message["facts"], now)
+        elif kind == protocol.EXIT:
+            self._watching.exited(int(message["rank"]), int(message["status"]), now)
+        elif kind == protocol.REFUSED:
+            self._watching.machine_lost(number, str(message["reason"]), now)
+        elif kind == CLOSED and number not in self._fleet.left:
+            self._watching.machine_lost(number, self._fleet.links[number].why_lost(), now)
+
+    def _notice_silence(self) -> None:
+        # Asked only when nothing is waiting to be read: a terminal that stood still must not look like lost machines.
+        for link in self._fleet.links:
+            if not link.is_closed and link.is_silent():
+                reason = f"{link.host.name} has given no sign of life for {protocol.SILENCE_S:g} s"
+                self._watching.machine_lost(link.number, reason, time.monotonic())
+
+    def _show_status(self, now: float) -> None:
+        if self._output.is_live:
+            self._output.status(self._watching.status_line(now, self._output.width))
+
+    def _ask_to_end(self) -> None:
+        self._output.say(
+            f"stopping: workers have {self._settings.grace_s:g} s to end in order (Ctrl-C again ends them at once)"
+        )
+        self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGINT))
+
+    def _show_stacks(self) -> None:
+        """Make every worker say where it stands, which ends it."""
+        self._watching.note_hang(time.monotonic())
+        self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGABRT))
+        # One that was stopped must go on to show it.
+        self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGCONT))
+
+    # Ending.
+
+    def _report(self, ending: Ending) -> None:
+        if ending.cause is not None:
+            others = self._watching.where_others_stood(ending.cause.rank, time.monotonic())
+            self._output.say(causes.explain(ending.cause, others))
+
+    def _say_what_is_left(self) -> None:
+        for link in self._fleet.links:
+            left = self._fleet.left.get(link.number)
+            if left is None:
+                self._output.say(
+                    f"{link.host.name} could not be asked whether anything is left there; "
+                    f"without a launcher its agent ends all workers after {protocol.SILENCE_S:g} s"
+                )
+            elif left:
+                self._output.say(f"{link.host.name}: processes {left} did not end even when killed; see to them there")
+
+    # Signals.
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self._interrupts += 1
+
+    def _stop_if_interrupted(self) -> None:
+        if self._interrupts:
+            raise KeyboardInterrupt
+
+    def _refuse_to_pause(self, _number: int, _frame: FrameType | None) -> None:
+        self._output.say("a job over several processes cannot be paused; Ctrl-C ends it")

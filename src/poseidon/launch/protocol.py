@@ -1,0 +1,61 @@
+"""What launcher and agents say to each other: one JSON object per line, each after a mark. Pure.
+
+The mark tells our lines from whatever a login shell on the other side may print.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MARK = b"\x1e"
+ALIVE_S = 1.5
+"""Seconds between two signs of life, both ways."""
+SILENCE_S = 8.0
+"""After so long without one, the other side is taken for gone."""
+
+Message = dict[str, Any]
+
+# From the launcher:
+PREPARE = "prepare"
+"""directory, script, interface, via_ssh: look around, answer READY or REFUSED."""
+PORT = "port"
+"""address, wanted: find a free port there; answered with the same kind and the port, or REFUSED."""
+START = "start"
+"""run, directory, address, workers: start these workers; answered with STARTED."""
+SIGNAL = "signal"
+"""number: pass a signal on to every worker."""
+STOP = "stop"
+"""grace_s: end all workers, kill what is left after the grace time, answer ENDED and go."""
+
+# From an agent:
+READY = "ready"
+REFUSED = "refused"
+STARTED = "started"
+OUTPUT = "output"
+"""rank, is_error, text, is_draft: one line that a worker wrote, or the state of its progress bar."""
+REPORT = "report"
+"""rank, facts: what a worker says of itself, see :mod:`poseidon.job.tell`."""
+EXIT = "exit"
+"""rank, status (negative: a signal)."""
+ENDED = "ended"
+"""left: processes of the job that could not be ended."""
+
+# From both:
+ALIVE = "alive"
+
+
+def pack(kind: str, **content: Any) -> bytes:
+    """Return a message as a line."""
+    return MARK + json.dumps({"kind": kind, **content}, separators=(",", ":")).encode() + b"\n"
+
+
+def unpack(line: bytes) -> Message | None:
+    """Return the message of a line, None for a line that is none of ours."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        message = json.loads(line[len(MARK) :])
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None

@@ -1,0 +1,137 @@
+"""From what a user names (a network, a callable, a prototxt, a profile) to a profile."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from poseidon.errors import ConfigError
+from poseidon.planning.profile import Profile
+
+DEFAULT_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of a model and of the device that is to train it."""
+
+    model: str
+    """A network of the zoo, ``module:callable``, a prototxt, or a profile's JSON file."""
+    batch: int | None = None
+    """Samples per worker; None: the profile's own, or 32."""
+    profile: Path | None = None
+    """A profile of the model; its times are taken instead of an estimate."""
+    flops: float | None = None
+    """The device's matrix rate; None: of this machine's device, measured."""
+    is_measured: bool = False
+    """Train a few steps here and time every unit."""
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise ConfigError(f"--batch is {self.batch}; it takes at least 1")
+        if self.flops is not None and not self.flops > 0:
+            raise ConfigError(f"the device's matrix rate is {self.flops} flop/s; it must be positive")
+        if self.profile is not None and self.is_measured:
+            raise ConfigError("a profile is either read (--profile) or measured (--measure), not both")
+
+
+def find_profile(source: Source) -> Profile:
+    """Return the profile that a source stands for."""
+    if source.model.endswith(".json"):
+        profile = Profile.load_file(source.model)
+        return profile.with_batch(source.batch or profile.batch)
+    if source.profile is not None:
+        profile = Profile.load_file(source.profile)
+        profile.check_model(_units_of(source))
+        return profile.with_batch(source.batch or profile.batch)
+    batch = source.batch or DEFAULT_BATCH
+    if source.model.endswith(".prototxt"):
+        from poseidon.profiling.prototxt import profile_prototxt
+
+        return profile_prototxt(source.model, batch, device_flops(source), source.is_measured)
+    return _measured(source, batch) if source.is_measured else _estimated(source, batch)
+
+
+def device_flops(source: Source) -> float:
+    """Return the device's matrix rate: as given, or of this machine's GPU or CPU."""
+    if source.flops is not None:
+        return source.flops
+    import torch
+
+    from poseidon.team.calibrate import measure_flops
+
+    return measure_flops(torch.device(device_here()))
+
+
+def device_here() -> str:
+    """Return the name of the device that models would train on here."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _measured(source: Source, batch: int) -> Profile:
+    from poseidon.profiling.measuring import moved_to, profile_model
+
+    model, inputs = load_model(source.model, batch)
+    model, inputs = moved_to(model, inputs, device_here())
+    return profile_model(model.train(), inputs, name=source.model, batch=batch)
+
+
+def _estimated(source: Source, batch: int) -> Profile:
+    from poseidon.profiling.measuring import estimate_profile
+
+    model, inputs = _on_meta(source.model, batch)
+    return estimate_profile(model, inputs, name=source.model, batch=batch, flops=device_flops(source))
+
+
+def _units_of(source: Source) -> list[Any]:
+    if source.model.endswith(".prototxt"):
+        from poseidon.profiling.prototxt import profile_prototxt
+
+        return profile_prototxt(source.model, 1, 1e9).specs
+    from poseidon.engine.discover import find_units
+
+    model, _ = _on_meta(source.model, source.batch or DEFAULT_BATCH)
+    return [unit.spec for unit in find_units(model)]
+
+
+def _on_meta(name: str, batch: int) -> tuple[Any, Any]:
+    """Return model and inputs without contents: a network of the zoo is then built in no time."""
+    import torch
+
+    from poseidon import zoo
+    from poseidon.profiling.measuring import on_meta
+
+    if name not in zoo.names():
+        return on_meta(*load_model(name, batch))
+    with torch.device("meta"):
+        network = zoo.build(name)
+    return network.model, tuple(part.to("meta") for part in network.batch(batch)[0])
+
+
+def load_model(name: str, batch: int) -> tuple[Any, Any]:
+    """Return the model and one worker's inputs for a network of the zoo or a ``module:callable``."""
+    from poseidon import zoo
+
+    if name in zoo.names():
+        network = zoo.build(name)
+        return network.model, network.batch(batch)[0]
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f"{name!r} is neither module:callable nor a .prototxt nor a profile's .json nor in the zoo; the zoo has "
+            f"{', '.join(zoo.names())}"
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load {name}: {error}") from error
+    made = make(batch)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ConfigError(f"{name}({batch}) returned {type(made).__name__}, expected (model, inputs)")
+    return made

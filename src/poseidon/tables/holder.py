@@ -1,0 +1,231 @@
+"""The places of tables that this rank holds, behind its post: updates and clocks in, rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poseidon.errors import MismatchError, ServerError, WorkerLostError
+from poseidon.tables.adoption import Adoption
+from poseidon.tables.post import Post
+from poseidon.tables.table_messages import NO_ROWS, Flag, read_patch, read_rows, write_patch, write_rows
+from poseidon.tables.tables import Reply, TableServer, TableSpec
+from poseidon.wire.message import Header, Kind
+
+PIECE_BYTES = 1 << 20
+"""Rows leave in messages of about this size: others can pass between them."""
+EARLY_BYTES = 64 << 10
+"""What idle bandwidth is given at a time; short, as something due may come any moment."""
+
+
+class Holder:
+    """Serves the workers of a job until all have left. Every method runs under the post's lock."""
+
+    def __init__(self, post: Post, workers: Sequence[int], servers: Sequence[int]) -> None:
+        self._post = post
+        self._workers = workers
+        self._servers = servers
+        self._specs: dict[int, TableSpec] = {}
+        self._places: dict[tuple[int, int], TableServer] = {}
+        self._adoptions: dict[tuple[int, int], Adoption] = {}
+        self._postponed: list[tuple[Header, memoryview]] = []
+        """Messages for places that are being adopted."""
+        self._settled: set[tuple[int, int]] = set()
+        """Places whose starting rows have been put in place."""
+        self._saves: list[tuple[Header, int]] = []
+        """Requests, with their place, for state that is not yet as fresh as the asker's clock demands."""
+        self._unsettled: list[tuple[int, int, int]] = []
+        """Worker, table and place, for those to tell when that has happened."""
+        self.left: set[int] = set()
+        """Workers that are done or dead."""
+        post.listen(Kind.HELLO, self._open)
+        post.listen(Kind.INC, self._inc)
+        post.listen(Kind.GET, self._get)
+        post.listen_idle(self._send_early)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no worker needs this rank any more."""
+        return self.left >= set(self._workers)
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the workers of every open table go on when one dies."""
+        return all(spec.model.survives_loss for spec in self._specs.values())
+
+    def clock_of(self, worker: int) -> int:
+        """Return the last clock of ``worker`` that this rank knows of."""
+        return max((server.clocks.clock_of(worker) for server in self._places.values()), default=0)
+
+    def lose(self, worker: int) -> None:
+        """Go on without a worker that died."""
+        self.left.add(worker)
+        for (table, place), server in list(self._places.items()):
+            self._reply(table, place, server.lose(worker))
+        for key, adoption in list(self._adoptions.items()):
+            adoption.lose(worker)
+            self._finish_adoption(key)
+
+    def awaited_by(self, table: int, clock: int) -> list[int]:
+        """Return the workers that reads of ``table`` at ``clock`` wait for here."""
+        late: set[int] = set()
+        for (number, _), server in self._places.items():
+            late.update(server.clocks.awaited_by(clock) if number == table else ())
+        for (number, _), adoption in self._adoptions.items():
+            late.update(adoption.awaited if number == table else ())
+        return sorted(late)
+
+    def state(self, header: Header, payload: memoryview) -> None:
+        """Handle a STATE request: save, restore, or adopt a place."""
+        spec = self._spec_of(header)
+        if header.flags & Flag.ADOPT:
+            self._adopt(header, spec, payload)
+        elif header.flags & Flag.PUT:
+            self._put(header, spec, payload)
+        elif header.flags & Flag.SETTLED:
+            place, _ = read_rows(payload)
+            self._unsettled.append((header.sender, header.unit, place))
+            self._tell_settled()
+        else:
+            place, _ = read_rows(payload)
+            self._server_of(header, place)
+            self._saves.append((header, place))
+            self._save_due()
+
+    def clock(self, header: Header, payload: memoryview) -> None:
+        """Handle a CLOCK: a worker has finished a step, or all of its work."""
+        if header.flags & Flag.LEAVE:
+            self._leave(header.sender)
+            return
+        place, _ = read_rows(payload)
+        if not self._postpone(header, payload, place):
+            self._reply(header.unit, place, self._server_of(header, place).clock(header.sender, header.clock))
+
+    # Messages.
+
+    def _open(self, header: Header, payload: memoryview) -> None:
+        spec = TableSpec.from_json(bytes(payload))
+        known = self._specs.setdefault(header.unit, spec)
+        if known != spec:
+            raise MismatchError(
+                f"rank {header.sender} opened table {spec.name!r} as {spec}, but it is {known} elsewhere; "
+                "open it alike on all workers"
+            )
+        for place, rank in enumerate(self._servers):
+            if rank == self._post.rank and (header.unit, place) not in self._places:
+                server = TableServer(spec, self._workers, place, len(self._servers))
+                self._places[header.unit, place] = server
+                for worker in self.left:
+                    server.lose(worker)
+
+    def _inc(self, header: Header, payload: memoryview) -> None:
+        content = read_patch(self._spec_of(header), payload)
+        if self._postpone(header, payload, content.place):
+            return
+        server = self._server_of(header, content.place)
+        server.inc(header.sender, content.patch)
+        if server.spec.managed and server.spec.eager:
+            for worker in self._workers:
+                if worker != self._post.rank and self._post.is_idle(worker):
+                    self._send_early(worker)
+
+    def _get(self, header: Header, payload: memoryview) -> None:
+        place, rows = read_rows(payload)
+        if not self._postpone(header, payload, place):
+            replies = self._server_of(header, place).get(header.sender, header.clock, rows)
+            self._reply(header.unit, place, replies)
+
+    def _leave(self, worker: int) -> None:
+        self.left.add(worker)
+        for (table, place), server in self._places.items():
+            self._reply(table, place, server.leave(worker))
+        for key, adoption in list(self._adoptions.items()):
+            adoption.lose(worker)
+            self._finish_adoption(key)
+
+    def _put(self, header: Header, spec: TableSpec, payload: memoryview) -> None:
+        content = read_patch(spec, payload)
+        self._server_of(header, content.place).replace(content.patch)
+        if header.flags & Flag.LAST:
+            self._settled.add((header.unit, content.place))
+            self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        for one in [one for one in self._unsettled if one[1:] in self._settled]:
+            self._unsettled.remove(one)
+            worker, table, place = one
+            nothing = write_rows(place, NO_ROWS)
+            self._post.send(worker, Kind.STATE, table, 0, nothing, Flag.ANSWER | Flag.SETTLED)
+
+    def _save_due(self) -> None:
+        """Send their state to those who may read it: at one clock under BSP, so that all places fit together."""
+        for save in list(self._saves):
+            header, place = save
+            server = self._places[header.unit, place]
+            if server.clocks.may_read(header.sender, header.clock):
+                self._saves.remove(save)
+                self._send_state(header, place, server)
+
+    def _send_state(self, header: Header, place: int, server: TableServer) -> None:
+        pieces = list(server.state().split(PIECE_BYTES))
+        for number, piece in enumerate(pieces):
+            flags = Flag.ANSWER | (Flag.LAST if number == len(pieces) - 1 else 0)
+            content = write_patch(place, 0, piece)
+            self._post.send(header.sender, Kind.STATE, header.unit, server.clocks.slowest, content, flags)
+
+    # Rows out.
+
+    def _reply(self, table: int, place: int, replies: list[Reply]) -> None:
+        for reply in replies:
+            pieces = list(reply.patch.split(PIECE_BYTES))
+            for number, piece in enumerate(pieces):
+                is_last = number == len(pieces) - 1
+                flags = Flag.PUSH if reply.is_push and is_last else 0
+                content = write_patch(place, reply.included, piece)
+                self._post.send(reply.worker, Kind.ROW, table, reply.fresh, content, flags)
+        self._save_due()
+
+    def _send_early(self, worker: int) -> None:
+        for (table, place), server in self._places.items():
+            if server.spec.managed and self._post.is_idle(worker):
+                early = server.early(worker, EARLY_BYTES)
+                if early is not None:
+                    self._reply(table, place, [early])
+
+    # A place whose server died.
+
+    def _adopt(self, header: Header, spec: TableSpec, payload: memoryview) -> None:
+        content = read_patch(spec, payload)
+        key = (header.unit, content.place)
+        if key not in self._adoptions:
+            self._adoptions[key] = Adoption(spec, self._workers, self.left, content.place, len(self._servers))
+        if header.flags & Flag.LAST:
+            self._adoptions[key].report(header.sender, header.clock)
+            self._finish_adoption(key)
+        else:
+            self._adoptions[key].offer(header.clock, content.patch)
+
+    def _finish_adoption(self, key: tuple[int, int]) -> None:
+        if self._adoptions[key].awaited:
+            return
+        self._places[key] = self._adoptions.pop(key).server
+        postponed, self._postponed = self._postponed, []
+        for header, payload in postponed:
+            {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
+
+    def _postpone(self, header: Header, payload: memoryview, place: int) -> bool:
+        if (header.unit, place) not in self._adoptions:
+            return False
+        self._postponed.append((header, payload))
+        return True
+
+    def _spec_of(self, header: Header) -> TableSpec:
+        if header.unit not in self._specs:
+            raise ServerError(f"rank {header.sender} uses table {header.unit:#x}, which it did not open")
+        return self._specs[header.unit]
+
+    def _server_of(self, header: Header, place: int) -> TableServer:
+        if header.sender in self.left:
+            raise WorkerLostError(f"worker {header.sender} was given up, or left, and cannot go on")
+        if (header.unit, place) not in self._places:
+            raise ServerError(f"rank {self._post.rank} does not hold place {place} of table {header.unit:#x}")
+        return self._places[header.unit, place]

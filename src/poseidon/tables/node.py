@@ -1,0 +1,220 @@
+"""One rank of a job with tables: as a worker, as a server, or both; and what happens when another one dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from poseidon.errors import ConfigError, ServerError, WorkerLostError
+from poseidon.tables.adoption import successor
+from poseidon.tables.doubts import Doubts
+from poseidon.tables.holder import Holder
+from poseidon.tables.post import Post
+from poseidon.tables.table_messages import Flag
+from poseidon.tables.worker import Worker
+from poseidon.wire.message import Header, Kind
+from poseidon.wire.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+
+class Node:
+    """The tables of a job, as one rank takes part in them.
+
+    ``servers`` are the ranks that hold rows (default: all), ``workers`` those that use them (default: all, or those
+    that are no servers where servers are named). ``timeout_s`` is how long a read may wait before the ranks it waits
+    for are given up, if nothing is heard of them.
+    """
+
+    def __init__(
+        self,
+        transport: Transport | None,
+        *,
+        servers: Sequence[int] | None = None,
+        workers: Sequence[int] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._post = Post(transport)
+        ranks = range(self._post.size)
+        self.servers = sorted(ranks if servers is None else servers)
+        if workers is None:
+            workers = [rank for rank in ranks if rank not in self.servers] if servers is not None else list(ranks)
+        self.workers = sorted(workers)
+        _check_ranks(self.servers, self.workers, self._post.size)
+        self.rank = self._post.rank
+        self.timeout_s = timeout_s
+        self.losses: dict[int, int] = {}
+        """Worker to its last clock, as far as this rank knows, for those that died."""
+        self._doubts = Doubts()
+        self._departed: set[int] = set()
+        """Ranks that will send nothing more."""
+        self._holders = list(self.servers)
+        """By place; changes when a server dies."""
+        self.holder = Holder(self._post, self.workers, self.servers)
+        self.worker = Worker(self._post, self._holders, timeout_s, self._doubt)
+        self._post.listen_all(self._hear)
+        self._post.listen(Kind.CLOCK, self._receive_clock)
+        self._post.listen(Kind.STATE, self._receive_state)
+        self._post.listen(Kind.LOST, self._receive_lost)
+        self._post.listen(Kind.ERROR, self._receive_error)
+        if transport is not None:
+            transport.listen_lost(self._lose_connection)
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank uses the tables."""
+        return self.rank in self.workers
+
+    def leave(self) -> None:
+        """Finish as a worker, and serve until all workers have; raises what kept them from it."""
+        if self.is_worker and self._post.failure is None:
+            self.worker.leave()
+        self.serve()
+        self._part()
+        self._post.check()
+
+    def abandon(self) -> None:
+        """Go away in the middle of the work: the others are told at once that this rank is lost."""
+        self._announce_loss(self.rank, self.holder.clock_of(self.rank) if self.is_worker else 0)
+        self._say_farewell()
+
+    def _part(self) -> None:
+        """Go when nobody will send anything here any more: a connection closed earlier could cut off what did leave."""
+        with self._post.news:
+            self._say_farewell()
+            others = set(range(self._post.size)) - {self.rank}
+            self._post.news.wait_for(
+                lambda: self._post.failure is not None or others <= self._departed | self._post.gone, self.timeout_s
+            )
+
+    def _say_farewell(self) -> None:
+        with self._post.news:
+            for rank in range(self._post.size):
+                self._post.send(rank, Kind.CLOCK, 0, 0, b"", Flag.LEAVE | Flag.LAST)
+            self._post.close()
+
+    def serve(self) -> None:
+        """Serve until all workers have left or died, or those that are left were silent too long."""
+        with self._post.news:
+            while self._hears_more():
+                pass
+            if not self._is_over():
+                for silent in set(self.workers) - self.holder.left:
+                    self._give_up(silent, f"rank {self.rank} waited {3 * self.timeout_s:g} s for a sign of it")
+
+    def _hears_more(self) -> bool:
+        """Wait for one more message; return whether to wait for another."""
+        heard = self._post.received
+        # A worker that waits complains long before that; then nobody is there any more.
+        patience_s = 3 * self.timeout_s
+        is_news = self._post.news.wait_for(lambda: self._is_over() or self._post.received != heard, patience_s)
+        return is_news and not self._is_over()
+
+    def _is_over(self) -> bool:
+        return self.holder.is_done or self._post.failure is not None
+
+    # Messages that concern both sides.
+
+    def _hear(self, header: Header) -> None:
+        if header.kind is not Kind.LOST or header.flags & Flag.ANSWER:
+            # Who complains is alive; but two that wait for each other must not keep each other so.
+            self._doubts.hear(header.sender)
+
+    def _receive_clock(self, header: Header, payload: memoryview) -> None:
+        if header.flags & Flag.LAST:
+            self._departed.add(header.sender)
+        else:
+            self.holder.clock(header, payload)
+
+    def _receive_state(self, header: Header, payload: memoryview) -> None:
+        if header.flags & Flag.ANSWER:
+            self.worker.receive_state(header, payload)
+        else:
+            self.holder.state(header, payload)
+
+    def _receive_error(self, header: Header, payload: memoryview) -> None:
+        self._post.fail(
+            ServerError(f"rank {header.sender} refused what worker {self.rank} sent: {str(payload, 'utf-8')}")
+        )
+
+    def _receive_lost(self, header: Header, payload: memoryview) -> None:
+        """Hear that a rank is lost, that (without a name) a worker complains, or that a server still lives."""
+        if header.flags & Flag.ANSWER:
+            return
+        if payload.nbytes:
+            lost, clock = np.frombuffer(payload, np.int64).tolist()
+            self._lose(lost, f"rank {header.sender} says so", clock)
+            return
+        self._post.send(header.sender, Kind.LOST, header.unit, header.clock, flags=Flag.ANSWER)
+        for late in self.holder.awaited_by(header.unit, header.clock):
+            if self._doubts.complain(late, header.sender):
+                waited = f"worker {header.sender} waited {self.timeout_s:g} s for it at clock {header.clock}"
+                self._give_up(late, waited)
+
+    def _announce_loss(self, lost: int, clock: int) -> None:
+        for rank in range(self._post.size):
+            if rank != self.rank:
+                self._post.send(rank, Kind.LOST, 0, 0, np.array([lost, clock], np.int64).view(np.uint8))
+
+    # A rank is gone.
+
+    def _lose_connection(self, rank: int, why: str) -> None:
+        with self._post.news:
+            self._departed.add(rank)
+            self._give_up(rank, why)
+            self._post.news.notify_all()
+
+    def _doubt(self, rank: int, why: str) -> None:
+        if self._doubts.complain(rank, self.rank):
+            self._give_up(rank, f"worker {self.rank} waited {self.timeout_s:g} s: {why}")
+
+    def _give_up(self, rank: int, why: str) -> None:
+        """Take ``rank`` for dead and see that everybody does; only servers know its last clock."""
+        if rank == self.rank or rank in self._post.gone or self._is_over():
+            return
+        clock = self.holder.clock_of(rank) if rank in self.workers else 0
+        self._announce_loss(rank, clock)
+        self._lose(rank, why, clock)
+
+    def _lose(self, rank: int, why: str, clock: int) -> None:
+        if rank == self.rank:
+            self._post.fail(WorkerLostError(f"worker {rank} was given up by the others ({why}); it cannot go on"))
+            return
+        if rank in self.losses:
+            self.losses[rank] = max(clock, self.losses[rank])
+        is_needed = rank in self._holders or (rank in self.workers and rank not in self.holder.left)
+        if rank in self._post.gone or self._is_over() or not is_needed:
+            return
+        self._post.gone.add(rank)
+        self.losses[rank] = clock
+        text = f"worker {rank} is lost after clock {clock} ({why})"
+        if not self.holder.survives_loss:
+            self._post.fail(
+                WorkerLostError(f"{text}; under BSP nobody can go on without it: start again from a snapshot")
+            )
+            return
+        _log.warning("rank %d: %s; the others go on without it", self.rank, text)
+        if rank in self.workers:
+            self.holder.lose(rank)
+        self._replace_holder(rank)
+        self._post.news.notify_all()
+
+    def _replace_holder(self, lost: int) -> None:
+        for place in [place for place, rank in enumerate(self._holders) if rank == lost]:
+            heir = successor(self.servers, self._post.gone, place)
+            if heir is None:
+                self._post.fail(WorkerLostError(f"the last server, rank {lost}, is lost, and all rows with it"))
+                return
+            self._holders[place] = heir
+            if self.is_worker and self.rank not in self.holder.left:
+                self.worker.hand_over(place)
+
+
+def _check_ranks(servers: Sequence[int], workers: Sequence[int], size: int) -> None:
+    for what, ranks in (("servers", servers), ("workers", workers)):
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
+            raise ConfigError(
+                f"{what} are {list(ranks)}; at least one of the ranks 0 to {size - 1} is needed, each once"
+            )

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from poseidon.following.patches import Patches
+from poseidon.following.streams import ALIKE, APART, Streams, WorkerSeeds, derive
+
+Draws = tuple[float, float, float]
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
+
+
+def draw() -> Draws:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def life(rank: int) -> dict[str, Draws]:
+    """Draw at each stage of a script's life as worker ``rank`` does."""
+    patches = Patches()
+    streams = Streams(rank, 5)
+    streams.install(patches)
+    try:
+        found = {"before": draw()}
+        streams.part()
+        found["script"] = draw()
+        with streams.using(ALIKE):
+            found["sampler"] = draw()
+        with streams.using(APART):
+            found["fetch"] = draw()
+        torch.manual_seed(9)
+        found["seeded"] = draw()
+        with streams.using(ALIKE):
+            found["sampler, seeded"] = draw()
+        found["generator"] = (float(np.random.default_rng().random()),) * 3
+        return found
+    finally:
+        patches.undo()
+
+
+def test_workers_draw_alike_where_they_must_and_apart_where_they_should() -> None:
+    first, second = life(0), life(1)
+    assert first["before"] == second["before"]
+    assert first["sampler"] == second["sampler"]
+    assert first["sampler, seeded"] == second["sampler, seeded"]
+    assert first["generator"] == second["generator"]
+    for stage in ("script", "seeded"):
+        assert first[stage][0] != second[stage][0], "torch's noise is each worker's own"
+        assert first[stage][1:] == second[stage][1:], "a script decides alike with random and numpy"
+    assert all(one != other for one, other in zip(first["fetch"], second["fetch"], strict=True))
+
+
+def test_worker_0_draws_what_a_plain_run_draws() -> None:
+    found = life(0)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert found["before"] == draw()
+    assert found["script"] == draw()
+    torch.manual_seed(9)
+    assert found["seeded"][0] == torch.rand(()).item()
+
+
+def test_what_is_drawn_aside_leaves_no_trace() -> None:
+    streams = Streams(1, 3)
+    expected = (torch.get_rng_state(), random.getstate())
+    with streams.untouched():
+        draw()
+    assert torch.equal(torch.get_rng_state(), expected[0])
+    assert random.getstate() == expected[1]
+
+
+def test_loader_processes_are_seeded_per_worker_and_then_as_the_script_wants() -> None:
+    called: list[int] = []
+    states = []
+    for rank in range(2):
+        torch.manual_seed(4)
+        WorkerSeeds(rank, called.append)(7)
+        states.append(torch.rand(()).item())
+    assert states[0] != states[1]
+    assert called == [7, 7]
+
+
+def test_seeds_of_different_workers_differ() -> None:
+    assert derive(3, 0) == 3
+    assert len({derive(seed, rank) for seed in range(20) for rank in range(20)}) > 380

@@ -1,0 +1,78 @@
+"""Who is given up, and who is not, with messages that arrive when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poseidon.tables.doubts import COMPLAINTS, Doubts
+from poseidon.tables.node import Node
+from poseidon.tables.tables import TableSpec
+from poseidon.wire.memory import MemoryNetwork, Parcel, first_urgent, make_memory_network
+from poseidon.wire.message import Kind
+
+SPEC = TableSpec("t", 16, 4, consistency="ssp", staleness=1)
+
+
+def test_only_silence_through_several_complaints_of_one_rank_counts() -> None:
+    doubts = Doubts()
+    for _ in range(COMPLAINTS - 1):
+        assert not doubts.complain(1, by=0)
+        assert not doubts.complain(1, by=2)
+    doubts.hear(1)
+    assert [doubts.complain(1, by=0) for _ in range(COMPLAINTS)] == [False] * (COMPLAINTS - 1) + [True]
+
+
+def complaints_first(parcels: Sequence[Parcel]) -> int:
+    kinds = [parcel.header.kind is Kind.LOST and not parcel.payload.nbytes for parcel in parcels]
+    return kinds.index(True) if any(kinds) else first_urgent(parcels)
+
+
+def open_nodes(size: int) -> tuple[MemoryNetwork, list[Node]]:
+    transports = make_memory_network(size, complaints_first)
+    nodes = [Node(transport, timeout_s=60) for transport in transports]
+    for node in nodes:
+        node.worker.open(SPEC)
+    transports[0].network.pump()
+    return transports[0].network, nodes
+
+
+def complain(nodes: list[Node], by: int, to: int, clock: int) -> None:
+    nodes[by]._post.send(to, Kind.LOST, SPEC.ident, clock)
+
+
+def test_a_complaint_that_meets_a_change_of_servers_harms_nobody_alive() -> None:
+    network, nodes = open_nodes(4)
+    complain(nodes, by=3, to=2, clock=5)
+    # Rank 2 takes over the place of rank 1 and waits for what ranks 0 and 3 know of it.
+    network.transports[1].die()
+    network.pump()
+    for node in (nodes[0], nodes[2], nodes[3]):
+        assert list(node.losses) == [1]
+        node._post.check()
+
+
+def test_a_worker_that_keeps_one_waiting_and_says_nothing_is_given_up_by_all() -> None:
+    network, nodes = open_nodes(3)
+    caches = [node.worker._caches[SPEC.ident] for node in nodes]
+    for _ in range(2):
+        for rank in (0, 2):
+            nodes[rank].worker.clock(caches[rank])
+    network.pump()
+    for count in range(COMPLAINTS):
+        assert nodes[0].losses == {}, count
+        complain(nodes, by=0, to=2, clock=2)
+        network.pump()
+    assert nodes[0].losses == nodes[2].losses == {1: 0}
+
+
+def test_a_worker_that_moves_on_between_complaints_is_not_given_up() -> None:
+    network, nodes = open_nodes(2)
+    fast, slow = (node.worker._caches[SPEC.ident] for node in nodes)
+    for clock in range(6):
+        nodes[0].worker.clock(fast)
+        for _ in range(COMPLAINTS - 1):
+            complain(nodes, by=0, to=1, clock=clock + 8)
+            network.pump()
+        nodes[1].worker.clock(slow)
+        network.pump()
+    assert nodes[0].losses == nodes[1].losses == {}
