@@ -10,6 +10,8 @@ wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Exchange, Factors, LiveUnit
 from poseidon.routes.pairs import Gathered, Pairs, Parcel
-from poseidon.team.team import Arrival, Team
+from poseidon.team.team import Team
 
 _HAS_DENSE = 1
 
@@ -41,7 +43,7 @@ class FactorsRoute:
         settle = exchange.fill(host, pieces)
         flags = _HAS_DENSE * unit.has_dense
         parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), flags, settle, exchange.land)
-        exchange.arrival = self._pairs.start(parcel)
+        exchange.future = self._pairs.start(parcel)
         return exchange
 
     def _side_stream(self, weight: Tensor) -> torch.cuda.Stream | None:
@@ -55,7 +57,7 @@ class FactorsRoute:
 class _FactorsExchange(Exchange):
     """On CUDA all copies and the rebuilding go on a side stream while the compute stream goes on with backward."""
 
-    arrival: Arrival
+    future: Future[Any]
 
     def __init__(self, team: Team, unit: LiveUnit, dtype: torch.dtype, side: torch.cuda.Stream | None) -> None:
         self._team = team
@@ -94,7 +96,7 @@ class _FactorsExchange(Exchange):
         return has_dense, weight, bias, done
 
     def finish(self) -> None:
-        has_dense, weight, bias, done = self.arrival.wait(self._team, self._unit.name)
+        has_dense, weight, bias, done = self._team.result(self.future, self._unit.name)
         unit = self._unit
         if not unit.is_used:
             return

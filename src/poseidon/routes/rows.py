@@ -7,13 +7,15 @@ additions of one call meet in one place and the result does not depend on how a 
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import torch
 from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Exchange, LiveUnit
 from poseidon.routes.pairs import Gathered, Pairs, Parcel
-from poseidon.team.team import Arrival, Team
+from poseidon.team.team import Team
 
 _HAS_DENSE = 1
 _INDEX_BYTES = 8
@@ -40,13 +42,13 @@ class RowsRoute:
 
 
 class _RowsExchange(Exchange):
-    def __init__(self, team: Team, unit: LiveUnit, arrival: Arrival) -> None:
+    def __init__(self, team: Team, unit: LiveUnit, future: Future[Gathered]) -> None:
         self._team = team
         self._unit = unit
-        self._arrival = arrival
+        self._future = future
 
     def finish(self) -> None:
-        gathered: Gathered = self._arrival.wait(self._team, self._unit.name)
+        gathered = self._team.result(self._future, self._unit.name)
         unit = self._unit
         if not unit.is_used:
             if not unit.spec.is_sparse:
