@@ -30,6 +30,7 @@ from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import Mirror, mirror_all, mirrors_of
@@ -223,7 +224,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
-        check_overrides([unit.spec for unit in units], self._routes)
+        check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if not dist.is_initialized():
             world = World.from_environment()
             if world.size > 1:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from poseidon.engine.backward import Flight
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import make_pending, make_plain
-from poseidon.engine.scheduler import Flight
 from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
 
 
@@ -126,7 +126,7 @@ class Updater:
         for parameter in parameters:
             make_plain(parameter)
         for flight in flights:
-            flight.land(self.engine.is_used)
+            flight.land()
         for parameter in parameters:
             del self._pending[parameter]
         if self._due is not None:
