@@ -117,6 +117,7 @@ class Engine:
         """By unit: type of the last factors seen."""
         self._backward: Backward | None = None
         """The one under way, or the last one."""
+        self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
 
@@ -128,9 +129,25 @@ class Engine:
         return self._planning.plan
 
     @property
+    def phase(self) -> Phase:
+        """How far the last backward is; landed before the first one."""
+        return Phase.LANDED if self._backward is None else self._backward.step.phase
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the exchange, after which the replicas may differ."""
+        return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Take note that the exchange is broken; the first error stays."""
+        self._failure = self._failure or error
+        if self._backward is not None:
+            self._backward.step.fail(error)
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward that exchanges gradients is under way."""
-        return self._backward is not None and self._backward.step.phase is Phase.OPEN
+        return self.phase is Phase.OPEN
 
     @property
     def is_observing(self) -> bool:
@@ -150,7 +167,9 @@ class Engine:
     def collects(self, unit: LiveUnit) -> bool:
         """Whether this backward wants the unit's factors instead of its gradient."""
         backward = self._backward
-        return backward is not None and self.in_backward and self._delivers(backward.live, unit) == "factors"
+        if backward is None or backward.step.phase is not Phase.OPEN:
+            return False
+        return self._delivers(backward.live, unit) == "factors"
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
@@ -164,7 +183,7 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Say, before a forward, whether the backward to come exchanges gradients, and the size of its batch."""
-        phase = Phase.LANDED if self._backward is None else self._backward.step.phase
+        phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
                 f"rank {self.team.rank}: backward {self.step} was broken off by an error, so the replicas may differ; "

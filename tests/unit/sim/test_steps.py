@@ -161,7 +161,7 @@ def test_lower_bounds_hold(given_profile, machines, system, gbit):
     outcome, workload = simulate(made), make_workload(made)
     backward_s = sum(
         max(one.backward_s - saved, one.backward_s / 2)
-        for one, saved in zip(given_profile.units, schedule.saved_s, strict=True)
+        for one, saved in zip(given_profile.units, workload.saved_s, strict=True)
     )
     compute_s = given_profile.forward_s + backward_s + sum(workload.rebuild_s) + given_profile.update_s
     assert outcome.step_s >= compute_s - 1e-9
