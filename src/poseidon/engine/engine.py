@@ -26,6 +26,7 @@ from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, server_beats_nccl
+from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Brought, Carrier, Context, LiveItem, LiveUnit, can_be_served
@@ -79,9 +80,19 @@ class _StaticGraph:
 
 
 class Engine:
-    """Exchanges the gradients of a model's units, backward by backward."""
+    """Exchanges the gradients of a model's units, backward by backward.
 
-    def __init__(self, units: Sequence[LiveUnit], team: Team, cluster: Cluster, options: Options) -> None:
+    ``routes`` are those that suit the team and its devices unless given. Making one is collective.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[LiveUnit],
+        team: Team,
+        cluster: Cluster,
+        options: Options,
+        routes: Routes | None = None,
+    ) -> None:
         self.units = units
         self.team = team
         self.cluster = cluster
@@ -98,11 +109,7 @@ class Engine:
         is_cuda = any(parameter.is_cuda for parameter in self.parameters)
         self._context = Context(team, cluster, is_cuda)
         self._carriers: dict[str, Carrier] = {}
-        self._routes = standard_routes(
-            offers_server=self._offers_server(),
-            gathers_factors=is_cuda and team.is_nccl if options.gather_factors is None else options.gather_factors,
-            combines_first=team.topology.has_levels and team.topology.is_even and not is_cuda,
-        )
+        self._routes = self._choose_routes(is_cuda) if routes is None else routes
         specs = [unit.spec for unit in units]
         self._model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self.parameters])
         self._planning = Replanning(specs, cluster, self._routes, options.routes)
@@ -335,6 +342,14 @@ class Engine:
         )
 
     # Plans and schedules: everything they rest on is the same on all workers, so they change over together.
+
+    def _choose_routes(self, is_cuda: bool) -> Routes:
+        topology, gathers = self.team.topology, self.options.gather_factors
+        return standard_routes(
+            offers_server=self._offers_server(),
+            gathers_factors=is_cuda and self.team.is_nccl if gathers is None else gathers,
+            combines_first=topology.has_levels and topology.is_even and not is_cuda,
+        )
 
     def _offers_server(self) -> bool:
         if not all(map(can_be_served, self.parameters)):

@@ -102,6 +102,9 @@ class Routes(Mapping[str, Route]):
             raise unknown_name("route", name, list(self._routes))
         return self._routes[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._routes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._routes)
 

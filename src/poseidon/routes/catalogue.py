@@ -29,7 +29,7 @@ COMBINED = "combined"
 
 
 @dataclass(frozen=True)
-class Allreduce(Route):
+class AllreduceRoute(Route):
     """Full gradients, averaged by the collectives of torch.distributed."""
 
     name = "allreduce"
@@ -72,7 +72,7 @@ class Allreduce(Route):
 
 
 @dataclass(frozen=True)
-class Sharded(Route):
+class ShardedRoute(Route):
     """Full gradients, summed by a parameter server that is cut into shards over the workers."""
 
     offered: bool = False
@@ -151,7 +151,7 @@ class Sharded(Route):
 
 
 @dataclass(frozen=True)
-class Broadcast(Route):
+class BroadcastRoute(Route):
     """Everybody's part of one unit to everybody, by direct messages: the base of factors and rows."""
 
     has_flags = True
@@ -183,7 +183,7 @@ class Broadcast(Route):
 
 
 @dataclass(frozen=True)
-class Factors(Broadcast):
+class FactorsRoute(BroadcastRoute):
     """A linear layer's gradient as the two matrices whose product it is."""
 
     gathers: bool = False
@@ -215,7 +215,7 @@ class Factors(Broadcast):
 
 
 @dataclass(frozen=True)
-class Rows(Broadcast):
+class RowsRoute(BroadcastRoute):
     """An embedding's gradient as the rows that a step touched."""
 
     name = "rows"
@@ -262,9 +262,9 @@ def standard_routes(
 ) -> Routes:
     """Return all routes as they are under these circumstances; equal on all workers."""
     built_in = (
-        Allreduce(),
-        Sharded(offers_server, combines_first, chunk_bytes),
-        Factors(gathers_factors),
-        Rows(),
+        AllreduceRoute(),
+        ShardedRoute(offers_server, combines_first, chunk_bytes),
+        FactorsRoute(gathers_factors),
+        RowsRoute(),
     )
     return Routes([*built_in, *_ADDED])
