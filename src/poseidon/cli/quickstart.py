@@ -17,7 +17,7 @@ from poseidon.planning.table import format_table
 
 RATE = "1gbit"
 EMULATION_LIMIT_S = 90.0
-"""The emulated job takes about 20 s on two cores; a machine that needs much longer is too busy to measure on."""
+"""The emulated job takes about 15 s on two idle cores; a machine that needs far longer is too busy to measure on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
