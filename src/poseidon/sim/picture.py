@@ -74,6 +74,9 @@ def draw_speedups(points: Sequence[Point], path: Path, title: str) -> None:
         chosen = [point for point in points if (point.batch, point.rate_bits) == (batch, rate)]
         _draw_panel(axis, chosen)
         axis.set_title(f"{format_rate(rate)}, batch {batch} per worker", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    # Below the panels: inside one it would cover lines.
+    figure.legend(handles, labels, ncols=min(4, len(labels)), loc="outside lower center", fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
@@ -147,4 +150,3 @@ def _draw_panel(axis: Any, points: Sequence[Point]) -> None:
     axis.set_xlabel("machines")
     axis.set_ylabel("speedup")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
