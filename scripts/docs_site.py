@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Show the cross-references of docstrings as plain names."""
-    return _ROLE.sub(r"<code>\1</code>", html).replace("::</p>", ":</p>")
+    return _ROLE.sub(r"<code>\1</code>", html).replace("<p>::</p>", "").replace("::</p>", ":</p>")
 
 
 def _rewrite(link: re.Match[str], source: str, uri: str, files: Files) -> str:
