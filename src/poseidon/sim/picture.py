@@ -56,7 +56,7 @@ def new_figure(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed; install poseidon-dl[lab] for pictures") from None
+        raise ConfigError("matplotlib is not installed; pictures need it: pip install matplotlib") from None
     columns = min(panels, columns)
     rows = -(-panels // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
