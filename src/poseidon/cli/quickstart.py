@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -120,7 +121,8 @@ def _train(args: argparse.Namespace, workers: int, result: Path) -> dict[str, fl
     command = [sys.executable, "-m", "poseidon.cli.digits", "--epochs", str(args.epochs), "--result", str(result)]
     command += ["--batch", str(args.batch // workers)]
     print(f"\n== training with {workers} worker{'s' * (workers > 1)} ==", flush=True)
-    status = run_workers(command, workers)
+    # Threads that spin while they wait would make one worker crawl on a machine that is busy with something else.
+    status = run_workers(command, workers, {"OMP_WAIT_POLICY": "passive", **os.environ})
     if status != 0:
         raise PoseidonError(f"training with {workers} worker(s) ended with status {status}; its output above says why")
     data: dict[str, float] = json.loads(result.read_text())
