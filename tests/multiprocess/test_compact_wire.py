@@ -54,9 +54,9 @@ def _sum_over_the_wire() -> None:
     team.gather_ints([0])
     for step in range(STEPS):
         flats = [torch.from_numpy(_draw(team.rank, slot.number, step, sizes[slot.number])) for slot in slots]
-        arrivals = [total.start(flat, slot, step) for flat, slot in zip(flats, slots, strict=True)]
-        for arrival, flat, slot in zip(arrivals, flats, slots, strict=True):
-            arrival.wait(team, "a sum")
+        futures = [total.start(flat, slot, step) for flat, slot in zip(flats, slots, strict=True)]
+        for future, flat, slot in zip(futures, flats, slots, strict=True):
+            team.result(future, "a sum")
             assert same_bits(flat.numpy(), _expect(slot.number, step, sizes[slot.number])), (step, slot.number)
     assert not errors
     assert compactor.copied
@@ -80,8 +80,9 @@ def _lose_a_worker() -> str:
     team.gather_ints([0])
     if team.rank == 1:
         os._exit(1)
+    future = total.start_compacted(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0)
     with pytest.raises(WorkerLostError) as caught:
-        total.start_compacted(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0).wait(team, "a bucket")
+        team.result(future, "a bucket")
     return str(caught.value)
 
 

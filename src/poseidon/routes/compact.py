@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -29,7 +30,6 @@ from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import CompactLayout, is_worth_compacting
 from poseidon.sums.slots import Slot
 from poseidon.sums.turns import check_clock, in_turn, refuse_second
-from poseidon.team.team import Arrival
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
@@ -158,17 +158,20 @@ class CompactSum:
         """Return whether a bucket was taken over."""
         return slot.number in self._buckets
 
-    def start(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
-        """Begin to replace ``flat`` by its sum; the arrival brings what the compactor's ``restore`` returned."""
+    def start(self, flat: Tensor, slot: Slot, step: int) -> Future[Any]:
+        """Begin to replace ``flat`` by its sum; the future brings what the compactor's ``restore`` returned."""
         bucket = self._buckets[slot.number]
-        arrival = bucket.begin(flat, step)
         with self._lock:
-            if self._failure is not None:
-                arrival.fail(self._failure)
-                return arrival
+            future = bucket.begin(flat, step)
+            failure = self._failure
+            if failure is not None:
+                bucket.end()
+        if failure is not None:
+            bucket.fail(failure)
+            return future
         compacted = self._compactor.compact(flat, bucket.rows, bucket.memory)
         self._compacted.put(compacted, lambda: self._push(bucket), self._on_error)
-        return arrival
+        return future
 
     def fail(self, error: BaseException) -> None:
         """Let everything under way, and everything to come, end with ``error``."""
@@ -176,7 +179,7 @@ class CompactSum:
             self._failure = self._failure or error
             buckets = [bucket for bucket in self._buckets.values() if bucket.end()]
         for bucket in buckets:
-            bucket.arrival.fail(error)
+            bucket.fail(error)
 
     def close(self) -> None:
         """End the threads."""
@@ -279,9 +282,9 @@ class CompactSum:
         try:
             done = self._compactor.restore(bucket.memory, bucket.rows.plain(bucket.lengths), bucket.rows, flat)
         except BaseException as error:
-            bucket.arrival.fail(error)
+            bucket.fail(error)
         else:
-            bucket.arrival.succeed(done)
+            bucket.future.set_result(done)
 
     # What all of them need.
 
@@ -323,17 +326,17 @@ class _Bucket:
         self.lengths = [0 for _ in rows.chunks]
         """Bytes of each sum."""
         self.step = -1
-        self.arrival: Arrival
+        self.future: Future[Any]
         self._flat: Tensor | None = None
         self._missing: set[int] = set()
         """Chunks whose sums are not there."""
 
-    def begin(self, flat: Tensor, step: int) -> Arrival:
+    def begin(self, flat: Tensor, step: int) -> Future[Any]:
         self._flat = flat
         self.step = step
-        self.arrival = Arrival()
+        self.future = Future()
         self._missing = {chunk.index for chunk in self.rows.chunks}
-        return self.arrival
+        return self.future
 
     @property
     def flat(self) -> Tensor:
@@ -359,6 +362,9 @@ class _Bucket:
         self.lengths[index] = length
         self._missing.remove(index)
         return not self._missing
+
+    def fail(self, error: BaseException) -> None:
+        self.future.set_exception(error)
 
     def end(self) -> bool:
         """Break off what is under way; true if anything was. Called under the lock."""

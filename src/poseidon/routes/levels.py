@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.routes.base import Exchange
-from poseidon.team.team import CLOSE_S, Arrival, Team
+from poseidon.team.team import CLOSE_S, Team
 
 Between = Callable[[Tensor, Team, str], None]
 """Sums a tensor over the counterparts of this worker on all machines, in place, blocking."""
@@ -24,7 +25,7 @@ class Levels:
         self._team = team
         self._neighbours = team.topology.neighbours(team.rank)
         self._inside = team.new_group(self._neighbours)
-        self._inbox: queue.SimpleQueue[tuple[Tensor, str, Between, Arrival] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Tensor, str, Between, Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work_forever, name="poseidon-levels", daemon=True)
         self._thread.start()
 
@@ -37,21 +38,21 @@ class Levels:
         """Return how many of ``size`` values each worker carries between machines."""
         return -(-size // len(self._neighbours))
 
-    def start(self, flat: Tensor, name: str, between: Between) -> Arrival:
+    def start(self, flat: Tensor, name: str, between: Between) -> Future[None]:
         """Replace ``flat`` by its sum over all workers; calls must come in one order on the workers of a machine."""
-        arrival = Arrival()
-        self._inbox.put((flat, name, between, arrival))
-        return arrival
+        future: Future[None] = Future()
+        self._inbox.put((flat, name, between, future))
+        return future
 
     def _work_forever(self) -> None:
         while (job := self._inbox.get()) is not None:
-            flat, name, between, arrival = job
+            flat, name, between, future = job
             try:
                 self._reduce(flat, name, between)
             except BaseException as error:
-                arrival.fail(error)
+                future.set_exception(error)
             else:
-                arrival.succeed(None)
+                future.set_result(None)
 
     def _reduce(self, flat: Tensor, name: str, between: Between) -> None:
         members = len(self._neighbours)
@@ -70,10 +71,10 @@ class Levels:
 class LevelsExchange(Exchange):
     """What :class:`Levels` is doing for one tensor."""
 
-    def __init__(self, team: Team, arrival: Arrival, name: str) -> None:
+    def __init__(self, team: Team, future: Future[None], name: str) -> None:
         self._team = team
-        self._arrival = arrival
+        self._future = future
         self._name = name
 
-    def finish(self) -> None:  # noqa: D102 - as in the contract
-        self._arrival.wait(self._team, self._name)
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002, D102 - as in the contract
+        self._team.result(self._future, self._name)

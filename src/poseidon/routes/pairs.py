@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.errors import MismatchError
-from poseidon.team.team import CLOSE_S, Arrival, Team
+from poseidon.team.team import CLOSE_S, Team
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Parcel:
     settle: Callable[[], None] | None = None
     """Called before ``rows`` is read, on another thread; waits until a device has filled it."""
     land: Callable[[Gathered], Any] | None = None
-    """Called on another thread with what arrived; its result replaces the :class:`Gathered` as the arrival's value."""
+    """Called on another thread with what arrived; its result replaces the :class:`Gathered` as the future's value."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Gathered:
 @dataclass(eq=False)
 class _Job:
     parcel: Parcel
-    arrival: Arrival = field(default_factory=Arrival)
+    future: Future[Any] = field(default_factory=Future)
     sends: list[tuple[Any, Tensor, int]] = field(default_factory=list)
     """Operation, tensor to keep alive until it is done, and peer."""
     is_sent: threading.Event = field(default_factory=threading.Event)
@@ -80,8 +81,8 @@ class Pairs:
         self._lock = threading.Lock()
         self._add_thread(self._send_forever)
 
-    def start(self, parcel: Parcel) -> Arrival:
-        """Begin to exchange; the arrival's value is a :class:`Gathered`, or what the parcel's ``land`` makes of it."""
+    def start(self, parcel: Parcel) -> Future[Any]:
+        """Begin to exchange; the future's value is a :class:`Gathered`, or what the parcel's ``land`` makes of it."""
         job = _Job(parcel)
         with self._lock:
             self._under_way += 1
@@ -91,7 +92,7 @@ class Pairs:
                 self._add_thread(self._receive_forever)
         self._outbox.put(job)
         self._inbox.put(job)
-        return job.arrival
+        return job.future
 
     def _add_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="poseidon-pairs", daemon=True)
@@ -147,9 +148,9 @@ class Pairs:
                 gathered = self._receive(job)
                 value = gathered if job.parcel.land is None else job.parcel.land(gathered)
             except BaseException as error:
-                job.arrival.fail(error)
+                job.future.set_exception(error)
             else:
-                job.arrival.succeed(value)
+                job.future.set_result(value)
             with self._lock:
                 self._under_way -= 1
 

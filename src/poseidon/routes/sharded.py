@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from poseidon.sums.chunks import Chunk, owned_by
 from poseidon.sums.service import ShardService
 from poseidon.sums.shard import Shard
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.team.team import Arrival, PeerLostError, Team
+from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.message import Header, Kind
 
@@ -153,8 +154,8 @@ class _ShardedSum:
         """Return whether a bucket travels compacted."""
         return self._compact is not None and self._compact.holds(slot)
 
-    def start_compacted(self, flat: Tensor, slot: Slot, step: int) -> Arrival:
-        """Begin to replace ``flat``, on a CUDA device, by its sum; the arrival brings an event."""
+    def start_compacted(self, flat: Tensor, slot: Slot, step: int) -> Future[Any]:
+        """Begin to replace ``flat``, on a CUDA device, by its sum; the future brings an event."""
         assert self._compact is not None
         return self._compact.start(flat, slot, step)
 
@@ -168,13 +169,13 @@ class _ShardedSum:
             if self._failure is not None:  # while it was made
                 self._compact.fail(self._failure)
 
-    def start(self, values: np.ndarray[Any, Any], slot: Slot, step: int) -> Arrival:
+    def start(self, values: np.ndarray[Any, Any], slot: Slot, step: int) -> Future[Any]:
         """Begin to replace ``values`` by its sum."""
         total = _Sum(values, len(slot.chunks))
         with self._lock:
             if self._failure is not None:
-                total.arrival.fail(self._failure)
-                return total.arrival
+                total.future.set_exception(self._failure)
+                return total.future
             self._under_way[slot.number] = total
         for chunk in slot.chunks:
             part = values[chunk.start : chunk.stop]
@@ -183,7 +184,7 @@ class _ShardedSum:
             else:
                 header = Header(Kind.PUSH, self._rank, slot.number, chunk.index, step, part.nbytes)
                 self._transport.send(chunk.owner, header, part, priority=slot.priority)
-        return total.arrival
+        return total.future
 
     def close(self) -> None:
         if self._compact is not None:
@@ -214,7 +215,7 @@ class _ShardedSum:
             if total.missing:
                 return
             del self._under_way[number]
-        total.arrival.succeed(None)
+        total.future.set_result(None)
 
     def _lost(self, peer: int, why: str) -> None:
         self._fail(PeerLostError(self._members[peer], why))
@@ -224,7 +225,7 @@ class _ShardedSum:
             self._failure = self._failure or error
             waiting, self._under_way = list(self._under_way.values()), {}
         for total in waiting:
-            total.arrival.fail(error)
+            total.future.set_exception(error)
         if self._compact is not None:
             self._compact.fail(error)
 
@@ -233,9 +234,9 @@ class _Sum:
     def __init__(self, values: np.ndarray[Any, Any], missing: int) -> None:
         self.values = values
         self.missing = missing
-        self.arrival = Arrival()
+        self.future: Future[None] = Future()
         if missing == 0:
-            self.arrival.succeed(None)
+            self.future.set_result(None)
 
     def part(self, chunk: Chunk) -> np.ndarray[Any, Any]:
         return self.values[chunk.start : chunk.stop]
@@ -249,21 +250,21 @@ class _Between:
     slot: Slot
     step: int
 
-    def start(self, values: Tensor) -> Arrival:
+    def start(self, values: Tensor) -> Future[Any]:
         return self.total.start(_as_numpy(values), self.slot, self.step)
 
     def __call__(self, values: Tensor, team: Team, name: str) -> None:
-        self.start(values).wait(team, name, grace_s=0)
+        team.result(self.start(values), name, grace_s=0)
 
 
 class _SumExchange(Exchange):
-    def __init__(self, team: Team, arrival: Arrival, name: str) -> None:
+    def __init__(self, team: Team, future: Future[None], name: str) -> None:
         self._team = team
-        self._arrival = arrival
+        self._future = future
         self._name = name
 
-    def finish(self) -> None:
-        self._arrival.wait(self._team, self._name, grace_s=0)
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        self._team.result(self._future, self._name, grace_s=0)
 
 
 def _as_numpy(flat: Tensor) -> np.ndarray[Any, Any]:

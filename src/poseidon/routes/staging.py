@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from poseidon.routes.base import Exchange
-from poseidon.team.team import CLOSE_S, Arrival, Team
+from poseidon.team.team import CLOSE_S, Team
 
 
 class Done(Protocol):
@@ -58,7 +59,9 @@ class Stager:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._waiter = Waiter("poseidon-stager")
 
-    def start(self, flat: Tensor, number: int, between: Callable[[Tensor], Arrival], team: Team, name: str) -> Exchange:
+    def start(
+        self, flat: Tensor, number: int, between: Callable[[Tensor], Future[None]], team: Team, name: str
+    ) -> Exchange:
         """Copy ``flat`` out, sum it by ``between``, copy it back; the compute stream goes on meanwhile.
 
         Buckets of one ``number`` use the same memory one after the other.
@@ -69,20 +72,21 @@ class Stager:
         with torch.cuda.stream(out):
             host.copy_(flat, non_blocking=True)
             copied = record(out)
-        arrival = Arrival()
+        future: Future[torch.cuda.Event] = Future()
 
-        def land(_: Any) -> None:
+        def land(summed: Future[None]) -> None:
             try:
+                summed.result()
                 with torch.cuda.device(flat.device), torch.cuda.stream(back):
                     flat.copy_(host, non_blocking=True)
                     done = record(back)
             except BaseException as error:
-                arrival.fail(error)
+                future.set_exception(error)
             else:
-                arrival.succeed(done)
+                future.set_result(done)
 
-        self._waiter.put(copied, lambda: between(host).then(land, arrival.fail), arrival.fail)
-        return StagedExchange(team, arrival, name, flat.device)
+        self._waiter.put(copied, lambda: between(host).add_done_callback(land), future.set_exception)
+        return StagedExchange(team, future, name, flat.device)
 
     def forget(self) -> None:
         """Let go of the memory of earlier slots; what is under way keeps its own."""
@@ -106,15 +110,15 @@ class Stager:
 class StagedExchange(Exchange):
     """An exchange whose outcome is an event on a device: only the compute stream waits for that."""
 
-    def __init__(self, team: Team, arrival: Arrival, name: str, device: torch.device) -> None:
+    def __init__(self, team: Team, future: Future[torch.cuda.Event], name: str, device: torch.device) -> None:
         self._team = team
-        self._arrival = arrival
+        self._future = future
         self._name = name
         self._device = device
 
-    def finish(self) -> None:
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Let the compute stream wait for the bucket."""
-        done: torch.cuda.Event = self._arrival.wait(self._team, self._name, grace_s=0)
+        done = self._team.result(self._future, self._name, grace_s=0)
         torch.cuda.current_stream(self._device).wait_event(done)
 
 

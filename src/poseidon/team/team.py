@@ -7,13 +7,13 @@ import functools
 import json
 import os
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch import Tensor
 from poseidon.errors import PoseidonError
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
+
+T = TypeVar("T")
 
 CLOSE_S = 2.0
 """How long to wait for a background thread that was asked to end; one that is stuck ends with the process."""
@@ -128,6 +130,22 @@ class Team:
         else:
             self.wait(work, what, peer)
 
+    def result(self, future: Future[T], what: str, grace_s: float = 15.0) -> T:
+        """Return a future's value, raise its failure, or raise :class:`WorkerLostError` after the deadline.
+
+        ``grace_s`` is added to the deadline where the other thread has the same one and knows more.
+        """
+        try:
+            return future.result(self.timeout_s + grace_s)
+        except PeerLostError as error:
+            raise self.watch.lost(what, error.rank, error) from error
+        except PoseidonError:
+            raise
+        except BaseException as error:
+            if not future.done():
+                raise self.watch.lost(what, None, TimeoutError(f"no answer within {self.timeout_s:g} s")) from None
+            raise RuntimeError(f"the exchange of {what} failed on rank {self.rank}") from error
+
     def gather_ints(self, values: Sequence[int], what: str = "the roll call") -> list[list[int]]:
         """Return every worker's integers, by rank; all workers must give equally many."""
         return self.start_gather(values)(what)
@@ -168,70 +186,11 @@ class PendingGather:
 
 
 class PeerLostError(PoseidonError):
-    """A worker's connection ended; whoever waits for an :class:`Arrival` hears of it as ``WorkerLostError``."""
+    """A worker's connection ended; whoever waits for a future hears of it as ``WorkerLostError``."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
         self.rank = rank
-
-
-class Arrival:
-    """The outcome of something another thread is doing; errors cross over to the thread that waits."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._lock = threading.Lock()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._then: tuple[Callable[[Any], None], Callable[[BaseException], None]] | None = None
-
-    def succeed(self, value: Any) -> None:
-        """Deliver the value."""
-        self._value = value
-        self._conclude()
-
-    def fail(self, error: BaseException) -> None:
-        """Deliver the failure."""
-        self._error = error
-        self._conclude()
-
-    def then(self, succeed: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
-        """Call one of the two with the outcome, on the thread that delivers it, or now if it is there."""
-        with self._lock:
-            self._then = (succeed, fail)
-            is_over = self._event.is_set()
-        if is_over:
-            self._pass_on()
-
-    def wait(self, team: Team, what: str, grace_s: float = 15.0) -> Any:
-        """Return the value, raise the failure, or raise :class:`WorkerLostError` after the deadline.
-
-        ``grace_s`` is added to the deadline where the other thread has the same one and knows more.
-        """
-        if not self._event.wait(team.timeout_s + grace_s):
-            raise team.watch.lost(what, None, TimeoutError(f"no answer within {team.timeout_s:g} s"))
-        if self._error is not None:
-            if isinstance(self._error, PeerLostError):
-                raise team.watch.lost(what, self._error.rank, self._error) from self._error
-            if isinstance(self._error, PoseidonError):
-                raise self._error
-            raise RuntimeError(f"the exchange of {what} failed on rank {team.rank}") from self._error
-        return self._value
-
-    def _conclude(self) -> None:
-        with self._lock:
-            self._event.set()
-            has_next = self._then is not None
-        if has_next:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        assert self._then is not None
-        succeed, fail = self._then
-        if self._error is not None:
-            fail(self._error)
-        else:
-            succeed(self._value)
 
 
 def _store() -> Any:

@@ -75,13 +75,13 @@ def test_every_worker_gets_the_bits_of_the_sum_in_rank_order_in_whatever_order_m
     for step in range(3):
         values = [gradients(seed * 100 + step * 10 + number, workers, size) for number, size in enumerate(sizes)]
         flats = [[torch.from_numpy(one.copy()) for one in bucket] for bucket in values]
-        arrivals = [
+        futures = [
             worker.sum.start(flats[slot.number][rank], slot, step)
             for rank, worker in enumerate(team)
             for slot in worker.slots
         ]
         pump()
-        assert all(arrival._value == "restored" for arrival in arrivals)
+        assert all(future.result(0) == "restored" for future in futures)
         for number, bucket in enumerate(values):
             total = functools.reduce(np.add, bucket)
             assert workers == 2 or not same_bits(total, functools.reduce(np.add, bucket[::-1]))
@@ -205,8 +205,8 @@ def test_a_failure_ends_what_is_under_way_and_what_comes_after() -> None:
     lost = ServerError("gone")
     worker.sum.fail(lost)
     after = worker.sum.start(torch.zeros(FEWEST_COMPACTED * 4), worker.slots[0], 1)
-    assert before._error is lost
-    assert after._error is lost
+    assert before.exception(0) is lost
+    assert after.exception(0) is lost
 
 
 def test_only_float32_in_buckets_of_some_size_is_compacted() -> None:

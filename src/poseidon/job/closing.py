@@ -1,0 +1,73 @@
+"""The end of the process: one exit hook closes everything that is still open, in one order.
+
+A script may end in the middle of anything. Other workers may still wait for what is queued here, and a thread that is
+inside PyTorch's C++ code while the interpreter is torn down aborts the process. So whoever starts threads or holds work
+back registers how to end them, and takes the registration back when it was closed by hand.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+
+_log = logging.getLogger(__name__)
+
+
+class Stage(IntEnum):
+    """When something is closed at exit; what was registered last in a stage is closed first."""
+
+    STEPS = 0
+    """Optimizer steps under way: other workers cannot finish theirs without this one."""
+    EXCHANGES = 1
+    """Queues and threads of routes and servers."""
+    TABLES = 2
+    """Tables, which wait until the other workers are done with them."""
+    WATCHES = 3
+    """Heartbeats: until here the others must see this worker alive."""
+    SETTLING = 4
+    """Whatever must come after everything else."""
+
+
+class Closing:
+    """Callbacks in the order of their stages. Any thread may register and cancel."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[Stage, Callable[[], None]]] = {}
+
+    def register(self, stage: Stage, close: Callable[[], None]) -> Callable[[], None]:
+        """Call ``close`` at exit unless the returned function was called before."""
+        number = next(self._numbers)
+        with self._lock:
+            self._open[number] = (stage, close)
+
+        def cancel() -> None:
+            with self._lock:
+                self._open.pop(number, None)
+
+        return cancel
+
+    def close(self) -> None:
+        """Close what is open, stage by stage. One that fails is logged and does not keep the others from closing."""
+        while True:
+            with self._lock:
+                if not self._open:
+                    return
+                number = min(self._open, key=lambda each: (self._open[each][0], -each))
+                _, close = self._open.pop(number)
+            try:
+                close()
+            except Exception:
+                _log.exception("closing at exit failed")
+
+
+_PROCESS = Closing()
+atexit.register(_PROCESS.close)
+
+at_exit = _PROCESS.register
+"""Register with the process's own exit hook; see :meth:`Closing.register`."""
