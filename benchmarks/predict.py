@@ -26,8 +26,8 @@ from poseidon.planning.profile import Profile
 from poseidon.profiling.measuring import estimate_profile
 from poseidon.sim import paper
 from poseidon.sim.cells import SIMULATED, Bench, predict_ms
-from poseidon.sim.picture import STYLES, new_figure
 from poseidon.sim.media import LEAST_HOST, MEDIA
+from poseidon.sim.picture import STYLES, new_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
