@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from poseidon.engine.aside import aside
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, Verdict
 from poseidon.engine.stopwatch import Stopwatch
@@ -101,10 +102,11 @@ class Backward:
         verdict, live = self.step.verdict, self.live.items[number]
         assert verdict is not None
         used = [verdict.is_used(parameter) for parameter in live.item.parameters]
-        # Taken out first: what it holds on to is freed as it lands.
-        self._exchanges.pop(number).finish(any(used))
-        if live.bucket is not None:
-            live.bucket.unpack(used)
+        with aside():
+            # Taken out first: what it holds on to is freed as it lands.
+            self._exchanges.pop(number).finish(any(used))
+            if live.bucket is not None:
+                live.bucket.unpack(used)
         self.step.land(number)
 
     def _perform(self, actions: list[Action]) -> None:
