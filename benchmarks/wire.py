@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""The compacted format again, in NumPy and as plainly as possible: a reference for the kernels, and a stand-in device."""
+"""The compacted format again, in plain NumPy: a reference for the kernels, and a stand-in device."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_what_is_queued_leaves_before_close_returns(settings):
             transports[0].send(1, push(0, chunk, values), values)
         transports[0].close()
         assert {header.number for header, _ in inboxes[1].wait(30)} == set(range(30))
-        with pytest.raises(WireError, match="rank 0 cannot send PUSH to rank 1: its transport is closed"):
+        with pytest.raises(WireError, match="rank 0 cannot send PART to rank 1: its transport is closed"):
             transports[0].send(1, push(0, 0, values), values)
 
 
