@@ -118,7 +118,7 @@ class Honest:
         self._came = threading.Semaphore(0)
         self.ranks[1].listen(Kind.PART, self._answer)
         self.ranks[0].listen(Kind.SUM, self._take)
-        # A forged PUSH is checked like any other message, and gets as far as this.
+        # A forged PART is checked like any other message, and gets as far as this.
         self.ranks[0].listen(Kind.PART, lambda *_: None)
         addresses = [rank.address for rank in self.ranks]
         before(Address.parse(addresses[0]))

@@ -10,7 +10,7 @@ goes through pinned memory (``staging.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -97,7 +97,8 @@ class ShardedRoute:
         flat.div_(self._team.size)
         if self.compacts(slot):
             return StagedExchange(self._team, self._server.start(flat, slot, step), name, flat.device)
-        between = _Between(self._server, slot, step)
+        # Reserved now, as a later plan may be booked before the values are ready.
+        between = _Between(self._server.reserve(slot, step))
         if self._levels is not None:
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
         if self._stager is not None:
@@ -139,12 +140,10 @@ class ShardedRoute:
 class _Between:
     """The part of an exchange that goes between machines."""
 
-    server: SumServer
-    slot: Slot
-    step: int
+    sum: Callable[[Array], Future[None]]
 
     def start(self, values: Tensor) -> Future[None]:
-        return self.server.start(_as_numpy(values), self.slot, self.step)
+        return self.sum(_as_numpy(values))
 
     def __call__(self, values: Tensor, team: Team, name: str) -> None:
         team.result(self.start(values), name, grace_s=0)

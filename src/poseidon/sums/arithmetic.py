@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Encoded
+from poseidon.sums.encodings import Encoded, Payload
 from poseidon.sums.messages import Layouts
 
 Then = Callable[[], None]
@@ -41,7 +41,7 @@ class Adder(Protocol):
     def place_part(self, chunk: Chunk, rank: int, length: int) -> memoryview | None:
         """Return where to receive the part of ``rank``, whose turn it is; None for memory of the wire's own."""
 
-    def decode(self, chunk: Chunk, encoded: Encoded) -> Any:
+    def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
         """Return a part that has been received."""
 
     def add(self, chunk: Chunk, parts: Sequence[Any], total: Any) -> Any:
@@ -56,7 +56,7 @@ class Adder(Protocol):
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:
         """Return where to receive a sum: where this worker's part lay, which the owner must have had by then."""
 
-    def land(self, chunk: Chunk, encoded: Encoded) -> None:
+    def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:
         """Note that a sum is here: as :meth:`encode` returned it, or received where :meth:`place_sum` said."""
 
     def close(self) -> Any:

@@ -95,15 +95,11 @@ class CompactLayout:
 
     def sizes(self, values: int) -> range:  # noqa: ARG002 - shorter chunks are padded
         """Return all sizes that a compacted chunk can have."""
-        return self._sizes
+        return range(self.size(0), self.size(self.most_strays) + 1, 4)
 
-    def measure(self, payload: memoryview, values: int) -> int:  # noqa: ARG002 - shorter chunks are padded
+    def measure(self, payload: memoryview) -> int:
         """Return the size of a compacted chunk with as many strays as it announces."""
         return self.size(strays_in(payload))
-
-    @cached_property
-    def _sizes(self) -> range:
-        return range(self.size(0), self.size(self.most_strays) + 1, 4)
 
 
 @dataclass(frozen=True)

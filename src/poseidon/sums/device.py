@@ -20,7 +20,7 @@ from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Fail, Then
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import ChunkRows, CompactLayout, is_worth_compacting, strays_in
-from poseidon.sums.encodings import Encoded, Encoding, PlainLayout
+from poseidon.sums.encodings import Encoded, Encoding, Payload, PlainLayout
 from poseidon.sums.events import Done, Waiter
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
@@ -129,9 +129,9 @@ class DeviceAdder:
         """Return the row of another worker's part."""
         return self._part_views[chunk.index][rank - (rank > chunk.owner)][:length]
 
-    def decode(self, chunk: Chunk, encoded: Encoded) -> int:  # noqa: ARG002 - as in the contract
+    def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> int:  # noqa: ARG002 - as in the contract
         """Return how to read the row; the device does that."""
-        return encoded.encoding
+        return encoding
 
     def add(self, chunk: Chunk, parts: Sequence[int | None], total: None) -> Done:  # noqa: ARG002 - all parts at once
         """Let the device add all parts."""
@@ -151,9 +151,9 @@ class DeviceAdder:
         """Return the row of this worker's part."""
         return self._views[chunk.index][:length]
 
-    def land(self, chunk: Chunk, encoded: Encoded) -> None:
+    def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:  # noqa: ARG002 - as in the contract
         """Note how to read a sum; it is in its row."""
-        self._encodings[chunk.index] = encoded.encoding
+        self._encodings[chunk.index] = encoding
 
     def close(self) -> Any:
         """Let the device restore all sums."""

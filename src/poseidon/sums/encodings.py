@@ -21,11 +21,14 @@ class Encoding(IntEnum):
     """float32 in about 28 bits each, without loss: ``compact.py``."""
 
 
+Payload = Array | memoryview
+
+
 class Encoded(NamedTuple):
     """A chunk as it travels."""
 
     encoding: int
-    payload: Array | memoryview
+    payload: Payload
 
 
 class Layout(Protocol):
@@ -34,8 +37,8 @@ class Layout(Protocol):
     def sizes(self, values: int) -> range:
         """Return all sizes in bytes that a chunk of ``values`` can have."""
 
-    def measure(self, payload: memoryview, values: int) -> int:
-        """Return the size in bytes that the content of a chunk implies."""
+    def measure(self, payload: memoryview) -> int:
+        """Return the size in bytes that the content of a chunk implies: whoever decodes it relies on that."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,6 @@ class PlainLayout:
         size_bytes = self.itemsize * values
         return range(size_bytes, size_bytes + 1)
 
-    def measure(self, payload: memoryview, values: int) -> int:  # noqa: ARG002 - as in the contract
-        """Return the one size there is."""
-        return self.itemsize * values
+    def measure(self, payload: memoryview) -> int:
+        """Return the size of the payload: content implies nothing."""
+        return payload.nbytes

@@ -12,7 +12,7 @@ import numpy as np
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Fail, Then
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Encoded, Encoding, PlainLayout
+from poseidon.sums.encodings import Encoded, Encoding, Payload, PlainLayout
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.wire.formats import Array, Format, find_format
@@ -64,9 +64,9 @@ class HostAdder:
     def place_part(self, chunk: Chunk, rank: int, length: int) -> None:
         """Let the wire choose the memory."""
 
-    def decode(self, chunk: Chunk, encoded: Encoded) -> Array:  # noqa: ARG002 - as in the contract
+    def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Array:  # noqa: ARG002 - as in the contract
         """Return the values of a part, where they lie."""
-        return np.frombuffer(encoded.payload, self._format.stored)
+        return np.frombuffer(payload, self._format.stored)
 
     def add(self, chunk: Chunk, parts: Sequence[Array], total: Array | None) -> Array:
         """Add ``parts`` to ``total``, now."""
@@ -91,10 +91,10 @@ class HostAdder:
         """Return the memory of this worker's part."""
         return self.own(chunk).data.cast("B")
 
-    def land(self, chunk: Chunk, encoded: Encoded) -> None:
+    def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:  # noqa: ARG002 - as in the contract
         """Copy a sum that was made here; any other already lies in its place."""
         if chunk.owner == self._rank:
-            np.copyto(self.own(chunk), encoded.payload)
+            np.copyto(self.own(chunk), payload)
 
     def close(self) -> None:
         """Let go of the values."""

@@ -7,11 +7,12 @@ from typing import Any
 
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder
+from poseidon.sums.messages import all_sizes
 from poseidon.sums.slots import Slot
 from poseidon.sums.turns import PartRoll
 
 
-class Ledger:
+class SlotLedger:
     """A slot as one rank of ``size`` sees it; call it under a lock."""
 
     def __init__(self, slot: Slot, adder: Adder, rank: int, size: int) -> None:
@@ -20,6 +21,8 @@ class Ledger:
         self.rolls = {
             chunk.index: PartRoll(chunk, size, adder.together) for chunk in slot.chunks if chunk.owner == rank
         }
+        self.sizes = all_sizes(slot.chunks, adder.layouts)
+        """What every message is checked against, so made beforehand."""
         self.step = -1
         self.future: Future[Any]
         """Of the step under way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from poseidon.errors import ServerError
 from poseidon.sums.chunks import Chunk
@@ -18,26 +18,30 @@ def make_header(kind: Kind, sender: int, chunk: Chunk, clock: int, encoded: Enco
     return Header(kind, sender, chunk.slot, chunk.index, clock, encoded.payload.nbytes, encoded.encoding)
 
 
-def check_size(header: Header, chunk: Chunk, layouts: Layouts) -> None:
-    """Raise ``ServerError`` unless a message about ``chunk`` can have this encoding and size."""
+def all_sizes(chunks: Iterable[Chunk], layouts: Layouts) -> dict[tuple[int, int], range]:
+    """Return the sizes in bytes that messages about ``chunks`` can have, by index and encoding."""
+    return {
+        (chunk.index, encoding): layout.sizes(chunk.length) for chunk in chunks for encoding, layout in layouts.items()
+    }
+
+
+def wrong_size(header: Header, chunk: Chunk, layouts: Layouts) -> ServerError:
+    """Return the error for a message whose encoding, or size, ``chunk`` cannot have."""
     layout = layouts.get(header.detail)
     if layout is None:
         known = ", ".join(Encoding(encoding).name for encoding in layouts)
-        raise ServerError(f"rank {header.sender} sent {chunk} in encoding {header.detail}; the slot allows {known}")
+        return ServerError(f"rank {header.sender} sent {chunk} in encoding {header.detail}; the slot allows {known}")
     sizes = layout.sizes(chunk.length)
-    if header.length not in sizes:
-        allowed = str(sizes[0]) if len(sizes) == 1 else f"from {sizes.start} to {sizes.stop - 1}"
-        raise ServerError(
-            f"rank {header.sender} sent {header.length} bytes for {chunk}; "
-            f"in encoding {Encoding(header.detail).name} its {chunk.length} values take {allowed}"
-        )
+    allowed = str(sizes.start) if len(sizes) == 1 else f"from {sizes.start} to {sizes.stop - 1}"
+    return ServerError(
+        f"rank {header.sender} sent {header.length} bytes for {chunk}; "
+        f"in encoding {Encoding(header.detail).name} its {chunk.length} values take {allowed}"
+    )
 
 
-def check_content(header: Header, chunk: Chunk, layouts: Layouts, payload: memoryview) -> None:
-    """Raise ``ServerError`` unless a chunk is as long as its content says: whoever decodes it relies on that."""
-    implied = layouts[header.detail].measure(payload, chunk.length)
-    if implied != header.length:
-        raise ServerError(
-            f"rank {header.sender} sent {header.length} bytes for {chunk}, "
-            f"but their content makes it {implied} bytes long"
-        )
+def wrong_content(header: Header, chunk: Chunk, implied_bytes: int) -> ServerError:
+    """Return the error for a chunk whose content implies another size than it has."""
+    return ServerError(
+        f"rank {header.sender} sent {header.length} bytes for {chunk}, "
+        f"but their content makes it {implied_bytes} bytes long"
+    )

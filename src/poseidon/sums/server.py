@@ -12,7 +12,7 @@ would not have sent parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,9 +20,9 @@ from typing import Any
 from poseidon.errors import FrameError, ServerError
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Encoded
-from poseidon.sums.ledger import Ledger
-from poseidon.sums.messages import check_content, check_size, make_header
+from poseidon.sums.encodings import Payload
+from poseidon.sums.ledger import SlotLedger
+from poseidon.sums.messages import make_header, wrong_content, wrong_size
 from poseidon.sums.slots import Slot
 from poseidon.sums.turns import PartRoll, in_turn
 from poseidon.wire.message import Header, Kind
@@ -42,7 +42,7 @@ class SumServer:
         self._rank = transport.rank
         self._others = in_turn(range(transport.size), self._rank, transport.size)[1:]
         self._lock = threading.Lock()
-        self._ledgers: dict[int, Ledger] = {}
+        self._ledgers: dict[int, SlotLedger] = {}
         self._retiring: set[int] = set()
         """Slots of an earlier plan that have not landed."""
         self._failure: BaseException | None = None
@@ -55,7 +55,7 @@ class SumServer:
         No rank may start one of them before all ranks have booked them.
         """
         size = self._transport.size
-        booked = {slot.number: Ledger(slot, adder, self._rank, size) for slot, adder in slots}
+        booked = {slot.number: SlotLedger(slot, adder, self._rank, size) for slot, adder in slots}
         with self._lock:
             kept = {number: ledger for number, ledger in self._ledgers.items() if ledger.is_in_use}
             self._retiring = set(kept)
@@ -67,6 +67,10 @@ class SumServer:
 
     def start(self, values: Any, slot: Slot, step: int) -> Future[Any]:
         """Begin to replace ``values`` by their sum over all ranks; the future brings what the adder says at the end."""
+        return self.reserve(slot, step)(values)
+
+    def reserve(self, slot: Slot, step: int) -> Callable[[Any], Future[Any]]:
+        """Return what starts a sum whose values come later; until it has landed, the slot stays booked."""
         ledger = self._ledgers.get(slot.number)
         if ledger is None:
             raise ServerError(f"slot {slot.number} is not booked on rank {self._rank}; a later plan has replaced it")
@@ -79,9 +83,7 @@ class SumServer:
             future.set_exception(failure)
         elif not slot.chunks:
             future.set_result(None)
-        else:
-            self._open(ledger, values)
-        return future
+        return partial(self._open, ledger, future)
 
     def fail(self, error: BaseException) -> None:
         """End everything under way, and everything to come, with ``error``; the first one stays."""
@@ -93,14 +95,16 @@ class SumServer:
 
     # Parts go to the owners of their chunks.
 
-    def _open(self, ledger: Ledger, values: Any) -> None:
-        try:
-            ledger.adder.open(values, partial(self._send_parts, ledger), self.fail)
-        except BaseException as error:
-            self.fail(error)
-            raise
+    def _open(self, ledger: SlotLedger, future: Future[Any], values: Any) -> Future[Any]:
+        if not future.done():
+            try:
+                ledger.adder.open(values, partial(self._send_parts, ledger), self.fail)
+            except BaseException as error:
+                self.fail(error)
+                raise
+        return future
 
-    def _send_parts(self, ledger: Ledger) -> None:
+    def _send_parts(self, ledger: SlotLedger) -> None:
         adder, priority = ledger.adder, ledger.slot.priority
         for chunk in ledger.slot.chunks:
             if chunk.owner == self._rank:
@@ -124,12 +128,12 @@ class SumServer:
                     f"rank {header.sender} sent chunk {header.number} of slot {header.subject}, "
                     f"which rank {self._rank} does not own"
                 )
-            check_size(header, roll.chunk, ledger.adder.layouts)
+            _check_size(header, ledger, roll.chunk)
             with self._lock:
                 roll.expect(header.sender, header.clock)
-        except ServerError as error:
-            raise self._refuse(error) from None
-        return ledger.adder.place_part(roll.chunk, header.sender, header.length)
+            return ledger.adder.place_part(roll.chunk, header.sender, header.length)
+        except Exception as error:
+            raise self._refuse(error) from error
 
     def _receive_part(self, header: Header, payload: memoryview) -> None:
         if self._failure is not None:
@@ -137,16 +141,15 @@ class SumServer:
         try:
             ledger = self._ledgers[header.subject]
             roll, adder = ledger.rolls[header.number], ledger.adder
-            check_content(header, roll.chunk, adder.layouts, payload)
-            part = adder.decode(roll.chunk, Encoded(header.detail, payload))
-            self._enter(ledger, roll, header.sender, part)
+            _check_content(header, adder, roll.chunk, payload)
+            self._enter(ledger, roll, header.sender, adder.decode(roll.chunk, header.detail, payload))
         except BaseException as error:
             self.fail(error)
             raise
 
     # An owner adds them up and answers.
 
-    def _enter(self, ledger: Ledger, roll: PartRoll, rank: int, part: Any) -> None:
+    def _enter(self, ledger: SlotLedger, roll: PartRoll, rank: int, part: Any) -> None:
         """Take a part, and add whatever can be added, unless another thread is at it: it will see this part."""
         with self._lock:
             ready = roll.enter(rank, part)
@@ -157,12 +160,12 @@ class SumServer:
             if total is not None:
                 ledger.adder.wait(total, partial(self._answer, ledger, roll.chunk, total), self.fail)
 
-    def _answer(self, ledger: Ledger, chunk: Chunk, total: Any) -> None:
+    def _answer(self, ledger: SlotLedger, chunk: Chunk, total: Any) -> None:
         encoded = ledger.adder.encode(chunk, total)
         header = make_header(Kind.SUM, self._rank, chunk, ledger.step, encoded)
         for worker in self._others:
             self._transport.send(worker, header, encoded.payload, priority=ledger.slot.priority)
-        self._land(ledger, chunk, encoded)
+        self._land(ledger, chunk, encoded.encoding, encoded.payload)
 
     # Sums come back.
 
@@ -179,10 +182,10 @@ class SumServer:
             chunk = ledger.slot.chunks[header.number]
             if header.sender != chunk.owner:
                 raise ServerError(f"rank {header.sender} sent the sum of {chunk}, which rank {chunk.owner} owns")
-            check_size(header, chunk, ledger.adder.layouts)
-        except ServerError as error:
-            raise self._refuse(error) from None
-        return ledger.adder.place_sum(chunk, header.length)
+            _check_size(header, ledger, chunk)
+            return ledger.adder.place_sum(chunk, header.length)
+        except Exception as error:
+            raise self._refuse(error) from error
 
     def _receive_sum(self, header: Header, payload: memoryview) -> None:
         if self._failure is not None:
@@ -190,14 +193,14 @@ class SumServer:
         try:
             ledger = self._ledgers[header.subject]
             chunk = ledger.slot.chunks[header.number]
-            check_content(header, chunk, ledger.adder.layouts, payload)
-            self._land(ledger, chunk, Encoded(header.detail, payload))
+            _check_content(header, ledger.adder, chunk, payload)
+            self._land(ledger, chunk, header.detail, payload)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _land(self, ledger: Ledger, chunk: Chunk, encoded: Encoded) -> None:
-        ledger.adder.land(chunk, encoded)
+    def _land(self, ledger: SlotLedger, chunk: Chunk, encoding: int, payload: Payload) -> None:
+        ledger.adder.land(chunk, encoding, payload)
         number = ledger.slot.number
         with self._lock:
             if not ledger.enter(chunk.index):
@@ -213,7 +216,19 @@ class SumServer:
         else:
             ledger.future.set_result(outcome)
 
-    def _refuse(self, error: ServerError) -> FrameError:
+    def _refuse(self, error: Exception) -> FrameError:
         """Fail because of a message that must not be read; return what tells the transport so."""
         self.fail(error)
         return FrameError("out of turn", str(error))
+
+
+def _check_size(header: Header, ledger: SlotLedger, chunk: Chunk) -> None:
+    sizes = ledger.sizes.get((header.number, header.detail))
+    if sizes is None or header.length not in sizes:
+        raise wrong_size(header, chunk, ledger.adder.layouts)
+
+
+def _check_content(header: Header, adder: Adder, chunk: Chunk, payload: memoryview) -> None:
+    implied_bytes = adder.layouts[header.detail].measure(payload)
+    if implied_bytes != header.length:
+        raise wrong_content(header, chunk, implied_bytes)

@@ -41,11 +41,12 @@ class PartRoll:
 
     def expect(self, rank: int, clock: int) -> None:
         """Raise ``ServerError`` unless it is the turn of this part."""
-        if self.is_open and clock != self._clock:
+        is_open = bool(self._expected)
+        if is_open and clock != self._clock:
             raise ServerError(
                 f"rank {rank} sent {self.chunk} of clock {clock} while clock {self._clock} is being summed"
             )
-        if not self.is_open and clock <= self._clock:
+        if not is_open and clock <= self._clock:
             raise ServerError(
                 f"rank {rank} sent {self.chunk} of clock {clock}, but clock {self._clock} is already finished"
             )

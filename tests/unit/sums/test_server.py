@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from compact_twin import same_bits
 from poseidon.errors import FrameError, ServerError, WorkerLostError
@@ -288,6 +289,35 @@ def test_earlier_slots_go_at_once_if_they_have_landed_and_otherwise_when_they_la
     for worker in team:
         assert [worker.server.holds(slot) for slot in (landed, flying, new)] == [False, False, True]
     assert not any(adder() for adder in adders)
+
+
+@both
+def test_a_reserved_slot_is_kept_until_its_values_have_come_and_landed(kind: str) -> None:
+    team, (slot,), network = make_team(kind, 2, [CHUNK_VALUES * 2])
+    starts = [worker.server.reserve(slot, 0) for worker in team]
+    book_next(team, 1)
+    values = [np.ones(CHUNK_VALUES * 2, np.float32) for _ in team]
+    for start, mine in zip(starts, values, strict=True):
+        start(mine if kind == "host" else torch.from_numpy(mine))
+    network.pump()
+    assert all((mine == 2).all() for mine in values)
+    assert not any(worker.server.holds(slot) for worker in team)
+
+
+@both
+def test_a_reserved_slot_fails_with_the_rest(kind: str) -> None:
+    team, (slot,), _ = make_team(kind, 2, [CHUNK_VALUES * 2])
+    start = team[0].server.reserve(slot, 0)
+    team[1].transport.die()
+    with pytest.raises(WorkerLostError, match="rank 1"):
+        start(None).result(0)
+
+
+def test_a_sum_for_values_that_have_not_come_is_refused() -> None:
+    scene = Scene("host")
+    scene.worker.server.reserve(scene.slot, 0)
+    with pytest.raises(FrameError):
+        scene.arrive(Kind.SUM, number=scene.others)
 
 
 @both
