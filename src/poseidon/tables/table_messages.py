@@ -1,8 +1,9 @@
 """What messages about tables hold, as bytes. Pure; nothing that came from the network is trusted.
 
-In the header, ``unit`` is the table, ``chunk`` numbers the messages of a pair of ranks, ``clock`` is the sender's clock
-(in replies: the clock the rows are fresh up to). The payload is a row of 64-bit integers (place, count of included
-updates, number of rows, number of values), then row numbers, then for sparse rows starts and columns, then values.
+In the header, ``subject`` is the table, ``number`` counts the messages between two ranks, ``clock`` is the sender's
+clock (in replies: the clock the rows are fresh up to), and ``detail`` holds a :class:`Flag`. The payload is a row of
+64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, then for sparse
+rows starts and columns, then values.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 class Flag(IntFlag):
-    """What the header's flags say about a message, beside the wire's own."""
+    """What the header's ``detail`` says about a message."""
 
-    PUSH = 0x100
+    PUSH = 0x01
     """ROW: all rows of the place that the receiver holds are fresh now."""
-    LEAVE = 0x200
+    LEAVE = 0x02
     """CLOCK: the sender is done as a worker."""
-    LAST = 0x400
+    LAST = 0x04
     """STATE: nothing follows. CLOCK with LEAVE: nothing at all follows from this rank."""
-    PUT = 0x800
+    PUT = 0x08
     """STATE: these rows replace the server's."""
-    SETTLED = 0x1000
+    SETTLED = 0x10
     """STATE: tell me when the rows are in place."""
-    ADOPT = 0x2000
+    ADOPT = 0x20
     """STATE: my copies of a place whose server died; the last one comes with my clock."""
-    ANSWER = 0x4000
+    ANSWER = 0x40
     """STATE: from a server to the worker that asked. LOST: to one that complained; the sender is alive."""
 
 
