@@ -17,6 +17,7 @@ from compact_twin import HostCompactor, same_bits
 from poseidon.errors import WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.routes import sharded
+from poseidon.routes.base import Context
 from poseidon.sums.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
 from poseidon.sums.device import DeviceAdder, DeviceArithmetic
 from poseidon.sums.server import SumServer
@@ -73,15 +74,15 @@ def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) ->
 def _lose_a_worker() -> str:
     sharded.find_compactor = lambda *_: HostCompactor()
     team = Team(None, 30.0)
-    route = sharded.ShardedRoute(team, True, LINK)
+    route = sharded.ShardedExchanger(Context(team, Cluster(team.size, between=LINK), is_cuda=True))
     (slot,) = route.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
     assert route.compacts(slot)
     team.gather_ints([0])
     if team.rank == 1:
         os._exit(1)
-    exchange = route.start(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0, "a bucket")
+    exchange = route.average(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0, "a bucket")
     with pytest.raises(WorkerLostError) as caught:
-        exchange.finish()
+        exchange.finish(is_used=True)
     return str(caught.value)
 
 
@@ -93,7 +94,7 @@ def test_a_worker_that_dies_is_named() -> None:
 def _compact_on_all_but_one() -> bool:
     sharded.find_compactor = lambda *_: None if dist.get_rank() == 1 else HostCompactor()
     team = Team(None, 30.0)
-    route = sharded.ShardedRoute(team, True, LINK)
+    route = sharded.ShardedExchanger(Context(team, Cluster(team.size, between=LINK), is_cuda=True))
     (slot,) = route.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
     return route.compacts(slot)
 
@@ -104,7 +105,7 @@ def test_where_one_worker_cannot_compact_nobody_does() -> None:
 
 def _average_on_the_device() -> list[int]:
     team = Team(None, 30.0)
-    route = sharded.ShardedRoute(team, True, LINK)
+    route = sharded.ShardedExchanger(Context(team, Cluster(team.size, between=LINK), is_cuda=True))
     large = SMALLEST_COMPACTED_BYTES // 4
     sizes = [large, large * 2 + 5, 100, 5000]
     dtypes = [torch.float32, torch.float32, torch.float32, torch.float16]
@@ -116,7 +117,7 @@ def _average_on_the_device() -> list[int]:
         ]
         exchanges = [route.start(f, slot, step, "a bucket") for f, slot in zip(flats, slots, strict=True)]
         for exchange, flat, slot in zip(exchanges, flats, slots, strict=True):
-            exchange.finish()
+            exchange.finish(is_used=True)
             if flat.dtype == torch.float32:
                 # Workers are two or four, so that dividing first changes no bits unless the smallest numbers are left.
                 mean = functools.reduce(

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from poseidon.planning.cluster import Link
-from poseidon.planning.packing import limit_served
-from poseidon.routes.base import Exchange
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.levels import Levels, LevelsExchange
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
@@ -40,14 +38,12 @@ _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
 """Name of each type in the server, and the type under which NumPy can hold it."""
 
 
-class ShardedRoute:
-    """Averages flat tensors over the team; calls may come in any order.
+class ShardedExchanger(Exchanger):
+    """Averages buckets over the team; calls may come in any order, unless the workers of a machine combine first."""
 
-    Making one and :meth:`book` are collective.
-    """
-
-    def __init__(self, team: Team, is_cuda: bool, link: Link) -> None:
-        self._team = team
+    def __init__(self, context: Context) -> None:
+        team = self._team = context.team
+        is_cuda, link = context.is_cuda, context.cluster.between
         topology = team.topology
         use_levels = topology.has_levels and topology.is_even and not is_cuda
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
@@ -58,24 +54,18 @@ class ShardedRoute:
         self._device = self._agree_on_device(is_cuda)
         self._levels = Levels(team) if use_levels else None
         self._stager = Stager() if is_cuda else None
+        self._slots: dict[LiveItem, Slot] = {}
         self._booked = 0
         """Slots so far; their numbers are never used again."""
         self._compacted: frozenset[int] = frozenset()
 
-    @property
-    def needs_order(self) -> bool:
-        """Whether calls must come in the same order on all workers after all: those of a machine combine first."""
-        return self._levels is not None
-
-    def limit_bucket(self, asked_bytes: int | None) -> int:
-        """Return the most bytes to send together; ``asked_bytes``, the user's wish, comes first."""
-        return limit_served(asked_bytes, len(self._members), self._chunk_bytes)
+    def prepare(self, items: Sequence[LiveItem]) -> None:
+        """Agree on a slot of the server for each bucket. Slots booked before go as soon as they have landed."""
+        dtypes = [item.parameters[0].dtype for item in items]
+        self._slots = dict(zip(items, self.book([item.item.numel for item in items], dtypes), strict=True))
 
     def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
-        """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective.
-
-        Slots booked before go as soon as they have landed.
-        """
+        """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective."""
         if self._levels is not None:
             sizes = [self._levels.share_of(size) for size in sizes]
         itemsizes = [dtype.itemsize for dtype in dtypes]
@@ -92,7 +82,11 @@ class ShardedRoute:
         """Return whether a slot of the latest booking is summed by the devices."""
         return slot.number in self._compacted
 
-    def start(self, flat: Tensor, slot: Slot, step: int, name: str) -> Exchange:
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
+        """Replace the bucket by its mean over the team, in place."""
+        return self.average(item.pack(), self._slots[item], step, item.name)
+
+    def average(self, flat: Tensor, slot: Slot, step: int, name: str) -> Exchange:
         """Replace ``flat`` by its mean over the team, in place."""
         flat.div_(self._team.size)
         if self.compacts(slot):
