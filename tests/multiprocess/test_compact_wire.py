@@ -115,7 +115,7 @@ def _average_on_the_device() -> list[int]:
             torch.from_numpy(_draw(team.rank, slot.number, step, size)).cuda().to(dtype)
             for slot, size, dtype in zip(slots, sizes, dtypes, strict=True)
         ]
-        exchanges = [route.start(f, slot, step, "a bucket") for f, slot in zip(flats, slots, strict=True)]
+        exchanges = [route.average(f, slot, step, "a bucket") for f, slot in zip(flats, slots, strict=True)]
         for exchange, flat, slot in zip(exchanges, flats, slots, strict=True):
             exchange.finish(is_used=True)
             if flat.dtype == torch.float32:
