@@ -8,9 +8,9 @@ from poseidon.cli import bench as command
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.lab import bench, picture, results
-from poseidon.lab.bench import Listener
+from poseidon.lab.bench import RankEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
-from poseidon.lab.environment import Place
+from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.job import JobResult
 from poseidon.lab.results import Cell, Measured, Repetition
 from poseidon.lab.spec import make_spec
@@ -154,7 +154,7 @@ def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):
 
 def say_all(listener, *events):
     for event in events:
-        listener.hear(Place(0, 2), MARK + json.dumps(event))
+        listener.hear(WorkerPlace(0, 2), MARK + json.dumps(event))
 
 
 def finished(system, ms=5.0):
@@ -166,8 +166,8 @@ def finished(system, ms=5.0):
 
 def test_a_listener_collects_what_ranks_say():
     said = []
-    listener = Listener(WORKER, make_spec(2), said.append)
-    listener.hear(Place(1, 2), "a warning")
+    listener = RankEvents(WORKER, make_spec(2), said.append)
+    listener.hear(WorkerPlace(1, 2), "a warning")
     say_all(
         listener,
         {"event": "model", "parameters": 10, "parameter_bytes": 40},

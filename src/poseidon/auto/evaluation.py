@@ -21,14 +21,14 @@ from poseidon.auto.engines import Engines
 from poseidon.auto.step import Step
 from poseidon.engine.outputs import map_tensors, tensors_in
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 
 class SharedEvaluation:
     """Replaces calls of trained models in evaluation by shared ones."""
 
-    def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: Report) -> None:
+    def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: ScriptReport) -> None:
         self._team = team
         self._is_first_only = is_first_only
         self._engines = engines

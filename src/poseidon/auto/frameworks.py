@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Follower(Protocol):
 class Frameworks:
     """Waits for TensorFlow and Keras to be imported."""
 
-    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report, aside: Aside) -> None:
+    def __init__(self, team: Team, options: AutoOptions, seed: int, report: ScriptReport, aside: Aside) -> None:
         self._team = team
         self._options = options
         self._seed = seed

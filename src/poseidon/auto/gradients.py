@@ -23,16 +23,16 @@ from poseidon.auto.engines import Engines
 from poseidon.auto.step import Step
 from poseidon.engine.outputs import find_leaves
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.team.team import Team
 
 
-class Gradients:
+class TorchGradients:
     """Watches optimizers and backwards of a script and keeps the workers' gradients alike."""
 
     def __init__(
-        self, team: Team, engines: Engines, step: Step, streams: Streams, report: Report, rate: float = 1.0
+        self, team: Team, engines: Engines, step: Step, streams: Streams, report: ScriptReport, rate: float = 1.0
     ) -> None:
         self._team = team
         self._engines = engines

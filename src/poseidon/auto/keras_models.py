@@ -19,7 +19,7 @@ from poseidon.engine.outside import take_from_first
 from poseidon.following.keras_rates import scale_rate
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 _TRAINING = ("fit", "train_on_batch")
@@ -33,7 +33,7 @@ class KerasModels:
         self,
         team: Team,
         options: AutoOptions,
-        report: Report,
+        report: ScriptReport,
         aside: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._team = team

@@ -23,14 +23,14 @@ from poseidon.engine.outputs import tensors_in
 from poseidon.following.naming import find_name, is_called_by_keras
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import ALIKE, APART, Streams, WorkerSeeds
 from poseidon.team.team import Team
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")
 
 
-class Deal:
+class LoaderDeal:
     """How one loader is dealt out; lives as long as the loader."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, size: int, options: AutoOptions) -> None:
@@ -63,7 +63,7 @@ class Deal:
 class DealtSampler:
     """Stands in for a loader's sampler or batch sampler; passes everything on if the loader is read as a whole."""
 
-    def __init__(self, original: Any, deal: Deal, streams: Streams) -> None:
+    def __init__(self, original: Any, deal: LoaderDeal, streams: Streams) -> None:
         self._original = original
         self._deal = deal
         self._streams = streams
@@ -106,7 +106,7 @@ class DealtSampler:
 class DealtStream(IterableDataset[Any]):
     """Stands in for an iterable dataset: reads all of it and keeps this worker's part."""
 
-    def __init__(self, original: Any, deal: Deal) -> None:
+    def __init__(self, original: Any, deal: LoaderDeal) -> None:
         self.__dict__.update(_original=original, _deal=deal)
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +122,7 @@ class DealtStream(IterableDataset[Any]):
         self.__dict__.update(state)
 
     def __iter__(self) -> Iterator[Any]:
-        deal: Deal = self._deal
+        deal: LoaderDeal = self._deal
         source: Iterable[Any] = self._original
         if not deal.is_dealt:
             yield from source
@@ -139,7 +139,9 @@ class DealtStream(IterableDataset[Any]):
 class Delivery:
     """Iterates over a loader on behalf of the script and keeps account of what it was given."""
 
-    def __init__(self, batches: Iterator[Any], deal: Deal, engines: Engines, step: Step, streams: Streams) -> None:
+    def __init__(
+        self, batches: Iterator[Any], deal: LoaderDeal, engines: Engines, step: Step, streams: Streams
+    ) -> None:
         self._batches = batches
         self._engines = engines
         self._deal = deal
@@ -181,7 +183,7 @@ class Loaders:
     """Decides for each iteration of each loader how it is read."""
 
     def __init__(
-        self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: Report
+        self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: ScriptReport
     ) -> None:
         self._rank, self._size = team.rank, team.size
         self._options = options
@@ -189,7 +191,7 @@ class Loaders:
         self._step = step
         self._streams = streams
         self._report = report
-        self._deals: weakref.WeakKeyDictionary[DataLoader[Any], Deal] = weakref.WeakKeyDictionary()
+        self._deals: weakref.WeakKeyDictionary[DataLoader[Any], LoaderDeal] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         """Put the hooks in place."""
@@ -225,9 +227,9 @@ class Loaders:
             return samples // block if deal.dealer.drop_last else -(-samples // block)
         return deal.dealer.count_batches(count)
 
-    def _deal_of(self, loader: DataLoader[Any]) -> Deal:
+    def _deal_of(self, loader: DataLoader[Any]) -> LoaderDeal:
         if loader not in self._deals:
-            self._deals[loader] = Deal(loader, self._rank, self._size, self._options)
+            self._deals[loader] = LoaderDeal(loader, self._rank, self._size, self._options)
         return self._deals[loader]
 
     def _is_for_training(self, loader: DataLoader[Any], name: str) -> bool:
@@ -251,7 +253,7 @@ class Loaders:
             return False
         return name in self._options.deal or not _sounds_like_evaluation(loader, name)
 
-    def _tell(self, loader: DataLoader[Any], deal: Deal, name: str) -> None:
+    def _tell(self, loader: DataLoader[Any], deal: LoaderDeal, name: str) -> None:
         try:
             samples = len(loader.sampler) if not deal.is_stream else len(loader.dataset)  # type: ignore[arg-type]
         except TypeError:
@@ -268,7 +270,7 @@ class Loaders:
                 f"{name}: yields whole batches, which cannot be divided; each worker takes every one in turn"
             )
 
-    def _say_batch(self, deal: Deal) -> str:
+    def _say_batch(self, deal: LoaderDeal) -> str:
         if deal.batch is None:
             return "each of its batches divided" if deal.divides else "a batch of its own for each worker"
         total = deal.batch if deal.divides else deal.batch * self._size
@@ -278,7 +280,7 @@ class Loaders:
 class _standing_in:  # noqa: N801 - reads as a statement in `with`
     """Puts our sampler and dataset into a loader while an iterator is made from it."""
 
-    def __init__(self, loader: DataLoader[Any], deal: Deal, streams: Streams, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], deal: LoaderDeal, streams: Streams, rank: int) -> None:
         self._fields = loader.__dict__
         field = "batch_sampler" if deal.is_batched else "sampler"
         self._ours: dict[str, Any] = {field: DealtSampler(self._fields[field], deal, streams)}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from poseidon.caffe.joined import Joined
-from poseidon.caffe.net import Net
+from poseidon.caffe.joined import JoinedWorkers
+from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.solver.workers import ActionFunction
 from poseidon.engine.relaxed import WIDTH, Ledger, Shared
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
@@ -32,13 +32,13 @@ MODELS = {
 to be asked."""
 
 
-class Drifting(Joined):
+class Drifting(JoinedWorkers):
     """The workers of torch's default process group, each as far as it gets (see ``solver/workers.py`` for the calls).
 
     Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
     """
 
-    def __init__(self, net: Net, staleness: int, model: str = "SSPPush", timeout_s: float = 300.0) -> None:
+    def __init__(self, net: BuiltNet, staleness: int, model: str = "SSPPush", timeout_s: float = 300.0) -> None:
         if model not in MODELS:
             raise unknown_name("consistency model with staleness", model, tuple(MODELS))
         if not net.learnable:

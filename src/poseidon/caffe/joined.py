@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 
 
-class Joined:
+class JoinedWorkers:
     """One worker of torch's default process group (see ``solver/workers.py`` for the calls).
 
     Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
     """
 
-    def __init__(self, net: Net, timeout_s: float) -> None:
+    def __init__(self, net: BuiltNet, timeout_s: float) -> None:
         self._net = net
         self._team = Team(None, timeout_s)
         learnable = net.learnable

@@ -1,6 +1,6 @@
 """A net: layers built in the order of the prototxt, run forwards and backwards.
 
-``Net`` takes a NetParameter in the present form (see ``upgrade.py``). The interface of pycaffe is added in
+``BuiltNet`` takes a NetParameter in the present form (see ``upgrade.py``). The interface of pycaffe is added in
 ``pycaffe.py``; weights are read and written in ``weights.py``.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger("poseidon.caffe")
 Callback = Callable[[int], None]
 
 
-class Net:
+class BuiltNet:
     """Layers and blobs of one phase of a model.
 
     Callbacks take the number of a layer. Those in ``after_backward_callbacks`` run as soon as that layer's parameter

@@ -12,7 +12,7 @@ from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.layers.embed import Embed
 from poseidon.caffe.layers.inner_product import InnerProduct
 from poseidon.caffe.learnable import LearnableParam
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
@@ -37,7 +37,7 @@ class NetUnit:
         """In which form its gradient can travel."""
         return self.live.spec.kind
 
-    def load(self, net: Net) -> Load:
+    def load(self, net: BuiltNet) -> Load:
         """Return what the last forward pass asks of a linear or embedding unit."""
         if self.kind == "linear":
             return Load(net.tops_of(self.layer_index)[0].count // self.layer.param.inner_product_param.num_output)
@@ -58,7 +58,7 @@ class NetUnit:
         return torch.sparse_coo_tensor(numbers, values, self.live.weight.shape, check_invariants=False)
 
 
-def find_net_units(net: Net) -> list[NetUnit]:
+def find_net_units(net: BuiltNet) -> list[NetUnit]:
     """Return the units of all parameters that get gradients, in the order of the layers.
 
     A parameter that several layers share belongs to its owner and is dense: its gradient is a sum over different uses.
@@ -71,7 +71,7 @@ def find_net_units(net: Net) -> list[NetUnit]:
     return units
 
 
-def gets_gradient(net: Net, entry: LearnableParam) -> bool:
+def gets_gradient(net: BuiltNet, entry: LearnableParam) -> bool:
     """Whether any layer that uses a parameter computes a gradient for it."""
     return any(
         net.layers[layer].needs_backward and net.layers[layer].param_propagate_down[number]

@@ -23,7 +23,7 @@ from poseidon.errors import ConfigError
 Arrays = dict[str, NDArray[Any]]
 
 
-class Net(core.Net):
+class Net(core.BuiltNet):
     """``Net(prototxt, phase, level=0, stages=None, weights=None)``, or the older ``Net(prototxt, weights, phase)``."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Net(core.Net):
     def from_proto(cls, param: Proto) -> Net:
         """Build a net from a NetParameter that already states its phase, level and stages."""
         net = cls.__new__(cls)
-        core.Net.__init__(net, param)
+        core.BuiltNet.__init__(net, param)
         return net
 
     # What the net consists of.

@@ -19,9 +19,9 @@ from poseidon.caffe.drifting import Drifting
 from poseidon.caffe.glog import console
 from poseidon.caffe.schema import Proto, SolverParameter
 from poseidon.caffe.solver import Solver, get_solver
-from poseidon.caffe.solver.report import Output
+from poseidon.caffe.solver.net_outputs import NetOutput
 from poseidon.caffe.solver.signals import SignalActions
-from poseidon.caffe.solver.workers import Alone, Workers
+from poseidon.caffe.solver.workers import SoleWorker, Workers
 from poseidon.caffe.upgrade import read_solver
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.errors import ConfigError
@@ -136,7 +136,7 @@ def _gpus_for(param: Proto, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
 
 def _connect(solver: Solver, world: World, settings: TrainSettings) -> Workers:
     if world.size == 1:
-        return Alone()
+        return SoleWorker()
     if settings.staleness:
         return Drifting(solver.net, settings.staleness, settings.consistency_model, settings.timeout_s)
     options = ExchangeOptions(settings.routes, settings.cluster or None, settings.timeout_s)
@@ -177,7 +177,7 @@ class OutputsFile:
         assert self._stream is not None
         self._stream.close()
 
-    def write(self, which: str, iteration: int, outputs: Sequence[Output]) -> None:
+    def write(self, which: str, iteration: int, outputs: Sequence[NetOutput]) -> None:
         """Add the outputs of one display or test."""
         seconds = f"{time.monotonic() - self._began:.3f}"
         self._rows(*[[which, iteration, seconds, output.name, f"{output.value:.8g}"] for output in outputs])

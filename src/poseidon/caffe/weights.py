@@ -11,7 +11,7 @@ from typing import Any
 from poseidon.caffe.blob import Blob, proto_shape
 from poseidon.caffe.extras import require
 from poseidon.caffe.layers.base import Layer
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.schema import NetParameter, Proto
 from poseidon.caffe.schema.files import replacing, write_binary
 from poseidon.caffe.upgrade import read_weights
@@ -22,7 +22,7 @@ log = logging.getLogger("poseidon.caffe")
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
-def load(net: Net, path: str | os.PathLike[str]) -> None:
+def load(net: BuiltNet, path: str | os.PathLike[str]) -> None:
     """Copy the parameters of layers with the same name from a file of either form."""
     if is_hdf5(path):
         load_hdf5(net, path)
@@ -39,7 +39,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
         raise ConfigError(f"cannot read weights {path}: {error.strerror}") from None
 
 
-def copy_from_proto(net: Net, source: Proto, origin: str = "<weights>") -> None:
+def copy_from_proto(net: BuiltNet, source: Proto, origin: str = "<weights>") -> None:
     """Copy parameters from a NetParameter to the layers of the same name; other layers are left out."""
     for stored in source.layer:
         layer = _target(net, stored.name)
@@ -53,19 +53,19 @@ def copy_from_proto(net: Net, source: Proto, origin: str = "<weights>") -> None:
             blob.from_proto(proto, reshape=False)
 
 
-def to_proto(net: Net, write_diff: bool = False) -> Proto:
+def to_proto(net: BuiltNet, write_diff: bool = False) -> Proto:
     """Return the net's layers with their parameters."""
     result = NetParameter(name=net.name)
     result.layer.extend([layer.to_proto(write_diff) for layer in net.layers])
     return result
 
 
-def save(net: Net, path: str | os.PathLike[str], write_diff: bool = False) -> None:
+def save(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) -> None:
     """Write a ``.caffemodel``; the previous file stays intact until the new one is complete."""
     write_binary(path, to_proto(net, write_diff))
 
 
-def load_hdf5(net: Net, path: str | os.PathLike[str]) -> None:
+def load_hdf5(net: BuiltNet, path: str | os.PathLike[str]) -> None:
     """Copy parameters from an HDF5 file; those a layer shares from another may be missing in it."""
     h5py = require("h5py")
     try:
@@ -78,7 +78,7 @@ def load_hdf5(net: Net, path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"cannot read HDF5 weights {path}: {error}") from None
 
 
-def save_hdf5(net: Net, path: str | os.PathLike[str], write_diff: bool = False) -> None:
+def save_hdf5(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) -> None:
     """Write parameters (each by its owner only) to an HDF5 file, whole or not at all."""
     h5py = require("h5py")
     with replacing(path) as temporary, h5py.File(temporary, "w") as file:
@@ -94,7 +94,7 @@ def save_hdf5(net: Net, path: str | os.PathLike[str], write_diff: bool = False) 
                     diff_group.create_dataset(str(number), data=blob.diff)
 
 
-def share(net: Net, other: Net) -> None:
+def share(net: BuiltNet, other: BuiltNet) -> None:
     """Let ``net`` use the parameter values of layers of the same name in ``other``, from now on."""
     for source in other.layers:
         layer = _target(net, source.name)
@@ -108,7 +108,7 @@ def share(net: Net, other: Net) -> None:
             blob.share_data(owner)
 
 
-def _load_group(net: Net, name: str, group: Any, origin: str) -> None:
+def _load_group(net: BuiltNet, name: str, group: Any, origin: str) -> None:
     layer = _target(net, name)
     if layer is None:
         return
@@ -122,7 +122,7 @@ def _load_group(net: Net, name: str, group: Any, origin: str) -> None:
         blob.data[...] = stored[()]
 
 
-def _missing_allowed(net: Net, index: int, layer: Layer, group: Any, origin: str) -> Iterator[tuple[int, Blob]]:
+def _missing_allowed(net: BuiltNet, index: int, layer: Layer, group: Any, origin: str) -> Iterator[tuple[int, Blob]]:
     """Yield the parameters that the file holds; only shared ones may be absent."""
     for number, blob in enumerate(layer.blobs):
         if str(number) in group:
@@ -131,7 +131,7 @@ def _missing_allowed(net: Net, index: int, layer: Layer, group: Any, origin: str
             raise layer.error(f"parameter {number} is missing in {origin}")
 
 
-def _target(net: Net, name: str) -> Layer | None:
+def _target(net: BuiltNet, name: str) -> Layer | None:
     for layer in net.layers:
         if layer.name == name:
             return layer

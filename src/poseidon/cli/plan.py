@@ -14,7 +14,7 @@ from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
 from poseidon.planning.table import format_bytes
-from poseidon.profiling.source import Source, device_flops, find_profile
+from poseidon.profiling.source import ProfileSource, device_flops, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
 from poseidon.sim.setting import Setting
 from poseidon.sim.systems import find_system
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_source(args: argparse.Namespace, batch: int | None) -> Source:
+def make_source(args: argparse.Namespace, batch: int | None) -> ProfileSource:
     """Return what the options say of the model."""
     flops = None if args.device_gflops is None else args.device_gflops * 1e9
-    return Source(args.model, batch, args.profile, flops, args.measure)
+    return ProfileSource(args.model, batch, args.profile, flops, args.measure)
 
 
 def make_cluster(args: argparse.Namespace, machines: int, rate_bits: float) -> Cluster:
@@ -93,7 +93,7 @@ def make_cluster(args: argparse.Namespace, machines: int, rate_bits: float) -> C
     )
 
 
-def with_device(cluster: Cluster, source: Source, profile: Profile) -> Cluster:
+def with_device(cluster: Cluster, source: ProfileSource, profile: Profile) -> Cluster:
     """Return the cluster with the device's matrix rate: as given, else measured here, else implied by the profile."""
     if source.flops is not None:
         return replace(cluster, flops=source.flops)

@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 
 
-def scale_rate(optimizer: Any, factor: float, report: Report) -> None:
+def scale_rate(optimizer: Any, factor: float, report: ScriptReport) -> None:
     """Multiply an optimizer's learning rate, unless a schedule gives it."""
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         report.say(f"{optimizer.name}: its learning rate comes from a schedule and stays as it is")

@@ -61,7 +61,7 @@ class AutoOptions:
 
 
 @dataclass(frozen=True)
-class Target:
+class ScriptTarget:
     """What to run: a script's path or a module's name, and its arguments."""
 
     name: str
@@ -83,7 +83,7 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for another worker")
 
 
-def parse(arguments: Sequence[str]) -> tuple[AutoOptions, Target]:
+def parse(arguments: Sequence[str]) -> tuple[AutoOptions, ScriptTarget]:
     """Split a command line into our options, the script or module, and its own arguments."""
     parser = argparse.ArgumentParser(prog="poseidon run --auto", usage=USAGE)
     add_auto_arguments(parser)
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str]) -> tuple[AutoOptions, Target]:
     words = known.module if known.module is not None else known.script
     if not words:
         raise ConfigError(f"there is no script to run; usage: {USAGE}")
-    return options_of(known), Target(words[0], known.module is not None, tuple(words[1:]))
+    return options_of(known), ScriptTarget(words[0], known.module is not None, tuple(words[1:]))
 
 
 def options_of(known: argparse.Namespace) -> AutoOptions:

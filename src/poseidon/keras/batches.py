@@ -45,7 +45,7 @@ def count_rows(batch: Batch) -> int:
 
 
 @dataclass(frozen=True)
-class Deal:
+class BatchDeal:
     """How batches are dealt to ``size`` workers, of which this one is ``rank``. Pure."""
 
     rank: int
@@ -102,7 +102,7 @@ class _Ordered(keras.utils.PyDataset):  # type: ignore[misc]
 class DealtArrays(_Ordered):
     """One worker's parts of arrays, as batches; ``seed`` shuffles, None keeps the order."""
 
-    def __init__(self, data: tuple[Any, ...], batch_size: int, deal: Deal, seed: int | None) -> None:
+    def __init__(self, data: tuple[Any, ...], batch_size: int, deal: BatchDeal, seed: int | None) -> None:
         self._data = keras.tree.map_structure(_as_array, data)
         super().__init__(count_rows(self._data), seed)
         self._deal = deal
@@ -132,7 +132,7 @@ def _as_array(leaf: Any) -> Any:
 class DealtDataset(_Ordered):
     """One worker's parts of the batches of a ``PyDataset``."""
 
-    def __init__(self, source: Any, deal: Deal, seed: int | None) -> None:
+    def __init__(self, source: Any, deal: BatchDeal, seed: int | None) -> None:
         self._source = source
         self._deal = deal
         self._is_endless = source.num_batches is None
@@ -170,7 +170,7 @@ class DealtDataset(_Ordered):
 class DealtLoader(_Ordered):
     """One worker's parts of the batches of a sized iterable, such as a torch ``DataLoader``."""
 
-    def __init__(self, source: Any, deal: Deal) -> None:
+    def __init__(self, source: Any, deal: BatchDeal) -> None:
         super().__init__(len(source), None)
         self._source = source
         self._deal = deal
@@ -192,7 +192,7 @@ def _plain(batch: Batch) -> Batch:
     return keras.tree.map_structure(np.asarray, batch)
 
 
-def deal_tf_dataset(source: Any, deal: Deal) -> Any:
+def deal_tf_dataset(source: Any, deal: BatchDeal) -> Any:
     """Return a ``tf.data.Dataset`` of this worker's parts of another one's batches."""
     import tensorflow as tf
 

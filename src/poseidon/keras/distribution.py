@@ -20,8 +20,8 @@ import numpy as np
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import SummingChannel, check_alike, end_steps
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
-from poseidon.keras.batches import Deal, unpack
+from poseidon.keras.backend import Backend, KerasExchange, Setup, load_backend
+from poseidon.keras.batches import BatchDeal, unpack
 from poseidon.keras.callbacks import with_ours
 from poseidon.keras.inputs import deal_inputs, symbolic_batch
 from poseidon.keras.sharing import add_up_metrics, share, state_of
@@ -84,9 +84,9 @@ class Distribution:
         self.model = model
         self._options = options
         self._team = Team(None, options.exchange.timeout_s)
-        self._deal = Deal(self._team.rank, self._team.size, options.batch == "total")
+        self._deal = BatchDeal(self._team.rank, self._team.size, options.batch == "total")
         self._backend: Backend | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: KerasExchange | None = None
         self._attached: tuple[Any, ...] = ()
         self._moments: SummingChannel | None = None
         self._is_seeded = False

@@ -9,13 +9,13 @@ import keras
 import numpy as np
 
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.keras.batches import Batch, Deal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset, unpack
+from poseidon.keras.batches import Batch, BatchDeal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset, unpack
 
 _KERAS_BATCH = 32
 """What Keras takes where no batch size is given."""
 
 
-def deal_inputs(settings: dict[str, Any], deal: Deal, seed: int, is_own: bool) -> dict[str, Any]:
+def deal_inputs(settings: dict[str, Any], deal: BatchDeal, seed: int, is_own: bool) -> dict[str, Any]:
     """Return arguments of ``fit`` in which the data are this worker's part; validation data stay whole.
 
     ``is_own`` data are taken as they are. ``seed``, the same on all workers, shuffles where ``fit`` would.
@@ -70,7 +70,7 @@ def _example(x: Any, y: Any) -> Batch:
     return keras.tree.map_structure(lambda leaf: leaf[:1], (x,) if y is None else (x, y))
 
 
-def _deal_arrays(settings: dict[str, Any], deal: Deal, seed: int | None) -> dict[str, Any]:
+def _deal_arrays(settings: dict[str, Any], deal: BatchDeal, seed: int | None) -> dict[str, Any]:
     x, y, weight = (settings.pop(name, None) for name in ("x", "y", "sample_weight"))
     _check_arrays(x)
     batch_size = settings.pop("batch_size", None) or _KERAS_BATCH

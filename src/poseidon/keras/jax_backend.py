@@ -22,9 +22,9 @@ import keras
 from poseidon.engine.moments import MomentsExchange
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
+from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
 from poseidon.keras.batches import count_rows, unpack
-from poseidon.keras.jax_callbacks import Host
+from poseidon.keras.jax_callbacks import HostCallbacks
 from poseidon.keras.moments import replace_moments
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.keras.units import describe_variables
@@ -55,7 +55,7 @@ class JaxBackend:
                 f"{model.name} uses Flax NNX variables, which cannot be followed; unset KERAS_NNX_ENABLED"
             )
 
-    def attach(self, setup: Setup) -> Exchange:
+    def attach(self, setup: Setup) -> KerasExchange:
         """Put the exchange into the train step. Collective."""
         return JaxExchange(setup)
 
@@ -201,9 +201,9 @@ class JaxExchange:
         return self._host.combine(mean, variance, jnp.asarray(count * self._row_weight, mean.dtype), name)
 
 
-def _make_host(setup: Setup) -> Host:
+def _make_host(setup: Setup) -> HostCallbacks:
     front = OutsideFrontEnd(setup.team, describe_variables(setup.variables), setup.units, setup.options)
     moments = None
     if setup.moments is not None:
         moments = MomentsExchange(setup.team, setup.moments, lambda: front.weight)
-    return Host(front, setup.units, moments)
+    return HostCallbacks(front, setup.units, moments)

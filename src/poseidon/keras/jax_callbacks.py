@@ -20,7 +20,7 @@ from poseidon.engine.outside import Array, OutsideFrontEnd, OutsideUnit, Rows
 from poseidon.errors import UnsupportedError
 
 
-class Host:
+class HostCallbacks:
     """The host's part of the steps of one model; the public methods are called while a step is traced."""
 
     def __init__(self, front: OutsideFrontEnd, units: Sequence[OutsideUnit], moments: MomentsExchange | None) -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
+from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
 from poseidon.keras.batches import unpack
 from poseidon.keras.tensorflow_moments import Moments
 from poseidon.keras.units import describe_variables
@@ -54,7 +54,7 @@ class TensorFlowBackend:
             log.warning("jit_compile is turned off: XLA cannot exchange gradients in the middle of a step")
             model.jit_compile = False
 
-    def attach(self, setup: Setup) -> Exchange:
+    def attach(self, setup: Setup) -> KerasExchange:
         """Put the exchange into the train step. Collective."""
         return TensorFlowExchange(setup)
 

@@ -21,7 +21,7 @@ import torch
 from poseidon.lab import gpu
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.cluster import Lab, own_environment
-from poseidon.lab.environment import Place
+from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
@@ -118,7 +118,7 @@ def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Call
     lost: dict[str, str] = {}
     while True:
         left = tuple(system for system in worker.systems if system not in lost)
-        listener = Listener(replace(worker, systems=left), spec, say)
+        listener = RankEvents(replace(worker, systems=left), spec, say)
         if lost and set(left) <= {LINEAR}:
             break
         result = _run_workers(listener, spec, timeout_s)
@@ -134,7 +134,7 @@ def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Call
     return listener.cell(lost, order=worker.systems)
 
 
-def _run_workers(listener: Listener, spec: LabSpec, timeout_s: float) -> JobResult:
+def _run_workers(listener: RankEvents, spec: LabSpec, timeout_s: float) -> JobResult:
     worker = listener.worker
     on_gpu = worker.device == "cuda"
     env = {
@@ -148,7 +148,7 @@ def _run_workers(listener: Listener, spec: LabSpec, timeout_s: float) -> JobResu
         return Job(lab, command, options, env, listener.hear).run()
 
 
-class Listener:
+class RankEvents:
     """Collects what the ranks say into a cell, and passes progress on."""
 
     def __init__(self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None]) -> None:
@@ -165,7 +165,7 @@ class Listener:
         self._notes: dict[str, str] = {}
         self._profile: tuple[Profile, float] | None = None
 
-    def hear(self, place: Place, line: str) -> None:
+    def hear(self, place: WorkerPlace, line: str) -> None:
         """Take in one line of a rank's output."""
         if not line.startswith(MARK):
             self.lines.append(f"{place.label} | {line}")

@@ -11,7 +11,7 @@ INTERFACE = "eth0"
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where one worker stands in a job."""
 
     machine: int
@@ -35,16 +35,16 @@ class Place:
         return f"machine{self.machine}" + (f".{self.local_rank}" if self.workers_per_machine > 1 else "")
 
 
-def places(machines: int, workers_per_machine: int) -> list[Place]:
+def places(machines: int, workers_per_machine: int) -> list[WorkerPlace]:
     """Return every worker's place, by rank."""
     return [
-        Place(machine, machines, local_rank, workers_per_machine)
+        WorkerPlace(machine, machines, local_rank, workers_per_machine)
         for machine in range(machines)
         for local_rank in range(workers_per_machine)
     ]
 
 
-def worker_environment(place: Place, port: int, base: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(place: WorkerPlace, port: int, base: Mapping[str, str]) -> dict[str, str]:
     """Return a worker's environment; what the caller set of threads and buffering stays."""
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {
@@ -66,7 +66,7 @@ def worker_environment(place: Place, port: int, base: Mapping[str, str]) -> dict
     }
 
 
-def shared_gpu_environment(place: Place, job: str, mps_folder: str | None) -> dict[str, str]:
+def shared_gpu_environment(place: WorkerPlace, job: str, mps_folder: str | None) -> dict[str, str]:
     """Return what lets workers share one GPU and still talk over the lab's links.
 
     NCCL takes ranks with different host ids for different hosts, accepts that they use the same GPU, and,

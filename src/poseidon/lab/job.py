@@ -19,7 +19,7 @@ from typing import IO
 from poseidon.errors import ConfigError
 from poseidon.job import members
 from poseidon.lab.cluster import Lab
-from poseidon.lab.environment import Place, places, shared_gpu_environment, worker_environment
+from poseidon.lab.environment import WorkerPlace, places, shared_gpu_environment, worker_environment
 from poseidon.lab.network import Traffic
 
 TIMED_OUT = 124
@@ -70,7 +70,7 @@ class Job:
         command: Sequence[str],
         options: JobOptions | None = None,
         env: Mapping[str, str] | None = None,
-        show: Callable[[Place, str], None] | None = None,
+        show: Callable[[WorkerPlace, str], None] | None = None,
     ) -> None:
         self._lab = lab
         self._command = resolve_command(command)
@@ -116,7 +116,7 @@ class Job:
             pump.start()
             self._pumps.append(pump)
 
-    def _pump(self, place: Place, pipe: IO[bytes]) -> None:
+    def _pump(self, place: WorkerPlace, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
                 with self._output_lock:
@@ -202,6 +202,6 @@ def describe_status(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def print_line(place: Place, line: str) -> None:
+def print_line(place: WorkerPlace, line: str) -> None:
     """Print a worker's line behind its machine's name."""
     print(f"{place.label} | {line}", flush=True)

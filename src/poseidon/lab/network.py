@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from poseidon.errors import ConfigError
 from poseidon.lab.namespace import HOW_TO_GET_PERMISSION, call_inside
-from poseidon.lab.spec import LabSpec, Shape, machine_address
+from poseidon.lab.spec import LabSpec, LinkShape, machine_address
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
@@ -96,7 +96,7 @@ def _wire_machine(spec: LabSpec, machine: int) -> None:
         _shape(netlink, index, spec.shape(machine), parent=NETEM_HANDLE + 1)
 
 
-def _shape(netlink: IPRoute, index: int, shape: Shape | None, **place: int) -> None:
+def _shape(netlink: IPRoute, index: int, shape: LinkShape | None, **place: int) -> None:
     if shape is None:
         return
     _request(

@@ -20,7 +20,7 @@ _NUMBER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinkShape:
     """How one end of a link is shaped: a token bucket as the kernel's ``tbf`` wants it."""
 
     rate_bytes: int
@@ -68,7 +68,7 @@ class LabSpec:
         """How many machines the lab has."""
         return len(self.rates_bits)
 
-    def shape(self, machine: int) -> Shape | None:
+    def shape(self, machine: int) -> LinkShape | None:
         """Return how both ends of a machine's link are shaped; None for an unshaped one."""
         rate = self.rates_bits[machine]
         return None if rate == UNSHAPED else link_shape(rate, self.queue_s)
@@ -128,7 +128,7 @@ def make_spec(
     )
 
 
-def link_shape(rate_bits: int, queue_s: float) -> Shape:
+def link_shape(rate_bits: int, queue_s: float) -> LinkShape:
     """Return the token bucket for a rate.
 
     The burst covers the time a busy kernel may be late in handing out tokens: 2 ms of the rate, 5 ms of a slow one.
@@ -137,7 +137,7 @@ def link_shape(rate_bits: int, queue_s: float) -> Shape:
     rate_bytes = rate_bits // 8
     burst = max(int(rate_bytes * 0.002), min(int(rate_bytes * 0.005), 1 << 17))
     burst = min(max(burst, 1 << 16), 1 << 20)
-    return Shape(rate_bytes, burst, burst + max(int(rate_bytes * queue_s), burst))
+    return LinkShape(rate_bytes, burst, burst + max(int(rate_bytes * queue_s), burst))
 
 
 def parse_rate(word: str) -> int:

@@ -14,7 +14,7 @@ from poseidon.planning.profile import Profile, UnitProfile
 from poseidon.profiling.measuring import BACKWARD_RATIO, MEMORY_PER_FLOP, UPDATE_PASSES
 
 if TYPE_CHECKING:
-    from poseidon.caffe.net import Net
+    from poseidon.caffe.net import BuiltNet
 
 _COLOURS = 3
 _ITEM_BYTES = 4
@@ -57,8 +57,8 @@ def profile_prototxt(path: str | Path, batch: int, flops: float, is_measured: bo
     return profile if is_measured else replace(profile.with_batch(batch), source="estimated")
 
 
-def _build(path: str | Path, batch: int, force_backward: bool = False) -> Net:
-    from poseidon.caffe.net import Net
+def _build(path: str | Path, batch: int, force_backward: bool = False) -> BuiltNet:
+    from poseidon.caffe.net import BuiltNet
     from poseidon.caffe.schema import TRAIN
     from poseidon.caffe.upgrade import read_net
 
@@ -68,7 +68,7 @@ def _build(path: str | Path, batch: int, force_backward: bool = False) -> Net:
     for layer in param.layer:
         _take_input(layer, batch)
     try:
-        return Net(param)
+        return BuiltNet(param)
     except ConfigError as error:
         raise ConfigError(
             f"{path}: {error}; a net whose data are elsewhere can be planned by its deploy form"
@@ -91,7 +91,7 @@ def _take_input(layer: Any, batch: int) -> None:
         layer.input_param.shape.add().dim.extend(dims)
 
 
-def _measure(net: Net) -> tuple[list[float], list[float]]:
+def _measure(net: BuiltNet) -> tuple[list[float], list[float]]:
     from poseidon.caffe.scoring import benchmark
 
     passes = 2
@@ -99,7 +99,7 @@ def _measure(net: Net) -> tuple[list[float], list[float]]:
     return [ms / passes / 1e3 for ms in times.forward], [ms / passes / 1e3 for ms in times.backward]
 
 
-def _estimate(net: Net, flops: float) -> tuple[list[float], list[float]]:
+def _estimate(net: BuiltNet, flops: float) -> tuple[list[float], list[float]]:
     """Return every layer's seconds: the longer of its arithmetic and its traffic."""
     forward = [_layer_s(net, index, flops) for index in range(len(net.layers))]
     backward = [
@@ -109,7 +109,7 @@ def _estimate(net: Net, flops: float) -> tuple[list[float], list[float]]:
     return forward, backward
 
 
-def _layer_s(net: Net, index: int, flops: float) -> float:
+def _layer_s(net: BuiltNet, index: int, flops: float) -> float:
     layer = net.layers[index]
     tops, bottoms = net.tops_of(index), net.bottoms_of(index)
     traffic = _ITEM_BYTES * sum(blob.count for blob in (*tops, *bottoms, *layer.blobs))

@@ -15,7 +15,7 @@ DEFAULT_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Source:
+class ProfileSource:
     """What is known of a model and of the device that is to train it."""
 
     model: str
@@ -38,7 +38,7 @@ class Source:
             raise ConfigError("a profile is either read (--profile) or measured (--measure), not both")
 
 
-def find_profile(source: Source) -> Profile:
+def find_profile(source: ProfileSource) -> Profile:
     """Return the profile that a source stands for."""
     if source.model.endswith(".json"):
         profile = Profile.load_file(source.model)
@@ -55,7 +55,7 @@ def find_profile(source: Source) -> Profile:
     return _measured(source, batch) if source.is_measured else _estimated(source, batch)
 
 
-def device_flops(source: Source) -> float:
+def device_flops(source: ProfileSource) -> float:
     """Return the device's matrix rate: as given, or of this machine's GPU or CPU."""
     if source.flops is not None:
         return source.flops
@@ -73,7 +73,7 @@ def device_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _measured(source: Source, batch: int) -> Profile:
+def _measured(source: ProfileSource, batch: int) -> Profile:
     from poseidon.profiling.measuring import moved_to, profile_model
 
     model, inputs = load_model(source.model, batch)
@@ -81,14 +81,14 @@ def _measured(source: Source, batch: int) -> Profile:
     return profile_model(model.train(), inputs, name=source.model, batch=batch)
 
 
-def _estimated(source: Source, batch: int) -> Profile:
+def _estimated(source: ProfileSource, batch: int) -> Profile:
     from poseidon.profiling.measuring import estimate_profile
 
     model, inputs = _on_meta(source.model, batch)
     return estimate_profile(model, inputs, name=source.model, batch=batch, flops=device_flops(source))
 
 
-def _units_of(source: Source) -> list[Any]:
+def _units_of(source: ProfileSource) -> list[Any]:
     if source.model.endswith(".prototxt"):
         from poseidon.profiling.prototxt import profile_prototxt
 

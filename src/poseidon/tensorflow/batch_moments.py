@@ -21,7 +21,7 @@ from poseidon.engine.moments import MomentsExchange, combine
 from poseidon.engine.outside import Array
 from poseidon.errors import ConfigError, MismatchError
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.graphs import rests_on_variables
 from poseidon.tensorflow.moments import combine_moments
@@ -57,7 +57,7 @@ def check_choices(choices: Sequence[bool]) -> None:
 class BatchMoments:
     """Replaces the functions that make moments."""
 
-    def __init__(self, team: Team, calls: WaitingCalls, report: Report, sync_batchnorm: bool) -> None:
+    def __init__(self, team: Team, calls: WaitingCalls, report: ScriptReport, sync_batchnorm: bool) -> None:
         self._team = team
         self._calls = calls
         self._report = report

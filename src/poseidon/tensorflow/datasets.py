@@ -17,7 +17,7 @@ from tensorflow.python.framework import tensor_util
 from poseidon.following.naming import find_name, is_called_by_keras
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.tensorflow.graphs import length_of
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")
@@ -28,7 +28,7 @@ _TRAINING = ("_ShuffleDataset", "_RepeatDataset")
 class Datasets:
     """Replaces how graphs take datasets."""
 
-    def __init__(self, rank: int, size: int, options: AutoOptions, report: Report) -> None:
+    def __init__(self, rank: int, size: int, options: AutoOptions, report: ScriptReport) -> None:
         self._rank = rank
         self._size = size
         self._options = options

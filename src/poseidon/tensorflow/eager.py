@@ -27,7 +27,7 @@ from poseidon.engine.outside import (
 from poseidon.errors import UnsupportedError
 from poseidon.following.keras_rates import scale_rate
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.tensorflow.datasets import Datasets
@@ -37,7 +37,7 @@ from poseidon.tensorflow.exchange import GraphExchange
 class EagerLoops:
     """Averages what Keras optimizers are given outside of ``fit``."""
 
-    def __init__(self, team: Team, datasets: Datasets, report: Report, rate: float = 1.0) -> None:
+    def __init__(self, team: Team, datasets: Datasets, report: ScriptReport, rate: float = 1.0) -> None:
         self._team = team
         self._rate = rate
         """Factor for learning rates."""

@@ -21,7 +21,7 @@ from tensorflow.python.training import saver
 
 from poseidon.errors import ConfigError
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.replacing import replace_everywhere
 from poseidon.tensorflow.sessions import Sessions
@@ -46,7 +46,7 @@ _CHANGING = (
 class Files:
     """Keeps all workers but the first from writing, and has all of them find what the first one finds."""
 
-    def __init__(self, team: Team, sessions: Sessions, report: Report) -> None:
+    def __init__(self, team: Team, sessions: Sessions, report: ScriptReport) -> None:
         self._team = team
         self._sessions = sessions
         self._report = report

@@ -26,7 +26,7 @@ from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import OutsideFrontEnd, check_alike
 from poseidon.errors import UnsupportedError
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.planning.cluster import Cluster
 from poseidon.team.team import Team
 from poseidon.tensorflow.exchange import GraphExchange
@@ -65,10 +65,10 @@ class _Notes:
     """Names of the variables that optimizers keep for themselves."""
 
 
-class Gradients:
+class GraphGradients:
     """Watches optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
 
-    def __init__(self, team: Team, report: Report, rate: float = 1.0) -> None:
+    def __init__(self, team: Team, report: ScriptReport, rate: float = 1.0) -> None:
         self._team = team
         self._report = report
         self._rate = rate

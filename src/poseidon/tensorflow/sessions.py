@@ -22,10 +22,10 @@ from tensorflow.python.training import basic_session_run_hooks
 
 from poseidon.engine.outside import step_weight
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.feeds import Division, join_results, plan_division
-from poseidon.tensorflow.gradients import Exchanged, Gradients
+from poseidon.tensorflow.gradients import Exchanged, GraphGradients
 from poseidon.tensorflow.graphs import Purpose, find_purpose, length_of
 from poseidon.tensorflow.variables import compare, settle, take_over
 from poseidon.tensorflow.waiting import WaitingCalls
@@ -48,7 +48,7 @@ class _Training:
 class Sessions:
     """Replaces the way in which sessions run."""
 
-    def __init__(self, team: Team, gradients: Gradients, calls: WaitingCalls, report: Report) -> None:
+    def __init__(self, team: Team, gradients: GraphGradients, calls: WaitingCalls, report: ScriptReport) -> None:
         self._team = team
         self._gradients = gradients
         self._calls = calls

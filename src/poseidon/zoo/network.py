@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Sizes:
     """The sizes a network is built with, all of them settled."""
 
     width: float
     """Factor on channels, hidden sizes, and the rows of embeddings; 1.0 is the published network."""
     dropout: float = 0.0
-    """Probability of every dropout layer; the network has none where the full-size shape says 0.0."""
+    """Probability of every dropout layer; a network without dropout has 0.0 at full size."""
     image_size: int = 0
     """Height and width of the input in pixels; 0 where the input is no image."""
     classes: int = 0

@@ -75,7 +75,7 @@ def _shut_down(ready: queue.Queue[object], stop: threading.Event, thread: thread
 
 
 @dataclass(frozen=True)
-class Batch:
+class StagedBatch:
     """The tops of a data layer for one pass, on the way to the device."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -92,13 +92,13 @@ class Batch:
         return self.tensors
 
 
-def staged(batches: Iterator[tuple[torch.Tensor, ...]]) -> Iterator[Batch]:
+def staged(batches: Iterator[tuple[torch.Tensor, ...]]) -> Iterator[StagedBatch]:
     """Send each batch on its way to the active device; runs in the prefetching thread."""
     stream: torch.cuda.Stream | None = None
     for tensors in batches:
         target = device.active()
         if target.type != "cuda":
-            yield Batch(tensors)
+            yield StagedBatch(tensors)
             continue
         if stream is None or stream.device != target:
             stream = torch.cuda.Stream(target)
@@ -106,4 +106,4 @@ def staged(batches: Iterator[tuple[torch.Tensor, ...]]) -> Iterator[Batch]:
             moved = tuple(tensor.pin_memory().to(target, non_blocking=True) for tensor in tensors)
             arrived = torch.cuda.Event()
             arrived.record(stream)
-        yield Batch(moved, arrived)
+        yield StagedBatch(moved, arrived)

@@ -79,14 +79,14 @@ def too_few(origin: str, count: int, share: Share) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Where a worker reads, and which part of it."""
 
     path: str
     share: Share = Share()
 
 
-def locate(path: str, shared_file_system: bool | None, is_training: bool, world: World) -> Source:
+def locate(path: str, shared_file_system: bool | None, is_training: bool, world: World) -> DataSource:
     """Return what a worker reads for a data layer's ``source``.
 
     ``shared_file_system`` false: worker k reads ``path_k``, all of it, made by ``poseidon partition-data``. True: all
@@ -100,13 +100,13 @@ def locate(path: str, shared_file_system: bool | None, is_training: bool, world:
                 f"worker {world.rank} reads {own} because shared_file_system is false, and it does not exist; make it "
                 "with `poseidon partition-data`, or set shared_file_system: true where all workers see the same files"
             )
-        return Source(own)
+        return DataSource(own)
     if shared_file_system is None:
         if world.size > 1 and not Path(path).exists() and Path(own).exists():
-            return Source(own)
+            return DataSource(own)
         if not is_training:
-            return Source(path)
-    return Source(path, Share(world.rank, world.size))
+            return DataSource(path)
+    return DataSource(path, Share(world.rank, world.size))
 
 
 def share_path(path: str, rank: int) -> str:

@@ -15,7 +15,7 @@ from poseidon.caffe.io.lists import read_lines
 from poseidon.errors import ConfigError
 
 
-class Window(NamedTuple):
+class ImageWindow(NamedTuple):
     """A region of an image; corners belong to it."""
 
     image: int
@@ -33,7 +33,7 @@ class WindowFile:
 
     images: list[str] = field(default_factory=list)
     channels: int = 0
-    windows: list[Window] = field(default_factory=list)
+    windows: list[ImageWindow] = field(default_factory=list)
 
 
 def read_windows(path: str | os.PathLike[str]) -> WindowFile:
@@ -51,7 +51,7 @@ def read_windows(path: str | os.PathLike[str]) -> WindowFile:
         for _ in range(words.number("the number of windows")):
             label, overlap = words.number("a class"), words.real("an overlap")
             corners = [words.number(name) for name in ("x1", "y1", "x2", "y2")]
-            result.windows.append(Window(index, label, overlap, *corners))
+            result.windows.append(ImageWindow(index, label, overlap, *corners))
     if not result.images:
         raise ConfigError(f"{path}: the window file is empty")
     for window in result.windows:
@@ -107,7 +107,7 @@ class _Words:
 
 
 @dataclass(frozen=True)
-class Crop:
+class WindowCrop:
     """How windows become squares of ``size`` pixels."""
 
     size: int
@@ -116,7 +116,7 @@ class Crop:
     is_square: bool = False
     """Cut out squares around windows instead of stretching them."""
 
-    def place(self, window: Window, height: int, width: int, mirrored: bool) -> Placement:
+    def place(self, window: ImageWindow, height: int, width: int, mirrored: bool) -> Placement:
         """Return what to cut from an image of that size and where it goes in the result."""
         x1, y1, x2, y2 = window[3:]
         if not self.context_pad and not self.is_square:

@@ -14,8 +14,8 @@ from poseidon.caffe.io.batches import Sample, batched
 from poseidon.caffe.io.database import Database, backend_name, open_database
 from poseidon.caffe.io.datum import datum_values, parse_datum
 from poseidon.caffe.io.images import Mode
-from poseidon.caffe.io.prefetch import Batch, Prefetcher, staged
-from poseidon.caffe.io.sharding import Share, Source, in_turns, locate, this_worker
+from poseidon.caffe.io.prefetch import Prefetcher, StagedBatch, staged
+from poseidon.caffe.io.sharding import DataSource, Share, in_turns, locate, this_worker
 from poseidon.caffe.io.transform import Transform, decode_mode
 from poseidon.caffe.layers.base import Blobs, Count, Layer, exactly
 from poseidon.caffe.layers.registry import register
@@ -34,7 +34,7 @@ class PrefetchingLayer(Layer):
     top_count = exactly(2)
     logs_size: ClassVar[bool] = True
     """Whether Caffe logs the size of this type's batches."""
-    _loader: Prefetcher[Batch]
+    _loader: Prefetcher[StagedBatch]
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
         """Open the source; return the tops' shapes and an endless iterator, which must not refer to the layer."""
@@ -65,7 +65,7 @@ class PrefetchingLayer(Layer):
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
         """Do nothing: there is nothing below."""
 
-    def locate(self, settings: Proto) -> Source:
+    def locate(self, settings: Proto) -> DataSource:
         """Return what this worker reads for the ``source`` in the layer's settings."""
         if not settings.source:
             raise ConfigError("no source is given; name the database or list to read")

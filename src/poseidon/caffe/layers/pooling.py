@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.layers.windows import Window, channels_inside, swept
+from poseidon.caffe.layers.windows import AxisWindow, channels_inside, swept
 from poseidon.caffe.schema import Proto, message
 
 _PoolingParameter = message("PoolingParameter")
 _MAX, _AVE = _PoolingParameter.MAX, _PoolingParameter.AVE
 
-Windows = tuple[Window, Window]
+Windows = tuple[AxisWindow, AxisWindow]
 
 
 @register("Pooling")
@@ -36,8 +36,8 @@ class Pooling(Layer):
         strides, pads = self._pair(settings, "stride"), self._pair(settings, "pad")
         kernels = (1, 1) if self._is_global else self._kernels(settings)
         self._windows = (
-            Window(kernels[0], strides[0], pads[0], dilation=1),
-            Window(kernels[1], strides[1], pads[1], dilation=1),
+            AxisWindow(kernels[0], strides[0], pads[0], dilation=1),
+            AxisWindow(kernels[1], strides[1], pads[1], dilation=1),
         )
         if self._is_global:
             if any(settings.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w")):
@@ -68,7 +68,7 @@ class Pooling(Layer):
     def _fitted(self, shape: Shape) -> Windows:
         if not self._is_global:
             return self._windows
-        return Window(shape[2], 1, 0, 1), Window(shape[3], 1, 0, 1)
+        return AxisWindow(shape[2], 1, 0, 1), AxisWindow(shape[3], 1, 0, 1)
 
     def _kernels(self, settings: Proto) -> tuple[int, int]:
         has_both = settings.HasField("kernel_h") and settings.HasField("kernel_w")
@@ -85,7 +85,7 @@ class Pooling(Layer):
             return getattr(settings, f"{name}_h"), getattr(settings, f"{name}_w")
         return getattr(settings, name), getattr(settings, name)
 
-    def _check_window(self, window: Window) -> None:
+    def _check_window(self, window: AxisWindow) -> None:
         if window.kernel < 1 or window.stride < 1:
             raise self.error(f"kernel {window.kernel} and stride {window.stride} must be positive")
         if window.pad and self._method not in (_MAX, _AVE):

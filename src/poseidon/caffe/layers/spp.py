@@ -10,7 +10,7 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer, Tensors
 from poseidon.caffe.layers.pooling import Windows, pool, pooled_sizes
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.layers.windows import Window, channels_inside
+from poseidon.caffe.layers.windows import AxisWindow, channels_inside
 from poseidon.caffe.schema import message
 
 _PoolingParameter = message("PoolingParameter")
@@ -46,7 +46,7 @@ class SPP(Layer):
     def _levels(self, shape: Shape) -> list[Windows]:
         return [(self._window(level, shape[2]), self._window(level, shape[3])) for level in range(self._height)]
 
-    def _window(self, level: int, size: int) -> Window:
+    def _window(self, level: int, size: int) -> AxisWindow:
         bins = 2**level
         kernel = -(-size // bins)
         pad = (kernel * bins - size + 1) // 2
@@ -54,4 +54,4 @@ class SPP(Layer):
             raise self.error(f"pyramid_height {self._height} is too much: level {level} cannot cut {size} into {bins}")
         if pad and self._method == _PoolingParameter.STOCHASTIC:
             raise self.error(f"STOCHASTIC pooling cannot be padded, but level {level} cuts {size} into {bins}")
-        return Window(kernel, kernel, pad, dilation=1)
+        return AxisWindow(kernel, kernel, pad, dilation=1)

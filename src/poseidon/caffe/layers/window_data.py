@@ -15,7 +15,7 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.io.images import Image, decode_image, read_bytes
 from poseidon.caffe.io.sharding import this_worker
 from poseidon.caffe.io.transform import mean_of, random_stream
-from poseidon.caffe.io.windows import Crop, Window, WindowFile, read_windows
+from poseidon.caffe.io.windows import ImageWindow, WindowCrop, WindowFile, read_windows
 from poseidon.caffe.layers.data import Batches, PrefetchingLayer
 from poseidon.caffe.layers.registry import register
 from poseidon.caffe.schema import Proto
@@ -54,7 +54,7 @@ class WindowData(PrefetchingLayer):
         return [(batch_size, _CHANNELS, crop.size, crop.size), (batch_size,)], batches
 
 
-def _crop_of(settings: Proto, crop_size: int) -> Crop:
+def _crop_of(settings: Proto, crop_size: int) -> WindowCrop:
     if settings.crop_mode not in _CROP_MODES:
         raise unknown_name("crop_mode", settings.crop_mode, _CROP_MODES)
     if crop_size <= 2 * settings.context_pad:
@@ -62,10 +62,10 @@ def _crop_of(settings: Proto, crop_size: int) -> Crop:
             f"transform_param's crop_size is {crop_size}; it must be positive and more than twice "
             f"context_pad {settings.context_pad}"
         )
-    return Crop(crop_size, settings.context_pad, settings.crop_mode == "square")
+    return WindowCrop(crop_size, settings.context_pad, settings.crop_mode == "square")
 
 
-def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[list[Window], list[Window]]:
+def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[list[ImageWindow], list[ImageWindow]]:
     """Return the background and the foreground windows; those between the thresholds are left out."""
     foreground = [window for window in file.windows if window.overlap >= settings.fg_threshold]
     background = [
@@ -119,9 +119,9 @@ class _Sampler:
     """Everything that makes batches, apart from the layer."""
 
     files: _ImageFiles
-    background: list[Window]
-    foreground: list[Window]
-    crop: Crop
+    background: list[ImageWindow]
+    foreground: list[ImageWindow]
+    crop: WindowCrop
     scale: np.float32
     mean: Array | None
     mirror: bool
@@ -140,7 +140,7 @@ class _Sampler:
                 labels[row] = window.label
             yield torch.from_numpy(data), torch.from_numpy(labels)
 
-    def _fill(self, out: Array, window: Window, mirrored: bool) -> None:
+    def _fill(self, out: Array, window: ImageWindow, mirrored: bool) -> None:
         """Cut the window out into ``out``; what lies outside the image stays zero."""
         try:
             pixels = self.files.read(window.image)

@@ -12,7 +12,7 @@ from poseidon.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Window:
+class AxisWindow:
     """How a window moves along one axis."""
 
     kernel: int
@@ -34,7 +34,7 @@ class Window:
         return self.stride * (positions - 1) + self.extent - 2 * self.pad
 
 
-def read_windows(settings: Proto, axes: int) -> list[Window]:
+def read_windows(settings: Proto, axes: int) -> list[AxisWindow]:
     """Return one Window per spatial axis from a ConvolutionParameter, or raise ConfigError."""
     kernels = _per_axis(settings, "kernel_size", "kernel", axes)
     strides = _per_axis(settings, "stride", "stride", axes, default=1)
@@ -43,7 +43,7 @@ def read_windows(settings: Proto, axes: int) -> list[Window]:
     for name, values in (("kernel_size", kernels), ("stride", strides), ("dilation", dilations)):
         if 0 in values:
             raise ConfigError(f"convolution_param.{name} must be positive, it is {' '.join(map(str, values))}")
-    return [Window(*values) for values in zip(kernels, strides, pads, dilations, strict=True)]
+    return [AxisWindow(*values) for values in zip(kernels, strides, pads, dilations, strict=True)]
 
 
 def _per_axis(settings: Proto, name: str, stem: str | None, axes: int, default: int | None = None) -> list[int]:
@@ -65,7 +65,7 @@ def _per_axis(settings: Proto, name: str, stem: str | None, axes: int, default: 
     return given * axes if len(given) == 1 else given
 
 
-def swept(values: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+def swept(values: torch.Tensor, windows: Sequence[AxisWindow]) -> torch.Tensor:
     """Return a view of padded ``values`` (rows, channels, *spatial) as (rows, channels, *kernel, *positions)."""
     axes = len(windows)
     for axis, window in enumerate(windows, 2):

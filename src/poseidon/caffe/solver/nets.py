@@ -11,7 +11,7 @@ from poseidon.errors import ConfigError
 _TRAIN_FIELDS = ("net", "net_param", "train_net", "train_net_param")
 
 
-class Source(NamedTuple):
+class NetSource(NamedTuple):
     """Where a net comes from and what it is, with its state filled in."""
 
     what: str
@@ -21,7 +21,7 @@ class Source(NamedTuple):
     param: Proto
 
 
-def train_source(param: Proto) -> Source:
+def train_source(param: Proto) -> NetSource:
     """Return the net to train; exactly one field may name it."""
     given = [name for name in _TRAIN_FIELDS if param.HasField(name)]
     if len(given) != 1:
@@ -35,7 +35,7 @@ def train_source(param: Proto) -> Source:
     return _with_state(source, TRAIN, states)
 
 
-def test_sources(param: Proto) -> list[Source]:
+def test_sources(param: Proto) -> list[NetSource]:
     """Return the nets to test, in Caffe's order: test_net_param, test_net, then the common net as often as is left."""
     sources = [_given("test_net_param", net) for net in param.test_net_param]
     sources += [_read("test_net file", path) for path in param.test_net]
@@ -59,23 +59,23 @@ def test_sources(param: Proto) -> list[Source]:
     ]
 
 
-def _load(param: Proto, field: str) -> Source:
+def _load(param: Proto, field: str) -> NetSource:
     value = getattr(param, field)
     return _given(field, value) if field.endswith("_param") else _read(f"{field} file", value)
 
 
-def _read(what: str, path: str) -> Source:
-    return Source(f"{what}: {path}", path, read_net(path))
+def _read(what: str, path: str) -> NetSource:
+    return NetSource(f"{what}: {path}", path, read_net(path))
 
 
-def _given(field: str, net: Proto) -> Source:
+def _given(field: str, net: Proto) -> NetSource:
     copy = type(net)()
     copy.CopyFrom(net)
     upgrade_net(copy, field)
-    return Source(field, field, copy)
+    return NetSource(field, field, copy)
 
 
-def _with_state(source: Source, phase: int, more: list[Proto]) -> Source:
+def _with_state(source: NetSource, phase: int, more: list[Proto]) -> NetSource:
     """Fill in the state: the phase, then what the net says, then what the solver says."""
     state = NetState(phase=phase)
     for addition in (source.param.state, *more):

@@ -20,7 +20,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Batch:
+class ParameterBatch:
     """Parameters that are updated alike."""
 
     diffs: Tensors
@@ -43,7 +43,7 @@ class Rule(ABC):
         self.delta: float = param.delta
 
     @abstractmethod
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Turn the batch's gradients into updates."""
 
     def _refuse_momentum(self, name: str) -> None:
@@ -54,7 +54,7 @@ class Rule(ABC):
 class SGD(Rule):
     """Stochastic gradient descent with momentum."""
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Take the history, which moves by the gradients, as update."""
         diffs, (history,) = batch.diffs, batch.histories
         torch._foreach_mul_(history, self.momentum)
@@ -65,7 +65,7 @@ class SGD(Rule):
 class Nesterov(Rule):
     """Nesterov's accelerated gradient."""
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Step to where the momentum will have led."""
         diffs, (history,) = batch.diffs, batch.histories
         torch._foreach_mul_(diffs, batch.rate)
@@ -82,7 +82,7 @@ class AdaGrad(Rule):
         super().__init__(param)
         self._refuse_momentum("AdaGrad")
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Divide by the root of the sum of squares."""
         diffs, (squares,) = batch.diffs, batch.histories
         torch._foreach_addcmul_(squares, diffs, diffs, value=1.0)
@@ -100,7 +100,7 @@ class RMSProp(Rule):
         if not 0 <= self._decay < 1:
             raise ConfigError(f"rms_decay is {self._decay:g}; RMSProp needs one from 0 to below 1")
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Divide by the root of the moving average."""
         diffs, (squares,) = batch.diffs, batch.histories
         _average_squares(squares, diffs, self._decay)
@@ -113,7 +113,7 @@ class AdaDelta(Rule):
 
     histories = 2
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Scale by the ratio of the two roots."""
         diffs, (squares, squared_updates) = batch.diffs, batch.histories
         _average_squares(squares, diffs, self.momentum)
@@ -130,7 +130,7 @@ class Adam(Rule):
 
     histories = 2
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Divide the first moment by the root of the second."""
         diffs, (first, second) = batch.diffs, batch.histories
         beta1, beta2 = self.momentum, self.param.momentum2

@@ -15,17 +15,17 @@ from poseidon.caffe import weights
 from poseidon.caffe.pycaffe import Net
 from poseidon.caffe.schema import Proto, SolverParameter
 from poseidon.caffe.solver import nets, state
+from poseidon.caffe.solver.net_outputs import LossWindow, NetOutput, label_outputs, log_outputs, output_values
 from poseidon.caffe.solver.policies import check_policy, learning_rate
-from poseidon.caffe.solver.report import LossWindow, Output, label_outputs, log_outputs, output_values
 from poseidon.caffe.solver.rules import RULES
-from poseidon.caffe.solver.updater import Updater
-from poseidon.caffe.solver.workers import Action, ActionFunction, Alone, Workers
+from poseidon.caffe.solver.updater import ParameterUpdater
+from poseidon.caffe.solver.workers import Action, ActionFunction, SoleWorker, Workers
 from poseidon.caffe.upgrade import read_solver
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
-OutputListener = Callable[[str, int, Sequence[Output]], None]
+OutputListener = Callable[[str, int, Sequence[NetOutput]], None]
 """Takes "train" or "test N", the iteration, and the outputs (means over all workers)."""
 Connect = Callable[["Solver"], Workers]
 
@@ -43,7 +43,7 @@ class Solver:
         self.param: Proto = definition if isinstance(definition, SolverParameter) else read_solver(definition)
         self.iter = 0
         self._step = 0
-        self._workers: Workers = Alone()
+        self._workers: Workers = SoleWorker()
         self._wanted: ActionFunction = _no_action
         self._is_stopped = False
         self._on_start: list[Callable[[], None]] = []
@@ -56,7 +56,7 @@ class Solver:
             torch.manual_seed(self.param.random_seed + _rank())
         self.net = self._build_train_net()
         self.test_nets = [self._build_test_net(i, source) for i, source in enumerate(nets.test_sources(self.param))]
-        self._updater = Updater(self.net.learnable, RULES[self.type](self.param), self.param)
+        self._updater = ParameterUpdater(self.net.learnable, RULES[self.type](self.param), self.param)
         self._workers = (connect or _connect_default_group)(self)
         log.info("Solver scaffolding done.")
 
@@ -158,7 +158,7 @@ class Solver:
         if not self._workers.is_root:
             return
         self._check_snapshot_folder()
-        progress = state.Progress(self.iter, self._step)
+        progress = state.SolverProgress(self.iter, self._step)
         state.write_snapshot(self.net, self._updater.history, progress, self.param)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -173,7 +173,7 @@ class Solver:
     def close(self) -> None:
         """Leave the other workers, if there are any, and forget all callbacks; the nets stay usable."""
         self._workers.close()
-        self._workers = Alone()
+        self._workers = SoleWorker()
         # They may refer back to the solver, whose data layers would go on reading ahead until the next collection.
         for calls in (self._on_start, self._on_gradients, self.output_listeners):
             calls.clear()
@@ -248,7 +248,7 @@ class Solver:
             self.snapshot()
         self._is_stopped |= action == Action.STOP
 
-    def _tell(self, which: str, outputs: Sequence[Output]) -> None:
+    def _tell(self, which: str, outputs: Sequence[NetOutput]) -> None:
         for listener in self.output_listeners:
             listener(which, self.iter, outputs)
 
@@ -283,13 +283,13 @@ class Solver:
         log.info("Creating training net %s %s", joint, source.what)
         return self._build(source)
 
-    def _build_test_net(self, number: int, source: nets.Source) -> Net:
+    def _build_test_net(self, number: int, source: nets.NetSource) -> Net:
         log.info("Creating test net (#%d) specified by %s", number, source.what)
         net = self._build(source)
         net.debug_info = self.param.debug_info
         return net
 
-    def _build(self, source: nets.Source) -> Net:
+    def _build(self, source: nets.NetSource) -> Net:
         try:
             net = Net.from_proto(source.param)
         except ConfigError as error:
@@ -329,4 +329,4 @@ def _connect_default_group(solver: Solver) -> Workers:
         from poseidon.caffe.distributed import Together
 
         return Together(solver.net)
-    return Alone()
+    return SoleWorker()

@@ -13,7 +13,7 @@ import numpy as np
 from poseidon.caffe import weights
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.extras import require
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.schema import Proto, SolverParameter, SolverState
 from poseidon.caffe.schema.files import read_binary, replacing, write_binary
 from poseidon.errors import ConfigError
@@ -23,7 +23,7 @@ log = logging.getLogger("poseidon.caffe")
 _GROUP = "history"
 
 
-class Progress(NamedTuple):
+class SolverProgress(NamedTuple):
     """How far a solver has come, apart from its parameters and history."""
 
     iteration: int
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
     """Steps down that the learning-rate policy has taken."""
 
 
-def write_snapshot(net: Net, history: Sequence[Blob], progress: Progress, param: Proto) -> None:
+def write_snapshot(net: BuiltNet, history: Sequence[Blob], progress: SolverProgress, param: Proto) -> None:
     """Write parameters and state where the solver's settings say; each file appears whole or not at all."""
     stem = f"{param.snapshot_prefix}_iter_{progress.iteration}"
     is_hdf5 = param.snapshot_format == SolverParameter.HDF5
@@ -44,7 +44,7 @@ def write_snapshot(net: Net, history: Sequence[Blob], progress: Progress, param:
     (_write_hdf5 if is_hdf5 else _write_binary)(state_file, progress, model_file, history)
 
 
-def read_snapshot(path: str | os.PathLike[str], net: Net, history: Sequence[Blob]) -> Progress:
+def read_snapshot(path: str | os.PathLike[str], net: BuiltNet, history: Sequence[Blob]) -> SolverProgress:
     """Fill ``history`` from a state file of either form, and the net from the parameters that it names."""
     read = _read_hdf5 if str(path).endswith(".h5") else _read_binary
     progress, learned_net = read(path, history)
@@ -60,23 +60,23 @@ def find_learned_net(learned_net: str, state_path: str | os.PathLike[str]) -> st
     return str(beside) if not Path(learned_net).exists() and beside.exists() else learned_net
 
 
-def _write_binary(path: str, progress: Progress, learned_net: str, history: Sequence[Blob]) -> None:
+def _write_binary(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
     state = SolverState(iter=progress.iteration, learned_net=learned_net, current_step=progress.step)
     state.history.extend([blob.to_proto() for blob in history])
     write_binary(path, state)
 
 
-def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[Progress, str]:
+def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
     state = read_binary(path, "SolverState")
     _check_count(path, len(state.history), len(history))
     for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
         if not blob.fits(stored):
             raise _misfit(path, number, blob, tuple(stored.shape.dim))
         blob.from_proto(stored, reshape=False)
-    return Progress(state.iter, state.current_step), state.learned_net
+    return SolverProgress(state.iter, state.current_step), state.learned_net
 
 
-def _write_hdf5(path: str, progress: Progress, learned_net: str, history: Sequence[Blob]) -> None:
+def _write_hdf5(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
     h5py = require("h5py")
     with replacing(path) as temporary, h5py.File(temporary, "w") as file:
         file.create_dataset("iter", data=np.array([progress.iteration], np.int32))
@@ -87,7 +87,7 @@ def _write_hdf5(path: str, progress: Progress, learned_net: str, history: Sequen
             group.create_dataset(str(number), data=blob.data)
 
 
-def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[Progress, str]:
+def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
     h5py = require("h5py")
     try:
         with h5py.File(path, "r") as file:
@@ -102,7 +102,7 @@ def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[P
                 blob.data[...] = stored[()]
             step = int(file["current_step"][0]) if "current_step" in file else 0
             learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
-            return Progress(int(file["iter"][0]), step), learned_net
+            return SolverProgress(int(file["iter"][0]), step), learned_net
     except OSError as error:
         raise ConfigError(f"cannot read solver state {path}: {error}") from None
 

@@ -10,13 +10,13 @@ import torch
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.learnable import LearnableParam
 from poseidon.caffe.schema import Proto
-from poseidon.caffe.solver.rules import Batch, Rule
+from poseidon.caffe.solver.rules import ParameterBatch, Rule
 from poseidon.errors import unknown_name
 
 log = logging.getLogger("poseidon.caffe")
 
 
-class Updater:
+class ParameterUpdater:
     """Updates a net's parameters by one rule and owns the history this takes.
 
     Parameters with ``lr_mult: 0`` stay as they are and cost nothing; their history stays zero.
@@ -46,7 +46,7 @@ class Updater:
             if self._param.iter_size > 1:
                 torch._foreach_mul_(diffs, 1 / self._param.iter_size)
             self._decay(diffs, data, self._param.weight_decay * decay_mult)
-            self._rule.apply(Batch(diffs, self._histories(members), rate * lr_mult, iteration))
+            self._rule.apply(ParameterBatch(diffs, self._histories(members), rate * lr_mult, iteration))
             torch._foreach_sub_(data, diffs)
 
     def _histories(self, members: Sequence[int]) -> list[list[torch.Tensor]]:

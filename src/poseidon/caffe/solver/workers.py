@@ -1,4 +1,4 @@
-"""What a solver asks of the other workers; ``Alone`` answers where there are none.
+"""What a solver asks of the other workers; ``SoleWorker`` answers where there are none.
 
 ``poseidon.caffe.distributed`` answers for several workers in step, ``poseidon.caffe.drifting`` for those that may drift
 apart. Every call here is collective: all workers make it, in the same order.
@@ -59,7 +59,7 @@ class Workers(Protocol):
         """Leave the others; called once, at the end."""
 
 
-class Alone:
+class SoleWorker:
     """One worker: nothing to exchange, nobody to ask."""
 
     is_root = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from poseidon.caffe.io.database import new_database
 from poseidon.caffe.io.datum import encoded_datum, image_datum
 from poseidon.caffe.io.images import Image, decode_image, encode_image, read_bytes, resized
-from poseidon.caffe.io.lists import Line, read_image_list
+from poseidon.caffe.io.lists import ImageLine, read_image_list
 from poseidon.caffe.schema import Proto
 from poseidon.errors import ConfigError
 
@@ -84,7 +84,7 @@ def convert_imageset(
 
 
 def _wrong_size(
-    list_file: str, line: Line, pixels: Image, first_line: Line, first_shape: tuple[int, ...]
+    list_file: str, line: ImageLine, pixels: Image, first_line: ImageLine, first_shape: tuple[int, ...]
 ) -> ConfigError:
     return ConfigError(
         f"{list_file}:{line.number}: {line.name} has shape {pixels.shape} (height, width, channels), "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from poseidon.caffe.io.leveldb.coding import DELETION, VALUE, InternalKey, read_string
 from poseidon.caffe.io.leveldb.log import read_log
-from poseidon.caffe.io.leveldb.table import BlockCache, Entry, Table
+from poseidon.caffe.io.leveldb.table import BlockCache, Entry, SSTable
 from poseidon.caffe.io.leveldb.version import LAST_LEVEL, TableFile, read_version
 from poseidon.errors import ConfigError
 
@@ -42,11 +42,11 @@ class LevelDB:
         # Tables of one level do not overlap, so only the present one needs to be open.
         return chain.from_iterable(self._table(table).entries() for table in tables)
 
-    def _table(self, table: TableFile) -> Table:
+    def _table(self, table: TableFile) -> SSTable:
         for suffix in ("ldb", "sst"):
             path = self._folder / f"{table.number:06d}.{suffix}"
             if path.is_file():
-                return Table(path, self._cache)
+                return SSTable(path, self._cache)
         raise ConfigError(f"{self.path}: damaged LevelDB: table {table.number:06d}.ldb is missing")
 
     def _read_logs(self) -> list[Entry]:

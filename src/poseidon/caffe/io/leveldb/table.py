@@ -71,7 +71,7 @@ class BlockCache:
         return True
 
 
-class Table:
+class SSTable:
     """One table file, opened for reading."""
 
     def __init__(self, path: Path, cache: BlockCache) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-class Report:
+class ScriptReport:
     """Prints lines about what ``--auto`` did and could not do."""
 
     def __init__(self, is_shown: bool) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 
 log = logging.getLogger("poseidon.caffe")
 
 
 @dataclass(frozen=True)
-class Output:
+class NetOutput:
     """One value that a net puts out."""
 
     name: str
@@ -29,20 +29,20 @@ class Output:
         return f" (* {self.loss_weight:g} = {self.loss_weight * self.value:g} loss)"
 
 
-def output_values(net: Net) -> torch.Tensor:
+def output_values(net: BuiltNet) -> torch.Tensor:
     """Return the values of all output blobs, one after the other."""
     parts = [net.blob_list[i].data_tensor.reshape(-1) for i in net.output_ids]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def label_outputs(net: Net, values: Sequence[float]) -> list[Output]:
+def label_outputs(net: BuiltNet, values: Sequence[float]) -> list[NetOutput]:
     """Give the values of :func:`output_values` their names and loss weights."""
     weights = net.loss_weights
     labels = [(net.blob_names[i], weights[i]) for i in net.output_ids for _ in range(net.blob_list[i].count)]
-    return [Output(name, value, weight) for (name, weight), value in zip(labels, values, strict=True)]
+    return [NetOutput(name, value, weight) for (name, weight), value in zip(labels, values, strict=True)]
 
 
-def log_outputs(which: str, outputs: Sequence[Output]) -> None:
+def log_outputs(which: str, outputs: Sequence[NetOutput]) -> None:
     """Log one line per value; ``which`` is Train or Test."""
     for number, output in enumerate(outputs):
         # The lines belong to the solver that calls: programs that read logs look for its name.
