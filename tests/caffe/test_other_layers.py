@@ -10,6 +10,7 @@ from one_layer import apply, backward, build, forward
 
 from poseidon.caffe import TEST, TRAIN, Net, layer_type_list, set_random_seed
 from poseidon.caffe.blob import Blob
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text, write_binary
 from poseidon.errors import ConfigError
 
@@ -17,7 +18,7 @@ rng = np.random.default_rng(11)
 
 
 def net_of(text, phase=TEST):
-    param = parse_text(text, "NetParameter")
+    param = parse_text(text, NetParameter)
     param.state.phase = phase
     return Net.from_proto(param)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from poseidon.caffe.memory import Array, Memory
-from poseidon.caffe.schema import BlobProto, Proto
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.packed import append_floats, read_floats
 from poseidon.errors import ConfigError
 
@@ -140,7 +140,7 @@ class Blob:
 
     # Files.
 
-    def to_proto(self, write_diff: bool = False) -> Proto:
+    def to_proto(self, write_diff: bool = False) -> BlobProto:
         """Return the values (and gradients) as a BlobProto."""
         proto = BlobProto()
         proto.shape.dim.extend(self._shape)
@@ -150,7 +150,7 @@ class Blob:
             append_floats(proto, "diff", self.diff)
         return proto
 
-    def from_proto(self, proto: Proto, reshape: bool = True) -> None:
+    def from_proto(self, proto: BlobProto, reshape: bool = True) -> None:
         """Take shape (unless told not to) and values from a BlobProto, in single or double precision."""
         if reshape:
             self.reshape(*proto_shape(proto))
@@ -160,7 +160,7 @@ class Blob:
             if target is not None:
                 target.flat[...] = _checked_values(proto, field, self.count)
 
-    def fits(self, proto: Proto) -> bool:
+    def fits(self, proto: BlobProto) -> bool:
         """Whether a stored blob has this shape; older files pad shapes to four axes with leading ones."""
         stored = proto_shape(proto)
         if _has_legacy_shape(proto):
@@ -185,23 +185,23 @@ class BlobVec(list[Blob]):
         self.append(Blob(shape))
 
 
-def proto_shape(proto: Proto) -> Shape:
+def proto_shape(proto: BlobProto) -> Shape:
     """Return the dimensions a BlobProto states, in the present or the four-axes form."""
     if _has_legacy_shape(proto):
         return (proto.num, proto.channels, proto.height, proto.width)
     return tuple(proto.shape.dim)
 
 
-def proto_has_diff(proto: Proto) -> bool:
+def proto_has_diff(proto: BlobProto) -> bool:
     """Whether a BlobProto holds gradients."""
     return bool(len(proto.diff) or len(proto.double_diff))
 
 
-def _has_legacy_shape(proto: Proto) -> bool:
+def _has_legacy_shape(proto: BlobProto) -> bool:
     return any(proto.HasField(name) for name in ("num", "channels", "height", "width"))
 
 
-def _checked_values(proto: Proto, field: str, count: int) -> Array:
+def _checked_values(proto: BlobProto, field: str, count: int) -> Array:
     values = read_floats(proto, f"double_{field}")
     if not values.size:
         values = read_floats(proto, field)

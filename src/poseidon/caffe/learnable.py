@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.layers.base import Layer
-from poseidon.caffe.schema import ParamSpec, Proto
+from poseidon.caffe.schema import ParamSpec
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -65,7 +65,7 @@ class ParamTable:
         owner = self._by_place[layer_index, param_index]
         return (owner.layer_index, owner.param_index) == (layer_index, param_index)
 
-    def _add_owner(self, layer_index: int, index: int, blob: Blob, spec: Proto) -> None:
+    def _add_owner(self, layer_index: int, index: int, blob: Blob, spec: ParamSpec) -> None:
         owner = LearnableParam(
             blob=blob,
             layer_index=layer_index,
@@ -83,7 +83,7 @@ class ParamTable:
             self._by_name[spec.name] = owner
 
     def _add_user(
-        self, owner: LearnableParam, owner_layer: Layer, layer_index: int, layer: Layer, index: int, spec: Proto
+        self, owner: LearnableParam, owner_layer: Layer, layer_index: int, layer: Layer, index: int, spec: ParamSpec
     ) -> None:
         log.info(
             "Sharing parameters '%s' owned by layer '%s', param index %d",
@@ -107,7 +107,7 @@ class ParamTable:
         blob.share_diff(owner.blob)
 
 
-def _merge_multiplier(owner: LearnableParam, name: str, stated: str, spec: Proto, layer: Layer) -> None:
+def _merge_multiplier(owner: LearnableParam, name: str, stated: str, spec: ParamSpec, layer: Layer) -> None:
     """Take a multiplier from a sharing layer; two layers that state one must state the same."""
     if not spec.HasField(name):
         return

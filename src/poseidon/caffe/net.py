@@ -19,7 +19,7 @@ from poseidon.caffe.insert_splits import insert_splits
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.learnable import LearnableParam, ParamTable
 from poseidon.caffe.pruning import LayerNeeds, prune
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.caffe.wiring import Wiring
 from poseidon.errors import ConfigError
 
@@ -36,7 +36,7 @@ class BuiltNet:
     have to compute theirs.
     """
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: NetParameter) -> None:
         filtered = filter_net(param)
         log.info("Initializing net from parameters: \n%s", filtered)
         self.param = insert_splits(filtered)
@@ -190,7 +190,7 @@ class BuiltNet:
 
     # Building.
 
-    def _add_layer(self, param: Proto, blob_needs: dict[int, bool]) -> None:
+    def _add_layer(self, param: LayerParameter, blob_needs: dict[int, bool]) -> None:
         if not param.HasField("phase"):
             param.phase = self.phase
         if param.propagate_down and len(param.propagate_down) != len(param.bottom):

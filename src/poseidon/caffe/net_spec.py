@@ -12,7 +12,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from poseidon.caffe.schema import LayerParameter, NetParameter, Proto, message, message_names
+from poseidon.caffe.schema import LayerParameter, NetParameter
+from poseidon.caffe.schema.pool import message, message_names
 from poseidon.errors import ConfigError, unknown_name
 
 _SETTINGS = "_param"
@@ -20,14 +21,17 @@ _SETTINGS = "_param"
 
 def param_name_dict() -> dict[str, str]:
     """Return, for each layer type with settings of its own, their name in LayerParameter without ``_param``."""
-    fields = [field for field in LayerParameter.DESCRIPTOR.fields if field.name.endswith(_SETTINGS)]
-    return {field.message_type.name.removesuffix("Parameter"): field.name.removesuffix(_SETTINGS) for field in fields}
+    return {
+        field.message_type.name.removesuffix("Parameter"): field.name.removesuffix(_SETTINGS)
+        for field in LayerParameter.DESCRIPTOR.fields
+        if field.message_type is not None and field.name.endswith(_SETTINGS)
+    }
 
 
 _PARAM_NAMES = param_name_dict()
 
 
-def assign_proto(proto: Proto, name: str, value: Any) -> None:
+def assign_proto(proto: Message, name: str, value: Any) -> None:
     """Set a field from Python values: dicts become messages, lists repeated fields (one value does for a list)."""
     if name not in proto.DESCRIPTOR.fields_by_name:
         raise AttributeError(f"{proto.DESCRIPTOR.name} has no field {name!r}")
@@ -51,7 +55,7 @@ def _append(container: Any, item: Any) -> None:
         container.append(_plain(item))
 
 
-def _merge(target: Proto, value: Mapping[str, Any] | Message) -> None:
+def _merge(target: Message, value: Mapping[str, Any] | Message) -> None:
     if isinstance(value, Message):
         target.MergeFrom(value)
         return
@@ -76,11 +80,11 @@ class Top:
         self.fn = fn
         self.n = n
 
-    def to_proto(self) -> Proto:
+    def to_proto(self) -> NetParameter:
         """Return a net of the layers that this result needs."""
         return to_proto(self)
 
-    def _to_proto(self, scribe: _Scribe) -> Proto:
+    def _to_proto(self, scribe: _Scribe) -> LayerParameter:
         return scribe.layer(self.fn)
 
 
@@ -98,14 +102,14 @@ class Function:
         self.in_place: bool = self.params.pop("in_place", False)
         self.tops = tuple(Top(self, n) for n in range(self.ntop))
 
-    def to_proto(self) -> Proto:
+    def to_proto(self) -> NetParameter:
         """Return a net of this layer and those it needs."""
         return to_proto(self)
 
-    def _to_proto(self, scribe: _Scribe) -> Proto:
+    def _to_proto(self, scribe: _Scribe) -> LayerParameter:
         return scribe.layer(self)
 
-    def settings(self, layer: Proto) -> None:
+    def settings(self, layer: LayerParameter) -> None:
         """Write the settings into a LayerParameter: the type's own first, else those of every layer."""
         own = _PARAM_NAMES.get(self.type_name)
         for key, value in self.params.items():
@@ -122,21 +126,21 @@ class _Scribe:
     def __init__(self, names: dict[Top | Function, str]) -> None:
         self._names = names
         self._made_up: Counter[str] = Counter()
-        self._layers: dict[Function, Proto] = {}
+        self._layers: dict[Function, LayerParameter] = {}
 
-    def layer(self, fn: Function) -> Proto:
+    def layer(self, fn: Function) -> LayerParameter:
         """Return the LayerParameter of a function, written on the first call."""
         for pending in _in_order(fn, self._layers):
             self._layers[pending] = self._write(pending)
         return self._layers[fn]
 
-    def net(self) -> Proto:
+    def net(self) -> NetParameter:
         """Return everything written so far."""
         result = NetParameter()
         result.layer.extend(self._layers.values())
         return result
 
-    def _write(self, fn: Function) -> Proto:
+    def _write(self, fn: Function) -> LayerParameter:
         layer = LayerParameter(type=fn.type_name)
         layer.bottom.extend([self._layers[top.fn].top[top.n] for top in fn.inputs])
         if fn.in_place:
@@ -157,7 +161,7 @@ class _Scribe:
         return self._names[item]
 
 
-def _in_order(fn: Function, done: Mapping[Function, Proto]) -> Iterator[Function]:
+def _in_order(fn: Function, done: Mapping[Function, LayerParameter]) -> Iterator[Function]:
     """Yield what ``fn`` needs and then itself, inputs first; a loop instead of recursion, for nets of any depth."""
     waiting = [(fn, iter(fn.inputs))]
     while waiting:
@@ -171,7 +175,7 @@ def _in_order(fn: Function, done: Mapping[Function, Proto]) -> Iterator[Function
             yield current
 
 
-def to_proto(*tops: Top | Function) -> Proto:
+def to_proto(*tops: Top | Function) -> NetParameter:
     """Return a NetParameter of all layers that the given tops need, with names made up from their types."""
     scribe = _Scribe({})
     for top in tops:
@@ -208,7 +212,7 @@ class NetSpec:
     def __delitem__(self, name: str) -> None:
         del self.tops[name]
 
-    def to_proto(self) -> Proto:
+    def to_proto(self) -> NetParameter:
         """Return the NetParameter of everything assigned so far."""
         for name, item in self.tops.items():
             if not isinstance(item, (Top, Function)):

@@ -16,7 +16,7 @@ from poseidon.caffe import weights as weight_files
 from poseidon.caffe.blob import Blob, BlobVec
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.memory import Array
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.upgrade import read_net
 from poseidon.errors import ConfigError
 
@@ -48,7 +48,7 @@ class Net(core.BuiltNet):
             self.copy_from(weights)
 
     @classmethod
-    def from_proto(cls, param: Proto) -> Net:
+    def from_proto(cls, param: NetParameter) -> Net:
         """Build a net from a NetParameter that already states its phase, level and stages."""
         net = cls.__new__(cls)
         core.BuiltNet.__init__(net, param)

@@ -17,7 +17,7 @@ from poseidon.caffe import device
 from poseidon.caffe.distributed import Together
 from poseidon.caffe.drifting import Drifting
 from poseidon.caffe.glog import console
-from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver import Solver, get_solver
 from poseidon.caffe.solver.net_outputs import NetOutput
 from poseidon.caffe.solver.signals import SignalActions
@@ -122,7 +122,7 @@ def _backend(world: World) -> str | None:
     return "gloo" if gpus and (world.local_size or 1) > gpus else None
 
 
-def _gpus_for(param: Proto, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
+def _gpus_for(param: SolverParameter, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
     if chosen is not None:
         return chosen
     if param.solver_mode != SolverParameter.GPU:

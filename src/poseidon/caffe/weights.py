@@ -12,7 +12,7 @@ from poseidon.caffe.blob import Blob, proto_shape
 from poseidon.caffe.extras import require
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.net import BuiltNet
-from poseidon.caffe.schema import NetParameter, Proto
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import replacing, write_binary
 from poseidon.caffe.upgrade import read_weights
 from poseidon.errors import ConfigError
@@ -39,7 +39,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
         raise ConfigError(f"cannot read weights {path}: {error.strerror}") from None
 
 
-def copy_from_proto(net: BuiltNet, source: Proto, origin: str = "<weights>") -> None:
+def copy_from_proto(net: BuiltNet, source: NetParameter, origin: str = "<weights>") -> None:
     """Copy parameters from a NetParameter to the layers of the same name; other layers are left out."""
     for stored in source.layer:
         layer = _target(net, stored.name)
@@ -53,7 +53,7 @@ def copy_from_proto(net: BuiltNet, source: Proto, origin: str = "<weights>") -> 
             blob.from_proto(proto, reshape=False)
 
 
-def to_proto(net: BuiltNet, write_diff: bool = False) -> Proto:
+def to_proto(net: BuiltNet, write_diff: bool = False) -> NetParameter:
     """Return the net's layers with their parameters."""
     result = NetParameter(name=net.name)
     result.layer.extend([layer.to_proto(write_diff) for layer in net.layers])

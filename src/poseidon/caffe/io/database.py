@@ -12,7 +12,7 @@ from typing import Protocol
 
 from poseidon.caffe.io.leveldb import LevelDB, LevelDBWriter
 from poseidon.caffe.io.lmdb import LMDB, LMDBWriter
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema.messages import DataParameter
 from poseidon.errors import ConfigError, unknown_name
 
 log = logging.getLogger("poseidon.caffe")
@@ -62,7 +62,7 @@ def kind_of(path: str) -> str | None:
 
 def backend_name(number: int) -> str:
     """Return the backend that a DataParameter's ``backend`` stands for."""
-    return str(message("DataParameter").DB.Name(number)).lower()
+    return str(DataParameter.DB.Name(number)).lower()
 
 
 @contextlib.contextmanager

@@ -10,13 +10,13 @@ import torch
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import ConcatParameter, SliceParameter
 
 
 class Arrangement(Layer):
     """Base of layers whose axis may be given under an older name that allows no negative numbers."""
 
-    def chosen_axis(self, settings: Proto, older: str, axes: int) -> int:
+    def chosen_axis(self, settings: ConcatParameter | SliceParameter, older: str, axes: int) -> int:
         """Return ``axis``, or the field called ``older`` where that is set."""
         if not settings.HasField(older):
             return self.axis(settings.axis, axes)

@@ -18,7 +18,7 @@ import torch
 
 from poseidon.caffe import fillers
 from poseidon.caffe.blob import Blob, BlobVec, Shape
-from poseidon.caffe.schema import TRAIN, Proto
+from poseidon.caffe.schema import TRAIN, FillerParameter, LayerParameter
 from poseidon.errors import ConfigError
 
 Blobs = Sequence[Blob]
@@ -62,7 +62,7 @@ class Layer:
     makes_missing_tops: ClassVar[bool] = False
     """Whether the net adds unnamed tops up to the least number."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: LayerParameter) -> None:
         self.param = param
         self.name: str = param.name
         self.blobs = BlobVec()
@@ -191,7 +191,7 @@ class Layer:
             ]
         )
 
-    def make_param(self, index: int, shape: Sequence[int], filler: Proto | None = None) -> Blob:
+    def make_param(self, index: int, shape: Sequence[int], filler: FillerParameter | None = None) -> Blob:
         """Create and fill parameter ``index``, or check the one that came with the layer's definition."""
         if index < len(self.blobs):
             if self.blobs[index].shape != tuple(shape):
@@ -254,7 +254,7 @@ class Layer:
         ]
         return sum(terms[1:], terms[0]) if terms else None
 
-    def to_proto(self, write_diff: bool = False) -> Proto:
+    def to_proto(self, write_diff: bool = False) -> LayerParameter:
         """Return the layer's definition with its parameters."""
         result = type(self.param)()
         result.CopyFrom(self.param)

@@ -12,11 +12,11 @@ from poseidon.caffe.layers.base import Blobs, Count
 from poseidon.caffe.layers.labels import as_indices, refuse_gradient
 from poseidon.caffe.layers.loss import LossLayer, Normalizer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.files import read_binary
+from poseidon.caffe.schema.messages import HingeLossParameter
 from poseidon.errors import ConfigError
 
-_HingeLoss = message("HingeLossParameter")
 # Caffe takes the logarithm of no probability below this in the two losses named after it.
 _LEAST_PROBABILITY = 1e-20
 
@@ -56,7 +56,7 @@ class HingeLoss(RowClassLoss):
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         super().setup(bottoms, tops)
-        self._is_squared = self.param.hinge_loss_param.norm == _HingeLoss.L2
+        self._is_squared = self.param.hinge_loss_param.norm == HingeLossParameter.L2
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
         scores, labels = self.rows_and_labels(bottoms)
@@ -159,7 +159,7 @@ class InfogainLoss(LossLayer):
             raise self.error("needs H: infogain_loss_param.source, or a third bottom")
         blob = Blob()
         try:
-            blob.from_proto(read_binary(source, "BlobProto"))
+            blob.from_proto(read_binary(source, BlobProto))
         except ConfigError as error:
             raise self.error(f"H cannot be read: {error}") from error
         return blob

@@ -19,12 +19,13 @@ from poseidon.caffe.io.sharding import DataSource, Share, in_turns, locate, this
 from poseidon.caffe.io.transform import Transform, decode_mode
 from poseidon.caffe.layers.base import Blobs, Count, Layer, exactly
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import DataParameter, HDF5DataParameter, ImageDataParameter, WindowDataParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
 Batches = Iterator[tuple[torch.Tensor, ...]]
+SourceSettings = DataParameter | HDF5DataParameter | ImageDataParameter | WindowDataParameter
 
 
 class PrefetchingLayer(Layer):
@@ -65,18 +66,18 @@ class PrefetchingLayer(Layer):
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
         """Do nothing: there is nothing below."""
 
-    def locate(self, settings: Proto) -> DataSource:
+    def locate(self, settings: SourceSettings) -> DataSource:
         """Return what this worker reads for the ``source`` in the layer's settings."""
         if not settings.source:
             raise ConfigError("no source is given; name the database or list to read")
         shared = settings.shared_file_system if settings.HasField("shared_file_system") else None
         return locate(settings.source, shared, self.is_training, this_worker())
 
-    def batch_size(self, settings: Proto) -> int:
+    def batch_size(self, settings: SourceSettings) -> int:
         """Return the number of samples per batch, which must be given."""
         if not settings.batch_size > 0:
             raise ConfigError(f"batch_size is {settings.batch_size}; a positive number is needed")
-        return int(settings.batch_size)
+        return settings.batch_size
 
 
 @register("Data")

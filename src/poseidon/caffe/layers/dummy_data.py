@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from poseidon.caffe import fillers
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, exactly
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import FillerParameter, Proto
+from poseidon.caffe.schema import FillerParameter
+
+T = TypeVar("T")
 
 _OLDER = ("num", "channels", "height", "width")
 
@@ -23,7 +26,7 @@ class DummyData(Layer):
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.dummy_data_param
         given = list(settings.data_filler) or [FillerParameter(type="constant", value=0)]
-        self._fillers: list[Proto] = self._one_per_top("data_filler", given)
+        self._fillers: list[FillerParameter] = self._one_per_top("data_filler", given)
         for top, shape in zip(tops, self._shapes(), strict=True):
             top.reshape(*shape)
         self._fill(tops, constant=True)
@@ -53,7 +56,7 @@ class DummyData(Layer):
         columns = [self._one_per_top(name, sizes) for name, sizes in zip(_OLDER, older, strict=True)]
         return list(zip(*columns, strict=True))
 
-    def _one_per_top(self, what: str, given: list[Proto]) -> list[Proto]:
+    def _one_per_top(self, what: str, given: list[T]) -> list[T]:
         tops = len(self.param.top)
         if len(given) not in (1, tops):
             raise self.error(f"needs {what} once or once per top; {len(given)} given for {tops} tops")

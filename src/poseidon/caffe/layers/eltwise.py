@@ -9,9 +9,8 @@ import torch
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema.messages import EltwiseParameter
 
-_Eltwise = message("EltwiseParameter")
 Gradient = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -26,7 +25,7 @@ class Eltwise(Layer):
         self._coefficients: list[float] = list(settings.coeff) or [1.0] * len(bottoms)
         if len(self._coefficients) != len(bottoms):
             raise self.error(f"takes one coeff per bottom or none; {len(settings.coeff)} for {len(bottoms)} bottoms")
-        if settings.coeff and settings.operation == _Eltwise.PROD:
+        if settings.coeff and settings.operation == EltwiseParameter.PROD:
             raise self.error("coeff is for sums, not for products")
         self._combine, self._gradient = self._ways()[settings.operation]
 
@@ -53,9 +52,9 @@ class Eltwise(Layer):
     def _ways(self) -> dict[int, tuple[Callable[[Tensors], torch.Tensor], Gradient]]:
         is_stable = self.param.eltwise_param.stable_prod_grad
         return {
-            _Eltwise.PROD: (self._product, self._product_gradient if is_stable else self._quotient_gradient),
-            _Eltwise.SUM: (self._sum, self._sum_gradient),
-            _Eltwise.MAX: (self._greatest, self._greatest_gradient),
+            EltwiseParameter.PROD: (self._product, self._product_gradient if is_stable else self._quotient_gradient),
+            EltwiseParameter.SUM: (self._sum, self._sum_gradient),
+            EltwiseParameter.MAX: (self._greatest, self._greatest_gradient),
         }
 
     def _product(self, inputs: Tensors) -> torch.Tensor:

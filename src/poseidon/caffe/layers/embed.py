@@ -11,7 +11,7 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer
 from poseidon.caffe.layers.labels import as_indices, refuse_gradient
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter
 
 RowsSink = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -20,7 +20,7 @@ RowsSink = Callable[[torch.Tensor, torch.Tensor], None]
 class Embed(Layer):
     """Replaces every number in the bottom by that row of the table, plus a bias."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: LayerParameter) -> None:
         super().__init__(param)
         self.rows_sink: RowsSink | None = None
         """Takes (row numbers, one gradient per row) of a backward pass instead of the table's gradient; a row that

@@ -14,7 +14,7 @@ from poseidon.caffe.io.sharding import endless, this_worker
 from poseidon.caffe.io.transform import Transform, random_stream
 from poseidon.caffe.layers.data import Batches, PrefetchingLayer, skipped
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import ImageDataParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -46,12 +46,14 @@ class ImageData(PrefetchingLayer):
         return [(batch_size, *shape), (batch_size,)], batched(samples, transform, batch_size)
 
 
-def _samples(lines: list[ImageLine], numbers: Iterator[int], settings: Proto, source: str) -> Iterator[Sample]:
+def _samples(
+    lines: list[ImageLine], numbers: Iterator[int], settings: ImageDataParameter, source: str
+) -> Iterator[Sample]:
     for number in numbers:
         yield _read(lines[number], settings, source)
 
 
-def _read(line: ImageLine, settings: Proto, source: str) -> Sample:
+def _read(line: ImageLine, settings: ImageDataParameter, source: str) -> Sample:
     origin = f"{source}:{line.number}: {settings.root_folder}{line.name}"
     try:
         pixels = read_image(

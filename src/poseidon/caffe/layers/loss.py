@@ -8,9 +8,7 @@ import torch
 
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer, exactly
-from poseidon.caffe.schema import Proto, message
-
-_LossParameter = message("LossParameter")
+from poseidon.caffe.schema.messages import LossParameter
 
 
 class LossLayer(Layer):
@@ -44,17 +42,17 @@ class LossLayer(Layer):
 class Normalizer:
     """By what the summed loss is divided: ``loss_param``'s normalization, never less than one."""
 
-    def __init__(self, loss_param: Proto) -> None:
+    def __init__(self, loss_param: LossParameter) -> None:
         if not loss_param.HasField("normalization") and loss_param.HasField("normalize"):
-            self._mode = _LossParameter.VALID if loss_param.normalize else _LossParameter.BATCH_SIZE
+            self._mode = LossParameter.VALID if loss_param.normalize else LossParameter.BATCH_SIZE
         else:
             self._mode = loss_param.normalization
 
     def divisor(self, outer: int, inner: int, valid: torch.Tensor | int | None) -> torch.Tensor | float:
         """Return the divisor for ``outer`` rows of ``inner`` places, ``valid`` of them not ignored."""
-        if self._mode == _LossParameter.FULL or (self._mode == _LossParameter.VALID and valid is None):
+        if self._mode == LossParameter.FULL or (self._mode == LossParameter.VALID and valid is None):
             return max(1.0, float(outer * inner))
-        if self._mode == _LossParameter.VALID:
+        if self._mode == LossParameter.VALID:
             assert valid is not None
             return valid.clamp(min=1) if isinstance(valid, torch.Tensor) else max(1.0, float(valid))
-        return max(1.0, float(outer)) if self._mode == _LossParameter.BATCH_SIZE else 1.0
+        return max(1.0, float(outer)) if self._mode == LossParameter.BATCH_SIZE else 1.0

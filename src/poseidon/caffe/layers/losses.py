@@ -13,9 +13,8 @@ from poseidon.caffe.layers.base import Blobs, Tensors, exactly
 from poseidon.caffe.layers.labels import refuse_gradient
 from poseidon.caffe.layers.loss import LossLayer, Normalizer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema.messages import LossParameter
 
-_LossParameter = message("LossParameter")
 # Caffe keeps the gradient of a distance finite where the distance is zero by adding this to it.
 _LEAST_DISTANCE = 1e-4
 
@@ -52,11 +51,11 @@ class SigmoidCrossEntropyLoss(PairLoss):
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         super().setup(bottoms, tops)
-        settings = _LossParameter()
+        settings = LossParameter()
         settings.CopyFrom(self.param.loss_param)
         if not settings.HasField("normalization") and not settings.HasField("normalize"):
             # Unlike the softmax loss, this one has always been divided by the number of rows.
-            settings.normalization = _LossParameter.BATCH_SIZE
+            settings.normalization = LossParameter.BATCH_SIZE
         self._normalizer = Normalizer(settings)
         self._ignored: int | None = settings.ignore_label if settings.HasField("ignore_label") else None
 

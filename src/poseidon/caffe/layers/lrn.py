@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
-
-_LRNParameter = message("LRNParameter")
+from poseidon.caffe.schema.messages import LRNParameter
 
 
 @register("LRN")
@@ -29,7 +27,7 @@ class LRN(Layer):
             raise self.error(f"lrn_param.local_size must be odd, it is {self._size}")
         self._alpha: float = settings.alpha
         self._beta: float = settings.beta
-        self._is_across: bool = settings.norm_region == _LRNParameter.ACROSS_CHANNELS
+        self._is_across: bool = settings.norm_region == LRNParameter.ACROSS_CHANNELS
         self._shift: float = settings.k if self._is_across else 1.0
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:

@@ -12,10 +12,9 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
 from poseidon.caffe.layers.windows import AxisWindow, channels_inside, swept
-from poseidon.caffe.schema import Proto, message
+from poseidon.caffe.schema.messages import PoolingParameter
 
-_PoolingParameter = message("PoolingParameter")
-_MAX, _AVE = _PoolingParameter.MAX, _PoolingParameter.AVE
+_MAX, _AVE = PoolingParameter.MAX, PoolingParameter.AVE
 
 Windows = tuple[AxisWindow, AxisWindow]
 
@@ -29,7 +28,7 @@ class Pooling(Layer):
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.pooling_param
         self._method: int = settings.pool
-        self._rounds_up: bool = settings.round_mode == _PoolingParameter.CEIL
+        self._rounds_up: bool = settings.round_mode == PoolingParameter.CEIL
         self._is_global: bool = settings.global_pooling
         if len(tops) > 1 and self._method != _MAX:
             raise self.error("only MAX pooling has a second top")
@@ -70,13 +69,13 @@ class Pooling(Layer):
             return self._windows
         return AxisWindow(shape[2], 1, 0, 1), AxisWindow(shape[3], 1, 0, 1)
 
-    def _kernels(self, settings: Proto) -> tuple[int, int]:
+    def _kernels(self, settings: PoolingParameter) -> tuple[int, int]:
         has_both = settings.HasField("kernel_h") and settings.HasField("kernel_w")
         if settings.HasField("kernel_size") == has_both:
             raise self.error("pooling_param needs kernel_size, or both kernel_h and kernel_w (and not all of them)")
         return (settings.kernel_h, settings.kernel_w) if has_both else (settings.kernel_size, settings.kernel_size)
 
-    def _pair(self, settings: Proto, name: str) -> tuple[int, int]:
+    def _pair(self, settings: PoolingParameter, name: str) -> tuple[int, int]:
         """Return a setting for height and width, given once or as ``_h`` and ``_w``."""
         sides = [settings.HasField(f"{name}_{side}") for side in "hw"]
         if any(sides):

@@ -12,7 +12,7 @@ from poseidon.caffe import as_caffe
 from poseidon.caffe.blob import BlobVec
 from poseidon.caffe.layers.base import Blobs, Count, Layer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter
 
 
 class PythonLayer:
@@ -27,7 +27,7 @@ class PythonLayer:
     blobs: BlobVec
     type = "Python"
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: LayerParameter) -> None:
         """``param`` is the LayerParameter; the attributes above are there from ``setup`` on."""
 
 
@@ -38,7 +38,7 @@ class Python(Layer):
     bottom_count = Count(0, None)
     top_count = Count(0, None)
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: LayerParameter) -> None:
         super().__init__(param)
         self.user: Any = self._user_class()(param)
         """The object that the user's class made."""

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
-
-_Reduction = message("ReductionParameter")
+from poseidon.caffe.schema.messages import ReductionParameter
 
 
 @register("Reduction")
@@ -26,9 +24,9 @@ class Reduction(Layer):
         settings = self.param.reduction_param
         shape = inputs[0].shape
         values = inputs[0].reshape(*shape[: self._axis], math.prod(shape[self._axis :]))
-        if settings.operation == _Reduction.ASUM:
+        if settings.operation == ReductionParameter.ASUM:
             values = values.abs()
-        elif settings.operation == _Reduction.SUMSQ:
+        elif settings.operation == ReductionParameter.SUMSQ:
             values = values.square()
-        result = values.mean(-1) if settings.operation == _Reduction.MEAN else values.sum(-1)
+        result = values.mean(-1) if settings.operation == ReductionParameter.MEAN else values.sum(-1)
         return (result if settings.coeff == 1 else result * settings.coeff,)

@@ -9,7 +9,8 @@ import torch
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import FillerParameter, Proto
+from poseidon.caffe.schema import FillerParameter
+from poseidon.caffe.schema.messages import BiasParameter, ScaleParameter
 
 
 class _Broadcast(Layer):
@@ -17,7 +18,7 @@ class _Broadcast(Layer):
 
     bottom_count = Count(1, 2)
 
-    def find_operand(self, bottoms: Blobs, settings: Proto, filler: Proto) -> Shape:
+    def find_operand(self, bottoms: Blobs, settings: ScaleParameter | BiasParameter, filler: FillerParameter) -> Shape:
         """Create the operand as parameter 0 unless it is bottom 1; return its shape."""
         shape = bottoms[0].shape
         self._first = self.axis(settings.axis, len(shape))

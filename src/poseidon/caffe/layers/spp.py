@@ -11,10 +11,7 @@ from poseidon.caffe.layers.base import Blobs, Layer, Tensors
 from poseidon.caffe.layers.pooling import Windows, pool, pooled_sizes
 from poseidon.caffe.layers.registry import register
 from poseidon.caffe.layers.windows import AxisWindow, channels_inside
-from poseidon.caffe.schema import message
-
-_PoolingParameter = message("PoolingParameter")
-_SPPParameter = message("SPPParameter")
+from poseidon.caffe.schema.messages import PoolingParameter, SPPParameter
 
 
 @register("SPP")
@@ -24,7 +21,7 @@ class SPP(Layer):
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.spp_param
         self._height: int = settings.pyramid_height
-        self._method: int = _PoolingParameter.PoolMethod.Value(_SPPParameter.PoolMethod.Name(settings.pool))
+        self._method: int = PoolingParameter.PoolMethod.Value(SPPParameter.PoolMethod.Name(settings.pool))
         if self._height < 1:
             raise self.error("spp_param.pyramid_height must be given and positive")
 
@@ -52,6 +49,6 @@ class SPP(Layer):
         pad = (kernel * bins - size + 1) // 2
         if pad >= kernel:
             raise self.error(f"pyramid_height {self._height} is too much: level {level} cannot cut {size} into {bins}")
-        if pad and self._method == _PoolingParameter.STOCHASTIC:
+        if pad and self._method == PoolingParameter.STOCHASTIC:
             raise self.error(f"STOCHASTIC pooling cannot be padded, but level {level} cuts {size} into {bins}")
         return AxisWindow(kernel, kernel, pad, dilation=1)

@@ -18,7 +18,7 @@ from poseidon.caffe.io.transform import mean_of, random_stream
 from poseidon.caffe.io.windows import ImageWindow, WindowCrop, WindowFile, read_windows
 from poseidon.caffe.layers.data import Batches, PrefetchingLayer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import TransformationParameter, WindowDataParameter
 from poseidon.errors import ConfigError, unknown_name
 
 log = logging.getLogger("poseidon.caffe")
@@ -54,7 +54,7 @@ class WindowData(PrefetchingLayer):
         return [(batch_size, _CHANNELS, crop.size, crop.size), (batch_size,)], batches
 
 
-def _crop_of(settings: Proto, crop_size: int) -> WindowCrop:
+def _crop_of(settings: WindowDataParameter, crop_size: int) -> WindowCrop:
     if settings.crop_mode not in _CROP_MODES:
         raise unknown_name("crop_mode", settings.crop_mode, _CROP_MODES)
     if crop_size <= 2 * settings.context_pad:
@@ -65,7 +65,9 @@ def _crop_of(settings: Proto, crop_size: int) -> WindowCrop:
     return WindowCrop(crop_size, settings.context_pad, settings.crop_mode == "square")
 
 
-def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[list[ImageWindow], list[ImageWindow]]:
+def _sorted_windows(
+    file: WindowFile, settings: WindowDataParameter, source: str
+) -> tuple[list[ImageWindow], list[ImageWindow]]:
     """Return the background and the foreground windows; those between the thresholds are left out."""
     foreground = [window for window in file.windows if window.overlap >= settings.fg_threshold]
     background = [
@@ -89,7 +91,7 @@ def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[lis
     return background, foreground
 
 
-def _mean_for(transform: Proto, size: int) -> Array | None:
+def _mean_for(transform: TransformationParameter, size: int) -> Array | None:
     """Return the mean for each pixel of the result (from the middle of a mean image), or for each channel."""
     mean = mean_of(transform)
     if mean is None or not transform.HasField("mean_file"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import ConvolutionParameter
 from poseidon.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class AxisWindow:
         return self.stride * (positions - 1) + self.extent - 2 * self.pad
 
 
-def read_windows(settings: Proto, axes: int) -> list[AxisWindow]:
+def read_windows(settings: ConvolutionParameter, axes: int) -> list[AxisWindow]:
     """Return one Window per spatial axis from a ConvolutionParameter, or raise ConfigError."""
     kernels = _per_axis(settings, "kernel_size", "kernel", axes)
     strides = _per_axis(settings, "stride", "stride", axes, default=1)
@@ -46,7 +46,9 @@ def read_windows(settings: Proto, axes: int) -> list[AxisWindow]:
     return [AxisWindow(*values) for values in zip(kernels, strides, pads, dilations, strict=True)]
 
 
-def _per_axis(settings: Proto, name: str, stem: str | None, axes: int, default: int | None = None) -> list[int]:
+def _per_axis(
+    settings: ConvolutionParameter, name: str, stem: str | None, axes: int, default: int | None = None
+) -> list[int]:
     """Return the values of a repeated field, given once for all axes or once per axis, or as ``_h`` and ``_w``."""
     given = list(getattr(settings, name))
     if stem is not None and (settings.HasField(f"{stem}_h") or settings.HasField(f"{stem}_w")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poseidon.caffe.schema import TEST, TRAIN, NetState, Proto
+from poseidon.caffe.schema import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from poseidon.caffe.upgrade import read_net, upgrade_net
 from poseidon.errors import ConfigError
 
@@ -18,10 +18,10 @@ class NetSource(NamedTuple):
     """As Caffe's log says it."""
     origin: str
     """File or field, for errors."""
-    param: Proto
+    param: NetParameter
 
 
-def train_source(param: Proto) -> NetSource:
+def train_source(param: SolverParameter) -> NetSource:
     """Return the net to train; exactly one field may name it."""
     given = [name for name in _TRAIN_FIELDS if param.HasField(name)]
     if len(given) != 1:
@@ -35,7 +35,7 @@ def train_source(param: Proto) -> NetSource:
     return _with_state(source, TRAIN, states)
 
 
-def test_sources(param: Proto) -> list[NetSource]:
+def test_sources(param: SolverParameter) -> list[NetSource]:
     """Return the nets to test, in Caffe's order: test_net_param, test_net, then the common net as often as is left."""
     sources = [_given("test_net_param", net) for net in param.test_net_param]
     sources += [_read("test_net file", path) for path in param.test_net]
@@ -59,7 +59,7 @@ def test_sources(param: Proto) -> list[NetSource]:
     ]
 
 
-def _load(param: Proto, field: str) -> NetSource:
+def _load(param: SolverParameter, field: str) -> NetSource:
     value = getattr(param, field)
     return _given(field, value) if field.endswith("_param") else _read(f"{field} file", value)
 
@@ -68,14 +68,14 @@ def _read(what: str, path: str) -> NetSource:
     return NetSource(f"{what}: {path}", path, read_net(path))
 
 
-def _given(field: str, net: Proto) -> NetSource:
+def _given(field: str, net: NetParameter) -> NetSource:
     copy = type(net)()
     copy.CopyFrom(net)
     upgrade_net(copy, field)
     return NetSource(field, field, copy)
 
 
-def _with_state(source: NetSource, phase: int, more: list[Proto]) -> NetSource:
+def _with_state(source: NetSource, phase: int, more: list[NetState]) -> NetSource:
     """Fill in the state: the phase, then what the net says, then what the solver says."""
     state = NetState(phase=phase)
     for addition in (source.param.state, *more):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import SolverParameter
 from poseidon.errors import ConfigError, unknown_name
 
 POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")
@@ -18,7 +18,7 @@ class Rate(NamedTuple):
     step: int
 
 
-def check_policy(param: Proto) -> None:
+def check_policy(param: SolverParameter) -> None:
     """Raise :class:`ConfigError` for a policy that is unknown or lacks what it needs."""
     if param.lr_policy not in POLICIES:
         raise unknown_name("lr_policy", param.lr_policy, POLICIES)
@@ -27,7 +27,7 @@ def check_policy(param: Proto) -> None:
             raise ConfigError(f"lr_policy {policy!r} needs a positive {needed}, not {getattr(param, needed)}")
 
 
-def learning_rate(param: Proto, iteration: int, step: int) -> Rate:
+def learning_rate(param: SolverParameter, iteration: int, step: int) -> Rate:
     """Return the rate that a checked ``lr_policy`` gives; ``step`` is the one the previous iteration ended with."""
     if param.lr_policy == "step":
         step = iteration // param.stepsize
@@ -37,7 +37,7 @@ def learning_rate(param: Proto, iteration: int, step: int) -> Rate:
     return Rate(param.base_lr * _factor(param, iteration, step), step)
 
 
-def _factor(param: Proto, iteration: int, step: int) -> float:
+def _factor(param: SolverParameter, iteration: int, step: int) -> float:
     match param.lr_policy:
         case "step" | "multistep":
             return float(param.gamma**step)

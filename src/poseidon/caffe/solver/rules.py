@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import SolverParameter
 from poseidon.errors import ConfigError
 
 Tensors = list[torch.Tensor]
@@ -37,7 +37,7 @@ class Rule(ABC):
     histories: ClassVar[int] = 1
     """How many histories it keeps per parameter."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: SolverParameter) -> None:
         self.param = param
         self.momentum: float = param.momentum
         self.delta: float = param.delta
@@ -78,7 +78,7 @@ class Nesterov(Rule):
 class AdaGrad(Rule):
     """Rates that shrink with the sum of all squared gradients."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: SolverParameter) -> None:
         super().__init__(param)
         self._refuse_momentum("AdaGrad")
 
@@ -93,7 +93,7 @@ class AdaGrad(Rule):
 class RMSProp(Rule):
     """Rates that follow a moving average of squared gradients."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: SolverParameter) -> None:
         super().__init__(param)
         self._refuse_momentum("RMSProp")
         self._decay: float = param.rms_decay

@@ -13,7 +13,7 @@ import torch
 
 from poseidon.caffe import weights
 from poseidon.caffe.pycaffe import Net
-from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver import nets, state
 from poseidon.caffe.solver.net_outputs import LossWindow, NetOutput, label_outputs, log_outputs, output_values
 from poseidon.caffe.solver.policies import check_policy, learning_rate
@@ -39,8 +39,8 @@ class Solver:
 
     type: ClassVar[str] = ""
 
-    def __init__(self, definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> None:
-        self.param: Proto = definition if isinstance(definition, SolverParameter) else read_solver(definition)
+    def __init__(self, definition: str | os.PathLike[str] | SolverParameter, connect: Connect | None = None) -> None:
+        self.param: SolverParameter = definition if isinstance(definition, SolverParameter) else read_solver(definition)
         self.iter = 0
         self._step = 0
         self._workers: Workers = SoleWorker()

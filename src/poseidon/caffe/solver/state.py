@@ -14,7 +14,7 @@ from poseidon.caffe import weights
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.extras import require
 from poseidon.caffe.net import BuiltNet
-from poseidon.caffe.schema import Proto, SolverParameter, SolverState
+from poseidon.caffe.schema import SolverParameter, SolverState
 from poseidon.caffe.schema.files import read_binary, replacing, write_binary
 from poseidon.errors import ConfigError
 
@@ -31,7 +31,7 @@ class SolverProgress(NamedTuple):
     """Steps down that the learning-rate policy has taken."""
 
 
-def write_snapshot(net: BuiltNet, history: Sequence[Blob], progress: SolverProgress, param: Proto) -> None:
+def write_snapshot(net: BuiltNet, history: Sequence[Blob], progress: SolverProgress, param: SolverParameter) -> None:
     """Write parameters and state where the solver's settings say; each file appears whole or not at all."""
     stem = f"{param.snapshot_prefix}_iter_{progress.iteration}"
     is_hdf5 = param.snapshot_format == SolverParameter.HDF5
@@ -67,7 +67,7 @@ def _write_binary(path: str, progress: SolverProgress, learned_net: str, history
 
 
 def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
-    state = read_binary(path, "SolverState")
+    state = read_binary(path, SolverState)
     _check_count(path, len(state.history), len(history))
     for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
         if not blob.fits(stored):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver.solver import Connect, Solver
 from poseidon.caffe.upgrade import read_solver
 from poseidon.errors import unknown_name
@@ -53,7 +53,7 @@ SOLVERS: dict[str, type[Solver]] = {
 """The solvers by the ``type`` that a prototxt gives."""
 
 
-def get_solver(definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> Solver:
+def get_solver(definition: str | os.PathLike[str] | SolverParameter, connect: Connect | None = None) -> Solver:
     """Return the solver whose ``type`` the prototxt (or SolverParameter) gives."""
     param = definition if isinstance(definition, SolverParameter) else read_solver(definition)
     if param.type not in SOLVERS:

@@ -9,7 +9,7 @@ import torch
 
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.learnable import LearnableParam
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver.rules import ParameterBatch, Rule
 from poseidon.errors import unknown_name
 
@@ -22,7 +22,7 @@ class ParameterUpdater:
     Parameters with ``lr_mult: 0`` stay as they are and cost nothing; their history stays zero.
     """
 
-    def __init__(self, learnable: Sequence[LearnableParam], rule: Rule, param: Proto) -> None:
+    def __init__(self, learnable: Sequence[LearnableParam], rule: Rule, param: SolverParameter) -> None:
         if param.regularization_type not in ("L1", "L2"):
             raise unknown_name("regularization_type", param.regularization_type, ("L1", "L2"))
         self._learnable = list(learnable)

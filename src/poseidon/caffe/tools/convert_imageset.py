@@ -10,7 +10,7 @@ from poseidon.caffe.io.database import new_database
 from poseidon.caffe.io.datum import encoded_datum, image_datum
 from poseidon.caffe.io.images import Image, decode_image, encode_image, read_bytes, resized
 from poseidon.caffe.io.lists import ImageLine, read_image_list
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import Datum
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -32,7 +32,7 @@ class Conversion:
     check_size: bool = False
     """Stop at an image that is not as large as the first."""
 
-    def datum(self, path: str, label: int) -> tuple[Proto, Image]:
+    def datum(self, path: str, label: int) -> tuple[Datum, Image]:
         """Return the record for an image file, and its pixels."""
         content = read_bytes(path)
         pixels = decode_image(content, "gray" if self.is_gray else "color", path)

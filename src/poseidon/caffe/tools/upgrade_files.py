@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from poseidon.caffe.schema import NetParameter, Proto, SolverParameter
+from poseidon.caffe.schema import NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_binary, read_text, write_binary, write_text
 from poseidon.caffe.upgrade import upgrade_net, upgrade_solver
 from poseidon.errors import ConfigError, unknown_name
@@ -25,13 +25,17 @@ def upgrade_file(source: str, target: str, kind: str = "auto") -> bool:
     if kind not in KINDS:
         raise unknown_name("kind of file", kind, KINDS)
     kind = detect_kind(source) if kind == "auto" else kind
-    message_name = "SolverParameter" if kind == "solver_text" else "NetParameter"
-    proto: Proto = (read_binary if kind == "net_binary" else read_text)(source, message_name)
-    changed = (upgrade_solver if kind == "solver_text" else upgrade_net)(proto, source)
+    proto: NetParameter | SolverParameter
+    if kind == "solver_text":
+        proto = read_text(source, SolverParameter)
+        changed = upgrade_solver(proto, source)
+    else:
+        proto = (read_binary if kind == "net_binary" else read_text)(source, NetParameter)
+        changed = upgrade_net(proto, source)
     if not changed:
         log.error("File already in latest proto format: %s", source)
     (write_binary if kind == "net_binary" else write_text)(target, proto)
-    log.info("Wrote upgraded %s %s proto to %s", message_name, kind.rpartition("_")[2], target)
+    log.info("Wrote upgraded %s %s proto to %s", proto.DESCRIPTOR.name, kind.rpartition("_")[2], target)
     return changed
 
 
