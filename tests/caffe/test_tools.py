@@ -40,7 +40,7 @@ def imageset(folder):
 
 
 def tool(name, *arguments):
-    command = importlib.import_module(f"poseidon.launch.{name}")
+    command = importlib.import_module(f"poseidon.caffe.commands.{name}")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args(arguments))

@@ -47,7 +47,7 @@ def arraylist_to_blobprotovector_str(arraylist: Iterable[NDArray[Any]]) -> bytes
 
 
 arraylist_to_blobprotovecor_str = arraylist_to_blobprotovector_str
-"""The name under which pycaffe has it."""
+"""pycaffe's own spelling."""
 
 
 def blobprotovector_str_to_arraylist(content: bytes) -> list[NDArray[np.float64]]:

@@ -1,4 +1,4 @@
-"""The lines a net logs while it is built, and at every layer when ``debug_info`` is set."""
+"""The lines a net logs while it is built and, with ``debug_info``, at every layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("poseidon.caffe")
 
 
 def log_setup(layer: Layer, tops: Sequence[Blob], values_so_far: int) -> None:
-    """Say what shape a new layer's tops have and how much memory the net takes so far."""
+    """Log the shapes of a new layer's tops and the memory of the net so far."""
     log.info("Setting up %s", layer.name)
     for top, weight in zip(tops, layer.loss_weights, strict=True):
         log.info("Top shape: %s", shape_string(top))

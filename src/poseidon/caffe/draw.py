@@ -1,4 +1,4 @@
-"""Draw a NetParameter as a graph. The DOT text is written here; the program ``dot`` makes pictures of it."""
+"""Draw a NetParameter as a graph: this writes the DOT text, the program ``dot`` turns it into pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw_net_to_file(
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> None:
-    """Write a picture whose form the file's ending says; ``.dot`` and ``.gv`` need no other program."""
+    """Write a picture in the format of the file's extension; ``.dot`` and ``.gv`` need no other program."""
     ext = Path(filename).suffix.lstrip(".") or "png"
     Path(filename).write_bytes(draw_net(caffe_net, rankdir, ext, phase, display_lrm))
 
@@ -37,7 +37,7 @@ def draw_net_to_file(
 def draw_net(
     caffe_net: NetParameter, rankdir: str = "LR", ext: str = "png", phase: int | None = None, display_lrm: bool = False
 ) -> bytes:
-    """Return the picture's content; ``phase`` leaves out layers that a net of that phase would not have."""
+    """Return the picture's bytes; ``phase`` drops the layers that a net of that phase does not have."""
     text = dot_source(caffe_net, rankdir, phase, display_lrm=display_lrm).encode()
     if ext in _TEXT_TYPES:
         return text
@@ -92,7 +92,7 @@ def _statements(net: NetParameter, rankdir: str, label_edges: bool, display_lrm:
 
 
 def get_layer_label(layer: LayerParameter, rankdir: str = "LR", display_lrm: bool = False) -> str:
-    """Return what stands in a layer's box: name, type and, for windows, kernel, stride and padding."""
+    """Return the label of a layer's box: name, type and, for sliding windows, kernel, stride and padding."""
     parts = [layer.name, f"({layer.type})"]
     windows = layer.pooling_param if layer.type == "Pooling" else layer.convolution_param
     if isinstance(windows, PoolingParameter):
@@ -101,12 +101,12 @@ def get_layer_label(layer: LayerParameter, rankdir: str = "LR", display_lrm: boo
         parts += [f"{what}: {_sizes(windows, what)}" for what in ("kernel size", "stride", "pad")]
     if display_lrm and layer.type in _LEARNING_TYPES:
         parts.append("lr mult: " + (", ".join(f"{param.lr_mult:g}" for param in layer.param) or "1"))
-    # Boxes grow to the side in graphs that run downwards, and downwards in those that run to the side.
+    # In top-to-bottom graphs boxes grow sideways, in left-to-right graphs downwards.
     return (" " if rankdir in ("TB", "BT") else "\n").join(parts)
 
 
 def get_edge_label(layer: LayerParameter) -> str:
-    """Return what stands at the arrow that leaves a layer: how many outputs it makes."""
+    """Return the label of the arrow that leaves a layer: its number of outputs."""
     if layer.type == "Data":
         return f"Batch {layer.data_param.batch_size}"
     if layer.type in ("Convolution", "Deconvolution"):

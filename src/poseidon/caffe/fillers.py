@@ -8,21 +8,20 @@ from collections.abc import Callable
 import torch
 
 from poseidon.caffe import device
+from poseidon.caffe.blob import Shape
 from poseidon.caffe.schema import FillerParameter
 from poseidon.errors import ConfigError, unknown_name
 
-Shape = tuple[int, ...]
-
 
 def fill(shape: Shape, filler: FillerParameter, owner: str = "filler") -> torch.Tensor:
-    """Return a new tensor filled as a FillerParameter says; ``owner`` is named in errors."""
+    """Return a new tensor filled by a FillerParameter; ``owner`` is named in errors."""
     make = _FILLERS.get(filler.type)
     if make is None:
         raise unknown_name(f"filler type of {owner}", filler.type, list(_FILLERS))
     if filler.sparse != -1 and (filler.type != "gaussian" or filler.sparse < -1):
         raise ConfigError(f"{owner}: sparse {filler.sparse} works only with the gaussian filler and values >= 0")
     try:
-        # Random numbers always come from the CPU, so that a seed gives the same net on every device.
+        # Random numbers always come from the CPU, so a seed gives the same net on every device.
         return make(shape, filler).to(device.active())
     except ConfigError as error:
         raise ConfigError(f"{owner}: {error}") from None

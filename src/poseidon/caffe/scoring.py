@@ -43,7 +43,7 @@ class LayerTimes:
 def benchmark(net: BuiltNet, iterations: int) -> LayerTimes:
     """Time forward and backward of every layer over ``iterations`` passes and log Caffe's report."""
     log.info("Performing Forward")
-    # One pass before the clock starts: it allocates memory and lets libraries choose their algorithms.
+    # Warm up first: the first pass allocates memory and lets libraries choose their algorithms.
     log.info("Initial loss: %g", net.run_forward())
     log.info("Performing Backward")
     net.run_backward()
@@ -86,7 +86,7 @@ def _log_report(net: BuiltNet, times: LayerTimes, iterations: int) -> None:
 
 
 def _now() -> float:
-    """Return milliseconds, once the device has done all that was asked of it."""
+    """Return the time in milliseconds after the device has finished its queued work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() * 1000
