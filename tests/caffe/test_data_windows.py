@@ -109,7 +109,7 @@ def test_padding_is_mirrored_too():
         ("0\n", "w.txt:1: '0' where '#'"),
         ("# 0\na.png\n3\n9\n", "ends where width is expected; it is truncated"),
         ("# 0\na.png\n3\n9\n9\n1\n1 high 1 1 2 2\n", "w.txt:7: 'high' where an overlap is expected"),
-        ("# 4\na.png\n3\n9\n9\n1\n1 0.5 1 1 2 2\n", "a window belongs to image 4, and there are 1"),
+        ("# 4\na.png\n3\n9\n9\n1\n1 0.5 1 1 2 2\n", "a window belongs to image 4, but there are 1"),
     ],
 )
 def test_bad_window_files_are_explained(text, message):

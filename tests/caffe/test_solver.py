@@ -135,7 +135,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
     adam.snapshot()
     sgd = caffe.get_solver(solver_text(tmp_path, ""))
     stored = tmp_path / "snap_iter_0.solverstate"
-    with pytest.raises(ConfigError, match="holds 18 history blobs, this solver keeps 9"):
+    with pytest.raises(ConfigError, match="holds 18 history blobs, this solver has 9"):
         sgd.restore(stored)
     stored.write_bytes(stored.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="truncated"):

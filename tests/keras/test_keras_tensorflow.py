@@ -471,7 +471,7 @@ def test_errors_say_what_to_do(behaviours: Any) -> None:
     assert "second_optimizer" in messages["optimizers"]
     assert "did not call self.optimizer.apply" in messages["by_hand"]
     assert "per-worker, total" in messages["batch"]
-    assert "is distributed already" in messages["twice"]
+    assert "is already distributed" in messages["twice"]
     assert "no unit matches 'nothing'" in messages["routes"]
 
 

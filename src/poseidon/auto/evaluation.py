@@ -1,8 +1,8 @@
-"""Evaluation shared between workers: each computes a part of a batch's outputs, and everybody gets all of them.
+"""Evaluation shared between workers: each computes a part of a batch's outputs, and all get all of them.
 
-Not the metrics are averaged, which nobody can find in a script, but the outputs are exchanged: whatever the script
-computes from them is what one worker would compute, and the same on all workers. A model is trusted to treat its
-samples independently once the first shared outputs have come out as the full ones did.
+Outputs are exchanged instead of metrics, which cannot be found in a script: whatever the script computes from them is
+what one worker would compute, and equal on all workers. A model is assumed to treat its samples independently once the
+first shared outputs have equalled the full ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from poseidon.team.team import Team
 
 
 class SharedEvaluation:
-    """Replaces calls of trained models in evaluation by shared ones."""
+    """Makes calls of trained models in evaluation shared."""
 
     def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: ScriptReport) -> None:
         self._team = team
@@ -38,7 +38,7 @@ class SharedEvaluation:
         self._is_inside = False
 
     def install(self, patches: Patches) -> None:
-        """Put the hook in place."""
+        """Install the hook."""
         patches.wrap(nn.Module, "__call__", self._call)
 
     def shares(self, count: int) -> list[int]:
@@ -87,7 +87,7 @@ class SharedEvaluation:
         shares = self.shares(count)
         ends = list(accumulate(shares))
         start, size = ends[self._team.rank] - shares[self._team.rank], shares[self._team.rank]
-        # A worker without samples computes one all the same, to learn what the outputs look like.
+        # A worker without samples still computes one, to learn the form of the outputs.
         part = slice(start, start + size) if size else slice(0, 1)
 
         def cut(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Gradients of any training loop, averaged over all workers before ``backward()`` returns.
 
-Every optimizer gets an engine of its own (``engines.py``), so that a loop may use several in any order. An engine takes
-part in a backward if any of its parameters is about to get a gradient; autograd says which before the first arrives.
-What passes no engine is averaged in plain form: tensors of scripts without an optimizer at the end of backward,
-gradients that a script put in place itself in ``optimizer.step()``.
+Every optimizer has its own engine (``engines.py``), so a loop may use several in any order. An engine takes part in a
+backward if any of its parameters will get a gradient; autograd knows which before the first arrives. Gradients that
+pass no engine are averaged in full: tensors of scripts without an optimizer at the end of backward, gradients that a
+script sets itself in ``optimizer.step()``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from poseidon.team.team import Team
 
 
 class TorchGradients:
-    """Watches optimizers and backwards of a script and keeps the workers' gradients alike."""
+    """Hooks a script's optimizers and backward passes and keeps the workers' gradients equal."""
 
     def __init__(
         self, team: Team, engines: Engines, step: Step, streams: Streams, report: ScriptReport, rate: float = 1.0
@@ -46,7 +46,7 @@ class TorchGradients:
         self._has_averaged = False
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(Optimizer, "__init__", self._optimizer_made)
         patches.wrap(Optimizer, "add_param_group", self._group_added)
         patches.wrap(torch.autograd, "backward", self._backward)
@@ -55,7 +55,7 @@ class TorchGradients:
         patches.on_undo(self._engines.close)
 
     def conclude(self, is_alone: bool = True) -> None:
-        """Check at the end that the workers hold the same, and say if nothing was exchanged. Collective.
+        """Check that the workers hold the same parameters, and report if nothing was exchanged. Collective.
 
         ``is_alone``: nothing but PyTorch was trained.
         """
@@ -65,7 +65,7 @@ class TorchGradients:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave backwards alone inside this context: another front end sees to their gradients."""
+        """Ignore backward passes inside this context: another front end handles their gradients."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -97,7 +97,7 @@ class TorchGradients:
         return None
 
     def _shared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Have a closure return the mean loss: a line search must see the same numbers on all workers."""
+        """Make a closure return the mean loss: a line search must see the same numbers on all workers."""
 
         def shared() -> Any:
             loss = closure()
@@ -128,7 +128,7 @@ class TorchGradients:
             self._is_inside = False
 
     def _before_backward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Get the engines ready; return tensors to average at the end."""
+        """Prepare the engines; return tensors to average at the end."""
         self._say_what_is_not_divided()
         self._streams.part()
         loose = [] if self._engines.has_optimizer else self._find_unowned(find_leaves(outputs))
@@ -154,9 +154,9 @@ class TorchGradients:
         return [_scaled(output, grad, weight) for output, grad in zip(outputs, grads, strict=True)]
 
     def _find_unowned(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Sort out what a script without an optimizer trains: modules' parameters get an engine, tensors do not."""
+        """Split what a script without an optimizer trains: modules' parameters get an engine, loose tensors do not."""
         self._engines.train_without_optimizer([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
-        # A tensor of the batch's size is data (an image to be disturbed, say), not something that is trained.
+        # A tensor of the batch's size is data (e.g. an image to perturb), not a trained parameter.
         tensors = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter) and not self._looks_like_data(leaf)]
         alike = are_alike(self._team, tensors)
         for tensor, is_alike in zip(tensors, alike, strict=True):
@@ -172,10 +172,10 @@ class TorchGradients:
 def _scaled(output: Tensor, grad: Tensor | None, weight: float) -> Tensor | None:
     if grad is not None:
         return grad * weight
-    # Left to torch otherwise, which says what is wrong with it.
+    # Otherwise leave it to torch, which reports what is wrong with it.
     return torch.full_like(output, weight) if output.numel() == 1 else None
 
 
 def _checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Recompute activations in the form that does not hide parameters from the backward it happens in."""
+    """Use the checkpointing that does not hide parameters from the backward in which it runs."""
     return original(*args, **{**kwargs, "use_reentrant": False})

@@ -1,7 +1,7 @@
 """DataLoaders: each worker gets its part of every training batch, and evaluation sees everything.
 
-Whether a loader is read for training is decided each time it is iterated: with gradients off, or with all trained
-models in eval mode, or with nothing to train yet, it is read as a whole, the same on all workers.
+Each iteration decides whether a loader is read for training: with gradients off, with all trained models in eval mode,
+or with nothing to train yet, every worker reads the whole of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVALUATION_WORDS = ("val", "test", "eval", "dev")
 
 
 class LoaderDeal:
-    """How one loader is dealt out; lives as long as the loader."""
+    """How one loader is divided between the workers; lives as long as the loader."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, size: int, options: AutoOptions) -> None:
         batch = loader.batch_size
@@ -43,9 +43,9 @@ class LoaderDeal:
         self.batch: int | None = None if custom or not self.is_batched else batch
         self.dealer = Dealer(rank, size, self.divides, bool(loader.drop_last))
         self.is_dealt = False
-        """Whether the iteration under way is dealt out."""
+        """Whether the current iteration is dealt out."""
         self.is_decided = False
-        """Whether the loader was iterated before, so that what it is for is known."""
+        """Whether the loader was iterated before, so its purpose is known."""
         self.weights: deque[float] = deque()
         """Of the batches that are on their way, in their order."""
 
@@ -61,7 +61,7 @@ class LoaderDeal:
 
 
 class DealtSampler:
-    """Stands in for a loader's sampler or batch sampler; passes everything on if the loader is read as a whole."""
+    """Replaces a loader's sampler or batch sampler; passes everything on if the loader is read as a whole."""
 
     def __init__(self, original: Any, deal: LoaderDeal, streams: Streams) -> None:
         self._original = original
@@ -91,7 +91,7 @@ class DealtSampler:
         return self._deal.dealer.count_batches(count) if self._deal.is_dealt else count
 
     def _draw(self) -> Iterator[Any]:
-        """Draw from the script's sampler, with the numbers that all workers share."""
+        """Draw from the script's sampler, with the random stream that all workers share."""
         with self._streams.using(ALIKE):
             source = iter(self._original)
         while True:
@@ -104,7 +104,7 @@ class DealtSampler:
 
 
 class DealtStream(IterableDataset[Any]):
-    """Stands in for an iterable dataset: reads all of it and keeps this worker's part."""
+    """Replaces an iterable dataset: reads all of it and keeps this worker's part."""
 
     def __init__(self, original: Any, deal: LoaderDeal) -> None:
         self.__dict__.update(_original=original, _deal=deal)
@@ -137,7 +137,7 @@ class DealtStream(IterableDataset[Any]):
 
 
 class Delivery:
-    """Iterates over a loader on behalf of the script and keeps account of what it was given."""
+    """Iterates over a loader for the script and records the weight of each batch."""
 
     def __init__(
         self, batches: Iterator[Any], deal: LoaderDeal, engines: Engines, step: Step, streams: Streams
@@ -154,7 +154,7 @@ class Delivery:
         return self
 
     def __next__(self) -> Any:
-        # A stream takes its order from the same numbers as its samples; those of the workers must not part.
+        # A stream draws its order from the same generator as its samples, which must stay equal on all workers.
         stream = APART if self._is_dealt and not self._deal.is_stream else ALIKE
         try:
             with self._streams.using(stream):
@@ -180,7 +180,7 @@ class Delivery:
 
 
 class Loaders:
-    """Decides for each iteration of each loader how it is read."""
+    """Decides how each iteration of each loader is read."""
 
     def __init__(
         self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: ScriptReport
@@ -194,7 +194,7 @@ class Loaders:
         self._deals: weakref.WeakKeyDictionary[DataLoader[Any], LoaderDeal] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(DataLoader, "__iter__", self._iterate)
         patches.wrap(DataLoader, "__len__", self._count)
 
@@ -247,7 +247,7 @@ class Loaders:
         return self._engines.has_optimizer or _is_anything_trainable()
 
     def _guess(self, loader: DataLoader[Any]) -> bool:
-        """Say whether a loader that was never iterated is for training: someone asks for its length beforehand."""
+        """Guess whether a loader that was never iterated is for training, for a script that asks for its length."""
         name = find_name(loader) or ""
         if name in self._options.whole or not torch.is_grad_enabled():
             return False
@@ -278,7 +278,7 @@ class Loaders:
 
 
 class _standing_in:  # noqa: N801 - reads as a statement in `with`
-    """Puts our sampler and dataset into a loader while an iterator is made from it."""
+    """Puts our sampler and dataset into a loader while an iterator is created from it."""
 
     def __init__(self, loader: DataLoader[Any], deal: LoaderDeal, streams: Streams, rank: int) -> None:
         self._fields = loader.__dict__
@@ -291,7 +291,7 @@ class _standing_in:  # noqa: N801 - reads as a statement in `with`
         self._before = {name: self._fields[name] for name in self._ours}
 
     def __enter__(self) -> None:
-        # Not by assignment: a loader refuses to have its sampler replaced.
+        # Not by assignment: a loader does not allow replacing its sampler.
         self._fields.update(self._ours)
 
     def __exit__(self, *_: object) -> None:

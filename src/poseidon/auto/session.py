@@ -1,4 +1,4 @@
-"""One worker's run of an unmodified script: what is put in place before it, and what is checked after it."""
+"""One worker's run of an unmodified script: the hooks installed before it and the checks after it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(options: AutoOptions, target: ScriptTarget) -> int:
             if status == 0:
                 frameworks.conclude()
                 gradients.conclude(is_alone=not frameworks.has_trained)
-                # Nobody leaves before everybody is done: worker 0 holds the job's store.
+                # No worker leaves before all are done: worker 0 hosts the job's store.
                 team.gather_ints([0], "the others to end the script")
             patches.undo()
         team.close()
@@ -92,7 +92,7 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
 
 
 def describe(size: int, options: AutoOptions, seed: int) -> str:
-    """Say in one line how the script will be run. Pure."""
+    """Describe in one line how the script is run. Pure."""
     batch = "a batch size counts one worker's samples" if options.batch == "per-worker" else "batches are divided"
     rate = f"learning rates times {size}" if options.scale_lr else "learning rates as they are"
     writers = {"first": "worker 0's", "each": "everybody's"}
@@ -138,7 +138,7 @@ def _kept_files(world: World, options: AutoOptions, patches: Patches) -> Iterato
 
 @contextlib.contextmanager
 def _alone(patches: Patches) -> Iterator[None]:
-    """Hide the job from the script and its libraries, which would otherwise distribute themselves once more."""
+    """Hide the job from the script and its libraries, which would otherwise distribute themselves too."""
     hidden = {
         name: value for name, value in os.environ.items() if name in _JOB_VARIABLES or name.startswith(_JOB_PREFIXES)
     }

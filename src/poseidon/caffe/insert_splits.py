@@ -1,4 +1,4 @@
-"""Give every reader of a blob its own copy of it, by Split layers with Caffe's names."""
+"""Insert Split layers, under Caffe's names, so that every reader of a blob has its own copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Write nets in Python instead of prototxt: ``L.Convolution(n.data, num_output=20, kernel_size=5)``.
 
-``layers`` makes calls into a graph of ``Function`` (one layer) and ``Top`` (one of its results), ``NetSpec`` gives the
-tops their names, ``to_proto`` turns the graph into a NetParameter. No net is built, so any layer type can be named.
+``layers`` turns calls into a graph of ``Function`` (one layer) and ``Top`` (one of its results), ``NetSpec`` names the
+tops, ``to_proto`` turns the graph into a NetParameter. No net is built, so any layer type may be named.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SETTINGS = "_param"
 
 
 def param_name_dict() -> dict[str, str]:
-    """Return, for each layer type with settings of its own, their name in LayerParameter without ``_param``."""
+    """Return, for each layer type with its own settings, their name in LayerParameter without ``_param``."""
     return {
         field.message_type.name.removesuffix("Parameter"): field.name.removesuffix(_SETTINGS)
         for field in LayerParameter.DESCRIPTOR.fields
@@ -32,7 +32,7 @@ _PARAM_NAMES = param_name_dict()
 
 
 def assign_proto(proto: Message, name: str, value: Any) -> None:
-    """Set a field from Python values: dicts become messages, lists repeated fields (one value does for a list)."""
+    """Set a field from Python values: dicts become messages, lists (or one value) repeated fields."""
     if name not in proto.DESCRIPTOR.fields_by_name:
         raise AttributeError(f"{proto.DESCRIPTOR.name} has no field {name!r}")
     try:
@@ -69,7 +69,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's scalars as Python's, which is what protobuf takes."""
+    """Return numpy's scalars as Python's, which protobuf requires."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -110,7 +110,7 @@ class Function:
         return scribe.layer(self)
 
     def settings(self, layer: LayerParameter) -> None:
-        """Write the settings into a LayerParameter: the type's own first, else those of every layer."""
+        """Write the settings into a LayerParameter: into the type's own message if it has the field."""
         own = _PARAM_NAMES.get(self.type_name)
         for key, value in self.params.items():
             target = layer
@@ -121,7 +121,7 @@ class Function:
 
 
 class _Scribe:
-    """Writes functions down as layers, each after those it reads, with given or made-up names."""
+    """Writes functions as layers, each after its inputs, under given or generated names."""
 
     def __init__(self, names: dict[Top | Function, str]) -> None:
         self._names = names
@@ -129,7 +129,7 @@ class _Scribe:
         self._layers: dict[Function, LayerParameter] = {}
 
     def layer(self, fn: Function) -> LayerParameter:
-        """Return the LayerParameter of a function, written on the first call."""
+        """Return the LayerParameter of a function; the first call writes it."""
         for pending in _in_order(fn, self._layers):
             self._layers[pending] = self._write(pending)
         return self._layers[fn]
@@ -162,7 +162,7 @@ class _Scribe:
 
 
 def _in_order(fn: Function, done: Mapping[Function, LayerParameter]) -> Iterator[Function]:
-    """Yield what ``fn`` needs and then itself, inputs first; a loop instead of recursion, for nets of any depth."""
+    """Yield the ancestors of ``fn``, inputs first, then ``fn``; a loop, not recursion, for nets of any depth."""
     waiting = [(fn, iter(fn.inputs))]
     while waiting:
         current, inputs = waiting[-1]
@@ -176,7 +176,7 @@ def _in_order(fn: Function, done: Mapping[Function, LayerParameter]) -> Iterator
 
 
 def to_proto(*tops: Top | Function) -> NetParameter:
-    """Return a NetParameter of all layers that the given tops need, with names made up from their types."""
+    """Return a NetParameter of all layers that the given tops need, with names generated from their types."""
     scribe = _Scribe({})
     for top in tops:
         top._to_proto(scribe)
@@ -184,7 +184,7 @@ def to_proto(*tops: Top | Function) -> NetParameter:
 
 
 class NetSpec:
-    """A net in the making: tops are assigned as attributes (or items), whose names they take."""
+    """A net under construction: a top assigned as an attribute (or item) takes its name."""
 
     tops: dict[str, Any]
 
@@ -216,7 +216,7 @@ class NetSpec:
         """Return the NetParameter of everything assigned so far."""
         for name, item in self.tops.items():
             if not isinstance(item, (Top, Function)):
-                raise ConfigError(f"net spec: {name!r} is no layer's result but {type(item).__name__}")
+                raise ConfigError(f"net spec: {name!r} is not a layer's result but {type(item).__name__}")
         scribe = _Scribe({item: name for name, item in self.tops.items()})
         for item in self.tops.values():
             item._to_proto(scribe)

@@ -1,7 +1,7 @@
-"""Bring nets and solvers written for older Caffe versions into the present form.
+"""Upgrade nets and solvers written for older Caffe versions to the current form.
 
-Order matters and is Caffe's own: V0 layers to V1, data transformations into ``transform_param``, V1 layers to the
-present ones, net-level inputs to an Input layer, then the batch-norm form.
+The order matters and is Caffe's: V0 layers to V1, data transformations into ``transform_param``, V1 layers to current
+ones, net-level inputs to an Input layer, then the batch-norm form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SOLVER_TYPES = {
     "ADADELTA": "AdaDelta",
     "ADAM": "Adam",
 }
-# Types whose present name is not the old one in CamelCase.
+# Types whose current name is not the old one in CamelCase.
 _IRREGULAR_TYPES = {
     "NONE": "",
     "ABSVAL": "AbsVal",
@@ -49,21 +49,21 @@ _FOLDED = {"type", "layer", "param", "blob_share_mode", "blobs_lr", "weight_deca
 
 
 def read_net(path: str | os.PathLike[str]) -> NetParameter:
-    """Read a net from a prototxt of any age and return it in the present form."""
+    """Read a net from a prototxt of any version and return it in the current form."""
     net = read_text(path, NetParameter)
     upgrade_net(net, str(path))
     return net
 
 
 def read_weights(path: str | os.PathLike[str]) -> NetParameter:
-    """Read a ``.caffemodel`` of any age and return it in the present form."""
+    """Read a ``.caffemodel`` of any version and return it in the current form."""
     net = read_binary(path, NetParameter)
     upgrade_net(net, str(path))
     return net
 
 
 def read_solver(path: str | os.PathLike[str]) -> SolverParameter:
-    """Read a solver's prototxt, upgraded, with a snapshot prefix filled in where it has none."""
+    """Read and upgrade a solver's prototxt; a missing snapshot prefix is filled in."""
     solver = read_text(path, SolverParameter)
     upgrade_solver(solver, str(path))
     if not solver.HasField("snapshot_prefix"):
@@ -76,7 +76,7 @@ def read_solver(path: str | os.PathLike[str]) -> SolverParameter:
 
 
 def upgrade_net(net: NetParameter, origin: str = "<net>") -> bool:
-    """Upgrade ``net`` in place; return whether anything had to change."""
+    """Upgrade ``net`` in place; return whether anything changed."""
     before = net.SerializeToString(deterministic=True)
     if any(layer.HasField("layer") for layer in net.layers):
         log.info("Attempting to upgrade input file specified using deprecated V0LayerParameter: %s", origin)
@@ -94,7 +94,7 @@ def upgrade_net(net: NetParameter, origin: str = "<net>") -> bool:
 
 
 def upgrade_solver(solver: SolverParameter, origin: str = "<solver>") -> bool:
-    """Replace the old ``solver_type`` enum by the ``type`` string, in place; return whether it was there."""
+    """Replace the old ``solver_type`` enum by the ``type`` string in place; return whether it was set."""
     if not solver.HasField("solver_type"):
         return False
     if solver.HasField("type"):
@@ -142,7 +142,7 @@ def _upgrade_v1_layers(net: NetParameter, origin: str) -> None:
 
 
 def upgrade_v1_layer(old: V1LayerParameter) -> LayerParameter:
-    """Return the present form of one V1 layer."""
+    """Return the current form of one V1 layer."""
     new = LayerParameter()
     if old.HasField("type"):
         written = _v1_type_name(old)
@@ -174,7 +174,7 @@ def _add_param_specs(new: LayerParameter, old: V1LayerParameter) -> None:
 
 
 def _upgrade_inputs(net: NetParameter, origin: str) -> None:
-    """Turn net-level inputs into an Input layer at the front; inputs without a shape (old weights) just go."""
+    """Turn net-level inputs into a leading Input layer; inputs without a shape (old weights) are dropped."""
     if net.input_shape or net.input_dim:
         shapes = [list(shape.dim) for shape in net.input_shape]
         if not shapes:
@@ -200,7 +200,7 @@ def _input_layer(names: list[str], shapes: list[list[int]]) -> LayerParameter:
 
 
 def _freeze_batch_norm(layer: LayerParameter) -> None:
-    """Set the multipliers of BatchNorm's three running sums to zero, as the old form wanted them written out."""
+    """Set the multipliers of BatchNorm's three running sums to zero, which the old form spelled out."""
     if layer.type == "BatchNorm" and len(layer.param) == 3:
         for spec in layer.param:
             spec.lr_mult = 0

@@ -1,4 +1,4 @@
-"""The oldest layers (lower-case type names, all settings in one message) become V1 layers."""
+"""Turn the oldest layers (lower-case type names, all settings in one message) into V1 layers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def upgrade_v0_net(net: NetParameter, origin: str) -> NetParameter:
 
 
 def _without_padding(net: NetParameter, origin: str) -> list[V1LayerParameter]:
-    """Drop ``padding`` layers, giving their amount and their input to the convolution or pooling behind them."""
+    """Drop ``padding`` layers; the convolution or pooling that reads one takes over its amount and its input."""
     producer: dict[str, V1LayerParameter | None] = dict.fromkeys(net.input)
     kept: list[V1LayerParameter] = []
     for original in net.layers:

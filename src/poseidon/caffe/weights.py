@@ -1,4 +1,4 @@
-"""Move learned parameters between nets and files: ``.caffemodel`` and HDF5, in and out."""
+"""Load and save learned parameters as ``.caffemodel`` and HDF5."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def load(net: BuiltNet, path: str | os.PathLike[str]) -> None:
-    """Copy the parameters of layers with the same name from a file of either form."""
+    """Copy the parameters of layers with the same name from a file of either format."""
     if is_hdf5(path):
         load_hdf5(net, path)
     else:
@@ -40,7 +40,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
 
 
 def copy_from_proto(net: BuiltNet, source: NetParameter, origin: str = "<weights>") -> None:
-    """Copy parameters from a NetParameter to the layers of the same name; other layers are left out."""
+    """Copy parameters from a NetParameter to the layers of the same name; the others are skipped."""
     for stored in source.layer:
         layer = _target(net, stored.name)
         if layer is None:
@@ -66,12 +66,12 @@ def save(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) 
 
 
 def load_hdf5(net: BuiltNet, path: str | os.PathLike[str]) -> None:
-    """Copy parameters from an HDF5 file; those a layer shares from another may be missing in it."""
+    """Copy parameters from an HDF5 file, which may lack those that a layer shares from another."""
     h5py = require("h5py")
     try:
         with h5py.File(path, "r") as file:
             if "data" not in file:
-                raise ConfigError(f"{path}: holds no group 'data'; these are no weights written by Caffe")
+                raise ConfigError(f"{path}: has no group 'data'; Caffe did not write these weights")
             for name, group in file["data"].items():
                 _load_group(net, name, group, str(path))
     except OSError as error:
@@ -95,7 +95,7 @@ def save_hdf5(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = Fa
 
 
 def share(net: BuiltNet, other: BuiltNet) -> None:
-    """Let ``net`` use the parameter values of layers of the same name in ``other``, from now on."""
+    """Make ``net`` share the parameter values of layers of the same name in ``other`` from now on."""
     for source in other.layers:
         layer = _target(net, source.name)
         if layer is None:

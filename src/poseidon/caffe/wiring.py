@@ -1,4 +1,4 @@
-"""Which blob each layer reads and writes, found while a net is built layer by layer."""
+"""Which blobs each layer reads and writes, resolved while a net is built layer by layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Wiring:
         self._unread: set[str] = set()
 
     def add_layer(self, layer: LayerParameter, least_tops: int = 0) -> None:
-        """Connect the next layer; unnamed tops are added where it states fewer than ``least_tops``."""
+        """Connect the next layer; unnamed tops are added if it names fewer than ``least_tops``."""
         self.bottom_ids.append([self._bottom(layer, j) for j in range(len(layer.bottom))])
         self.top_ids.append([])
         for j in range(len(layer.top)):
@@ -42,7 +42,7 @@ class Wiring:
         return [self.blobs[i] for i in self.top_ids[layer_index]]
 
     def output_ids(self) -> list[int]:
-        """Return the blobs nobody reads, by name: the outputs of the net."""
+        """Return the blobs that no layer reads, sorted by name: the outputs of the net."""
         return [self._index[name] for name in sorted(self._unread)]
 
     def _bottom(self, layer: LayerParameter, index: int) -> int:

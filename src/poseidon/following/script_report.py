@@ -1,4 +1,4 @@
-"""What was done to the script, one line each, said once by worker 0."""
+"""The report to the user: what was done to the script, each line printed once, by worker 0."""
 
 from __future__ import annotations
 

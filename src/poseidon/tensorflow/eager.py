@@ -1,7 +1,7 @@
-"""TensorFlow 2 loops of a script's own: gradients from a tape, applied by a Keras optimizer, eagerly or traced.
+"""A script's own TensorFlow 2 loops: gradients from a tape, applied by a Keras optimizer, eagerly or traced.
 
-Gradients are averaged where they are applied. What a script did to them before (clipping, say) was done to each
-worker's own; an optimizer's clipping sees the means.
+Gradients are averaged where they are applied. What a script does to them before (e.g. clipping) acts on each worker's
+own gradients; an optimizer's clipping sees the means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from poseidon.tensorflow.exchange import GraphExchange
 
 
 class EagerLoops:
-    """Averages what Keras optimizers are given outside of ``fit``."""
+    """Averages the gradients that Keras optimizers get outside ``fit``."""
 
     def __init__(self, team: Team, datasets: Datasets, report: ScriptReport, rate: float = 1.0) -> None:
         self._team = team
@@ -44,7 +44,7 @@ class EagerLoops:
         self._datasets = datasets
         self._report = report
         self._exchanges: dict[tuple[int, ...], tuple[GraphExchange, Sequence[Any]]] = {}
-        """By the identities of an optimizer and its variables, which are kept."""
+        """By the ids of an optimizer and its variables, which are kept alive."""
         self._is_inside = False
 
     @property
@@ -53,7 +53,7 @@ class EagerLoops:
         return bool(self._exchanges)
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         kinds = {kind for found in vars(keras.optimizers).values() if isinstance(found, type) for kind in found.__mro__}
         for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
             if "apply" in vars(kind):
@@ -74,7 +74,7 @@ class EagerLoops:
         self._exchanges.clear()
 
     def _apply(self, original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        # A model that poseidon.keras distributes has an `apply` of its own on its optimizer.
+        # The optimizer of a model that poseidon.keras distributes has its own `apply`.
         if self._is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
             return original(optimizer, grads, trainable_variables)
         if tf.distribute.has_strategy():
@@ -92,7 +92,7 @@ class EagerLoops:
     def _exchange_of(self, optimizer: Any, variables: Sequence[Any]) -> GraphExchange:
         key = (id(optimizer), *map(id, variables))
         if key not in self._exchanges:
-            # A loop may be in the middle of being traced.
+            # The loop may be in the middle of tracing.
             with tf.init_scope():
                 self._exchanges[key] = (self._make(optimizer, variables), (optimizer, *variables))
         return self._exchanges[key][0]

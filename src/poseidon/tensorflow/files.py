@@ -1,7 +1,7 @@
 """Files that TensorFlow writes itself: worker 0 writes and reads them, the others follow.
 
-TensorFlow opens files in C++, where ``--auto``'s overlay (``auto/files.py``) cannot see them. So the others
-save nothing, write summaries and other files to a scratch folder, and take what worker 0 restores and finds.
+TensorFlow opens files in C++, out of reach of ``--auto``'s overlay (``auto/files.py``). So the others save nothing,
+write summaries and other files to a scratch folder, and copy what worker 0 restores and finds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _CHANGING = (
     "copy",
     "copy_v2",
 )
-"""Functions of TensorFlow's file system that leave traces."""
+"""Functions of TensorFlow's file system that change files."""
 
 
 class Files:
-    """Keeps all workers but the first from writing, and has all of them find what the first one finds."""
+    """Stops all workers but worker 0 from writing, and makes all of them find what worker 0 finds."""
 
     def __init__(self, team: Team, sessions: Sessions, report: ScriptReport) -> None:
         self._team = team
@@ -52,10 +52,10 @@ class Files:
         self._report = report
         self._scratch: Path | None = None
         self._is_inside = False
-        """Whether worker 0 is at it: what TensorFlow asks itself meanwhile, the others do not ask."""
+        """Whether worker 0 is inside a call: the others do not make the calls that TensorFlow nests in it."""
 
     def install(self, patches: Patches) -> None:
-        """Put the replacements in place."""
+        """Install the replacements."""
         patches.wrap(saver.Saver, "save", self._save)
         patches.wrap(saver.Saver, "restore", self._restore)
         for name in ("latest_checkpoint", "checkpoint_exists", "checkpoint_exists_internal"):
@@ -82,7 +82,7 @@ class Files:
         return f"{path}-{tf.compat.v1.train.global_step(session, step) if is_in_graph else int(step)}"
 
     def _restore(self, original: Callable[..., Any], one: Any, session: Any, path: str) -> None:
-        """Restore on worker 0 and take its values; a failure there is everybody's."""
+        """Restore on worker 0 and copy its values; if that fails, it fails on all workers."""
         error: Exception | None = None
         if self._team.rank == 0:
             try:
@@ -144,7 +144,7 @@ class Files:
 
 
 def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Leave to worker 0 what changes folders."""
+    """Leave changes of folders to worker 0."""
 
 
 def _variables_of(one: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A TensorFlow 1 script under ``--auto``: everything that is put in place once it imports TensorFlow."""
+"""A TensorFlow 1 script under ``--auto``: everything that is installed when it imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poseidon.tensorflow.waiting import WaitingCalls
 
 
 class Following:
-    """The hooks in TensorFlow, and what is checked at the end."""
+    """The hooks in TensorFlow, and the checks at the end."""
 
     def __init__(self, team: Team, options: AutoOptions, seed: int, report: ScriptReport) -> None:
         gradients = GraphGradients(team, report, float(team.size) if options.scale_lr else 1.0)
@@ -34,11 +34,11 @@ class Following:
 
     @property
     def has_trained(self) -> bool:
-        """Whether any step was taken together."""
+        """Whether the workers have taken any step together."""
         return self._sessions.has_trained
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         for part in self._parts:
             if part is not None:
                 part.install(patches)

@@ -1,9 +1,9 @@
-"""Where TensorFlow 1 scripts get gradients for training, and how the means take their place.
+"""Where TensorFlow 1 scripts get gradients for training, and how means replace them.
 
-An optimizer's ``compute_gradients`` gives means, so whatever a script does next (clipping, logging) sees them.
-Many scripts use ``tf.gradients`` instead and treat the results before ``apply_gradients``; then the exchange is put in
-later, right behind the gradients, and all that leads from there to the optimizer reads means. Gradients that never
-reach an optimizer are left alone.
+An optimizer's ``compute_gradients`` returns means, so whatever a script does next (clipping, logging) sees them. Many
+scripts use ``tf.gradients`` instead and process the results before ``apply_gradients``; then the exchange is inserted
+later, right after the gradients, and every operation between there and the optimizer reads means. Gradients that never
+reach an optimizer are not exchanged.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class Exchanged:
     samples: Any
     """Placeholder for the samples that this worker adds in a run; by default the rows of the tf.data batch, or 1."""
     count: Any
-    """The same as a run finds it."""
+    """The same tensor inside a run."""
     variables: tuple[Any, ...]
     label: str
 
 
 @dataclass
 class _Notes:
-    """What is known of one graph."""
+    """The exchanges of one graph."""
 
     begins: dict[str, int] = field(default_factory=dict)
-    """The operation with which each exchange begins, and its number."""
+    """The operation that begins each exchange, and the exchange's number."""
     calls: list[tuple[list[Any], list[Pair]]] = field(default_factory=list)
-    """Results of ``tf.gradients``: what was differentiated, and the gradients of variables."""
+    """Results of ``tf.gradients``: the differentiated tensors, and the gradients of variables."""
     owned: set[str] = field(default_factory=set)
-    """Names of the variables that optimizers keep for themselves."""
+    """Names of the optimizers' own variables."""
 
 
 class GraphGradients:
-    """Watches optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
+    """Hooks optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
 
     def __init__(self, team: Team, report: ScriptReport, rate: float = 1.0) -> None:
         self._team = team
@@ -80,7 +80,7 @@ class GraphGradients:
         self.exchanges: list[Exchanged] = []
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(optimizers.Optimizer, "compute_gradients", self._compute)
         patches.wrap(optimizers.Optimizer, "apply_gradients", self._apply)
         for original in (gradients_impl.gradients, gradients_impl.gradients_v2):
@@ -94,7 +94,7 @@ class GraphGradients:
         return self._notes_of(graph).begins
 
     def owned(self, graph: Any) -> set[str]:
-        """Return the names of the variables that a graph's optimizers keep: they follow from the gradients."""
+        """Return the names of the optimizers' own variables in a graph: they follow from the gradients."""
         return self._notes_of(graph).owned
 
     def close(self) -> None:
@@ -108,8 +108,8 @@ class GraphGradients:
     def _compute(self, original: Callable[..., Any], optimizer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         _check(optimizer, is_eager=callable(loss))
         bound = inspect.signature(original).bind(optimizer, loss, *args, **kwargs)
-        # The means wait for all gradients anyway. Gates inside would only make a layer's own gradient be computed where
-        # its factors travel instead.
+        # The means wait for all gradients anyway. Gates would only force the computation of a layer's full gradient
+        # although its factors travel instead.
         bound.arguments["gate_gradients"] = optimizers.Optimizer.GATE_NONE
         with self._inside():
             pairs = original(*bound.args, **bound.kwargs)
@@ -154,7 +154,7 @@ class GraphGradients:
         return self._notes.setdefault(graph, _Notes())
 
     def _completed(self, label: str, pairs: list[Pair]) -> list[Pair]:
-        """Return the pairs with means; those that come from no exchange so far get one."""
+        """Return the pairs with means; gradients outside any exchange get one."""
         graph = v1.get_default_graph()
         notes = self._notes_of(graph)
         means_or_later = find_descendants(graph.get_operation_by_name(name) for name in notes.begins)
@@ -185,7 +185,7 @@ class GraphGradients:
         pairs: list[Pair],
         strangers: list[int],
     ) -> list[Pair]:
-        """Exchange what an earlier ``tf.gradients`` gave; all that leads from there to the optimizer reads means."""
+        """Exchange the results of an earlier ``tf.gradients``; operations from there to the optimizer read means."""
         before = find_ancestors(tensor for source in sources for tensor in tensors_of(source))
         exchanged = self._exchange(label, ys, [(g, pairs[i][1]) for g, i in zip(sources, strangers, strict=True)])
         means = [mean for mean, _ in exchanged]
@@ -207,7 +207,7 @@ class GraphGradients:
             usual = tf.constant(1, tf.int64) if rows is None else tf.shape(rows, tf.int64)[0]
             samples = v1.placeholder_with_default(usual, [])
             count = tf.identity(samples)
-            # Not before the loss is there: until then a run may end because the data has.
+            # Not before the loss is computed: until then a run may end because its data has ended.
             with tf.control_dependencies(ys):
                 token = exchange.begin(count)
             means = exchange.average([form.flat for form in forms], token)
@@ -222,7 +222,7 @@ class GraphGradients:
         return [(gradient if gradient is None else next(found), variable) for gradient, variable in pairs]
 
     def _make_front(self, forms: Sequence[Form]) -> OutsideFrontEnd:
-        # Exchanges work at the same time, so each has channels of its own: nothing orders one's messages and another's.
+        # Exchanges run concurrently, so each has its own channels: nothing orders one's messages against another's.
         team = Team(dist.new_group(), self._team.timeout_s)
         variables = [form.variable for form in forms]
         check_alike(team, variables)
@@ -243,15 +243,15 @@ def _check(optimizer: Any, is_eager: bool = False) -> None:
         )
     if is_eager or tf.executing_eagerly() or v1.get_default_graph().building_function:
         raise UnsupportedError(
-            f"{name}: eager code that uses tf.compat.v1's optimizers cannot be followed; call "
+            f"{name}: eager code with tf.compat.v1's optimizers is not supported; call "
             "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
         )
 
 
 def _refuse(_: Callable[..., Any], one: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001 - as the original
     raise UnsupportedError(
-        f"this script distributes itself (tf.train.{type(one).__name__}); run it without --auto, or take that part "
-        "out: written for one device, it needs nothing else"
+        f"this script distributes itself (tf.train.{type(one).__name__}); run it without --auto, or remove that part "
+        "so that it runs on one device"
     )
 
 

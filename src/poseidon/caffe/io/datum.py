@@ -24,7 +24,7 @@ def parse_datum(content: bytes | memoryview, origin: str) -> Datum:
         datum.ParseFromString(content)  # type: ignore[arg-type]  # protobuf takes any buffer
     except DecodeError:
         raise ConfigError(
-            f"{origin}: {len(content)} bytes that are no complete Datum; the database is damaged or holds other things"
+            f"{origin}: {len(content)} bytes are not a complete Datum; the database is damaged or holds other records"
         ) from None
     return datum
 
@@ -45,7 +45,7 @@ def datum_values(datum: Datum, mode: Mode, origin: str) -> Values:
     if values.size != math.prod(shape) or not datum.channels > 0:
         raise ConfigError(
             f"{origin}: the Datum states channels, height and width {shape}, which is {math.prod(shape)} values, "
-            f"and holds {values.size}"
+            f"but holds {values.size}"
         )
     shaped: Values = values.reshape(shape)
     return shaped
@@ -60,7 +60,7 @@ def image_to_values(pixels: Image) -> Values:
 def image_datum(pixels: Image, label: int) -> Datum:
     """Return a raw record of an image."""
     height, width, channels = pixels.shape
-    # Caffe writes the flag out even though it is false.
+    # Caffe writes the flag even when it is false.
     return Datum(
         channels=channels,
         height=height,

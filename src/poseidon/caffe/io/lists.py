@@ -44,7 +44,7 @@ def _parse(text: str, number: int, origin: str) -> ImageLine:
         return ImageLine(name.strip(), int(float(label)), number)
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{origin}:{number}: {label!r} is no label; every line holds a file name, a space and a whole number"
+            f"{origin}:{number}: {label!r} is not a label; every line holds a file name, a space and a whole number"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What ``transform_param`` asks for: crop, mirror, mean, scale."""
+"""The transformations of ``transform_param``: crop, mirror, mean, scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = NDArray[np.float32]
 
 
 class Transform:
-    """Crops, mirrors, subtracts the mean and scales, in this order; random only where Caffe is."""
+    """Crops, mirrors, subtracts the mean and scales, in this order; random exactly where Caffe is."""
 
     def __init__(self, param: TransformationParameter, is_training: bool, rank: int = 0) -> None:
         if param.force_color and param.force_gray:
@@ -44,7 +44,7 @@ class Transform:
         return (channels, self._crop or height, self._crop or width)
 
     def __call__(self, values: Values, out: Array, origin: str) -> None:
-        """Write the transformed values to ``out``, whose shape must be what ``shape`` says."""
+        """Write the transformed values to ``out``, which must have the shape that ``shape`` returns."""
         wanted = self.shape(values.shape, origin)
         if wanted != out.shape:
             raise ConfigError(
@@ -92,7 +92,7 @@ class Transform:
 
 
 def decode_mode(param: TransformationParameter) -> Mode:
-    """Return how a TransformationParameter wants encoded records decoded."""
+    """Return the mode in which to decode encoded records."""
     if param.force_color:
         return "color"
     return "gray" if param.force_gray else "native"
@@ -116,6 +116,6 @@ def mean_of(param: TransformationParameter) -> Array | None:
 
 
 def random_stream(rank: int) -> np.random.Generator:
-    """Return random numbers that follow from the seed set for fillers, different for each worker."""
+    """Return a generator derived from the seed set for fillers, different for each worker."""
     seed = int(torch.randint(2**62, ()).item())
     return np.random.default_rng([seed, rank])

@@ -17,7 +17,7 @@ from poseidon.caffe.schema.files import read_binary
 from poseidon.caffe.schema.messages import HingeLossParameter
 from poseidon.errors import ConfigError
 
-# Caffe takes the logarithm of no probability below this in the two losses named after it.
+# The two losses named after it clamp probabilities to this value before the logarithm, as in Caffe.
 _LEAST_PROBABILITY = 1e-20
 
 
@@ -98,7 +98,7 @@ class InfogainLoss(LossLayer):
         super().setup(bottoms, tops)
         settings = self.param.loss_param
         if settings.HasField("normalize"):
-            raise self.error("loss_param.normalize is not taken here; use normalization")
+            raise self.error("loss_param.normalize is not supported here; use normalization")
         self._normalizer = Normalizer(settings)
         self._ignored: int | None = settings.ignore_label if settings.HasField("ignore_label") else None
         self._stored = None if len(bottoms) > 2 else self._read_matrix()

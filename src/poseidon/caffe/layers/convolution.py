@@ -86,7 +86,7 @@ class _Filters(Layer):
 
     @property
     def moving(self) -> Sequence[AxisWindow]:
-        """The windows; a single one of size 1 where there is no spatial axis."""
+        """The windows; one of size 1 if there is no spatial axis."""
         return self._windows or [AxisWindow(1, 1, 0, 1)]
 
     def filter_counts(self) -> tuple[int, int]:
@@ -118,7 +118,7 @@ class Convolution(_Filters):
 
 @register("Deconvolution")
 class Deconvolution(_Filters):
-    """Lays down a filter for every value of the bottom; weights are channels x outputs per group x kernel."""
+    """Adds a scaled filter for every value of the bottom; weights are channels x outputs per group x kernel."""
 
     def filter_counts(self) -> tuple[int, int]:
         return self._channels, self._outputs // self._groups
@@ -133,7 +133,7 @@ class Deconvolution(_Filters):
 def convolve(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: Sequence[AxisWindow], groups: int
 ) -> torch.Tensor:
-    """Convolve over any number of spatial axes; PyTorch has one to three, more are summed over the first of them."""
+    """Convolve over any number of spatial axes; beyond PyTorch's three, sum over the first of them."""
     if len(windows) in _CONVOLVE:
         stride, pad, dilation = _columns(windows)
         return _CONVOLVE[len(windows)](rows, weight, bias, stride, pad, dilation, groups)

@@ -53,7 +53,7 @@ class PrefetchingLayer(Layer):
         self._loader = Prefetcher(staged(batches), self.param.data_param.prefetch, self.name)
 
     def reshape(self, bottoms: Blobs, tops: Blobs) -> None:
-        """Leave the tops as the source made them; every batch brings its own shape."""
+        """Do nothing: every batch brings its own shape."""
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
         try:
@@ -64,7 +64,7 @@ class PrefetchingLayer(Layer):
             top.put_data(values)
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
-        """Do nothing: there is nothing below."""
+        """Do nothing: the layer has no bottoms."""
 
     def locate(self, settings: SourceSettings) -> DataSource:
         """Return what this worker reads for the ``source`` in the layer's settings."""
@@ -82,7 +82,7 @@ class PrefetchingLayer(Layer):
 
 @register("Data")
 class Data(PrefetchingLayer):
-    """Reads Datums from a database in the order of their keys, over and over."""
+    """Reads Datums from a database in the order of their keys, endlessly."""
 
     top_count = Count(1, 2)
 
@@ -90,7 +90,7 @@ class Data(PrefetchingLayer):
         settings = self.param.data_param
         batch_size = self.batch_size(settings)
         if settings.rand_skip:
-            log.warning("%s: rand_skip is ignored; every worker reads records of its own", self.name)
+            log.warning("%s: rand_skip is ignored; every worker reads its own records", self.name)
         source = self.locate(settings)
         database = open_database(backend_name(settings.backend), source.path)
         transform = Transform(self.param.transform_param, self.is_training, this_worker().rank)
@@ -111,7 +111,7 @@ def _samples(database: Database, share: Share, mode: Mode) -> Iterator[Sample]:
 
 
 def skipped(items: Iterator[int], rand_skip: int, count: int) -> Iterator[int]:
-    """Leave out a random number of items, less than ``rand_skip``, at the beginning."""
+    """Skip a random number of items, less than ``rand_skip``, at the beginning."""
     if not rand_skip:
         return items
     skip = int(torch.randint(rand_skip, ()).item())

@@ -1,4 +1,4 @@
-"""Eltwise: combines blobs of one shape value by value."""
+"""Eltwise: combines blobs of one shape element by element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Gradient = Callable[[int, torch.Tensor], torch.Tensor]
 
 @register("Eltwise")
 class Eltwise(Layer):
-    """The product, weighted sum or greatest value of its bottoms."""
+    """The product, weighted sum or maximum of its bottoms."""
 
     bottom_count = Count(2, None)
 
@@ -87,7 +87,7 @@ class Eltwise(Layer):
         return diff if coefficient == 1 else diff * coefficient
 
     def _greatest(self, inputs: Tensors) -> torch.Tensor:
-        # Of two equal values the second bottom's wins, while later bottoms must be greater.
+        # Between bottoms 0 and 1 a tie goes to bottom 1; later bottoms must be greater to win.
         is_first = inputs[0] > inputs[1]
         result = torch.where(is_first, inputs[0], inputs[1])
         self._winner = (~is_first).to(torch.int32)

@@ -22,7 +22,7 @@ log = logging.getLogger("poseidon.caffe")
 
 @register("ImageData")
 class ImageData(PrefetchingLayer):
-    """Reads image files in the order of a list, or shuffled anew in every pass."""
+    """Reads image files in the order of a list, or reshuffled in every pass."""
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
         settings, rank = self.param.image_data_param, this_worker().rank

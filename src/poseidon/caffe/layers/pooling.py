@@ -21,7 +21,7 @@ Windows = tuple[AxisWindow, AxisWindow]
 
 @register("Pooling")
 class Pooling(Layer):
-    """Reduces each window of an image to one value; a second top of MAX shows where in its plane the value was."""
+    """Reduces each window of an image to one value; MAX's second top holds the value's index in its plane."""
 
     top_count = Count(1, 2)
 
@@ -76,7 +76,7 @@ class Pooling(Layer):
         return (settings.kernel_h, settings.kernel_w) if has_both else (settings.kernel_size, settings.kernel_size)
 
     def _pair(self, settings: PoolingParameter, name: str) -> tuple[int, int]:
-        """Return a setting for height and width, given once or as ``_h`` and ``_w``."""
+        """Return a setting for height and width, set once or as ``_h`` and ``_w``."""
         sides = [settings.HasField(f"{name}_{side}") for side in "hw"]
         if any(sides):
             if not all(sides) or settings.HasField(name):
@@ -107,7 +107,7 @@ def pooled_sizes(sizes: Sequence[int], windows: Windows, rounds_up: bool) -> tup
 
 
 def pool(values: torch.Tensor, windows: Windows, method: int, rounds_up: bool, draws: bool) -> torch.Tensor:
-    """Pool a batch of images; ``draws`` lets STOCHASTIC choose at random instead of weighting all values."""
+    """Pool a batch of images; with ``draws`` STOCHASTIC samples a value, otherwise it averages with its weights."""
     if method == _MAX:
         return pool_max(values, windows, rounds_up)[0]
     if method == _AVE:
@@ -116,14 +116,14 @@ def pool(values: torch.Tensor, windows: Windows, method: int, rounds_up: bool, d
 
 
 def pool_max(values: torch.Tensor, windows: Windows, rounds_up: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each window's maximum and its index in the plane; the first of equal values counts."""
+    """Return each window's maximum and its index in the plane; ties go to the first."""
     kernel, stride, pad = _columns(windows)
     if _suits_torch(values, windows, rounds_up):
         return F.max_pool2d(values, kernel, stride, pad, ceil_mode=rounds_up, return_indices=True)
     padded = F.pad(values, _padding(values, windows, rounds_up), value=-math.inf)
     pooled, places = F.max_pool2d(padded, kernel, stride, return_indices=True)
     high, wide = places // padded.shape[3] - pad[0], places % padded.shape[3] - pad[1]
-    # A stride beyond the kernel can leave the last window outside the image: Caffe's answer is the lowest number.
+    # With a stride larger than the kernel the last window can lie outside the image: Caffe returns the lowest float.
     places = (high * values.shape[3] + wide).masked_fill(pooled == -math.inf, -1)
     return pooled.clamp(min=torch.finfo(torch.float32).min), places
 
@@ -143,7 +143,7 @@ def _pool_average(values: torch.Tensor, windows: Windows, rounds_up: bool) -> to
 
 
 def _pool_stochastic(values: torch.Tensor, windows: Windows, rounds_up: bool, draws: bool) -> torch.Tensor:
-    """Draw values with probability proportional to them, or weight them with that probability."""
+    """Sample values with probability proportional to them, or average them with that probability as weight."""
     padded = F.pad(values, _padding(values, windows, rounds_up))
     choices = swept(padded, windows).flatten(2, 3)
     if draws:
@@ -174,7 +174,7 @@ def _suits_torch(values: torch.Tensor, windows: Windows, rounds_up: bool) -> boo
 
 
 def _padding(values: torch.Tensor, windows: Windows, rounds_up: bool) -> list[int]:
-    """Return what F.pad needs so that Caffe's windows fill the image exactly; negative numbers cut values off."""
+    """Return F.pad's arguments that make Caffe's windows tile the image exactly; negative numbers crop."""
     amounts: list[int] = []
     counts = pooled_sizes(values.shape[2:], windows, rounds_up)
     for size, window, count in zip(values.shape[2:], windows, counts, strict=True):

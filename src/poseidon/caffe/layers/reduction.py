@@ -1,4 +1,4 @@
-"""Reduction: one value of all those behind an axis."""
+"""Reduction: reduces all axes from a given one on to a single value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poseidon.caffe.schema.messages import ReductionParameter
 
 @register("Reduction")
 class Reduction(Layer):
-    """The sum, sum of magnitudes, sum of squares or mean over ``axis`` and all axes behind it, times ``coeff``."""
+    """The sum, sum of magnitudes, sum of squares or mean over ``axis`` and all axes after it, times ``coeff``."""
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
         (shape,) = bottoms

@@ -1,4 +1,4 @@
-"""Layer types by name: ours, and those a program registers itself."""
+"""Layer types by name: the built-in ones, and those a program registers."""
 
 from __future__ import annotations
 

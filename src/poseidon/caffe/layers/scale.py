@@ -14,7 +14,7 @@ from poseidon.caffe.schema.messages import BiasParameter, ScaleParameter
 
 
 class _Broadcast(Layer):
-    """Base of layers with an operand that covers some axes of bottom 0 and is repeated along the others."""
+    """Base of layers whose operand covers some axes of bottom 0 and is broadcast along the others."""
 
     bottom_count = Count(1, 2)
 
@@ -45,7 +45,7 @@ class _Broadcast(Layer):
         return [values]
 
     def widened(self, operand: torch.Tensor, axes: int) -> torch.Tensor:
-        """Return the operand with ones for the axes on which it is repeated."""
+        """Return the operand with size 1 on the axes along which it is broadcast."""
         if operand.dim() == 0:
             return operand
         return operand.reshape(operand.shape + (1,) * (axes - self._first - operand.dim()))

@@ -1,4 +1,4 @@
-"""SPP: pooling over ever finer grids, whatever the size of the image."""
+"""SPP: pooling over successively finer grids, for images of any size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poseidon.caffe.schema.messages import PoolingParameter, SPPParameter
 
 @register("SPP")
 class SPP(Layer):
-    """Pools into 1, 2x2, 4x4 ... windows and joins the results into rows; a single level keeps its four axes."""
+    """Pools into 1, 2x2, 4x4 ... windows and concatenates the results; a single level keeps its four axes."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.spp_param

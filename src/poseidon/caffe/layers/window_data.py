@@ -32,7 +32,7 @@ _CHANNELS = 3
 class WindowData(PrefetchingLayer):
     """Samples background windows (label 0), then foreground windows, cut out and scaled to ``crop_size``.
 
-    Windows are drawn at random from all, so workers share a window file without dividing it.
+    Windows are sampled from the whole file, so workers share it without dividing it.
     """
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
@@ -68,7 +68,7 @@ def _crop_of(settings: WindowDataParameter, crop_size: int) -> WindowCrop:
 def _sorted_windows(
     file: WindowFile, settings: WindowDataParameter, source: str
 ) -> tuple[list[ImageWindow], list[ImageWindow]]:
-    """Return the background and the foreground windows; those between the thresholds are left out."""
+    """Return the background and the foreground windows; those between the thresholds are dropped."""
     foreground = [window for window in file.windows if window.overlap >= settings.fg_threshold]
     background = [
         window._replace(label=0)
@@ -118,7 +118,7 @@ class _ImageFiles:
 
 @dataclass(frozen=True)
 class _Sampler:
-    """Everything that makes batches, apart from the layer."""
+    """The batch maker, independent of the layer."""
 
     files: _ImageFiles
     background: list[ImageWindow]
@@ -143,7 +143,7 @@ class _Sampler:
             yield torch.from_numpy(data), torch.from_numpy(labels)
 
     def _fill(self, out: Array, window: ImageWindow, mirrored: bool) -> None:
-        """Cut the window out into ``out``; what lies outside the image stays zero."""
+        """Crop the window into ``out``; pixels outside the image stay zero."""
         try:
             pixels = self.files.read(window.image)
             place = self.crop.place(window, pixels.shape[0], pixels.shape[1], mirrored)

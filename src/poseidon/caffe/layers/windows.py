@@ -22,20 +22,20 @@ class AxisWindow:
 
     @property
     def extent(self) -> int:
-        """Number of places from the window's first value to its last."""
+        """Number of positions from the window's first value to its last."""
         return self.dilation * (self.kernel - 1) + 1
 
     def positions(self, size: int) -> int:
-        """Return how many places along ``size`` values the window can take; less than 1: it does not fit."""
+        """Return how many positions the window can take along ``size`` values; less than 1: it does not fit."""
         return (size + 2 * self.pad - self.extent) // self.stride + 1
 
     def spread(self, positions: int) -> int:
-        """Return the size on which the window takes ``positions`` places: the inverse of ``positions``."""
+        """Return the size along which the window takes that many positions: the inverse of ``positions``."""
         return self.stride * (positions - 1) + self.extent - 2 * self.pad
 
 
 def read_windows(settings: ConvolutionParameter, axes: int) -> list[AxisWindow]:
-    """Return one Window per spatial axis from a ConvolutionParameter, or raise ConfigError."""
+    """Return one AxisWindow per spatial axis from a ConvolutionParameter, or raise ConfigError."""
     kernels = _per_axis(settings, "kernel_size", "kernel", axes)
     strides = _per_axis(settings, "stride", "stride", axes, default=1)
     pads = _per_axis(settings, "pad", "pad", axes, default=0)
@@ -49,7 +49,7 @@ def read_windows(settings: ConvolutionParameter, axes: int) -> list[AxisWindow]:
 def _per_axis(
     settings: ConvolutionParameter, name: str, stem: str | None, axes: int, default: int | None = None
 ) -> list[int]:
-    """Return the values of a repeated field, given once for all axes or once per axis, or as ``_h`` and ``_w``."""
+    """Return the values of a repeated field, set once for all axes, once per axis, or as ``_h`` and ``_w``."""
     given = list(getattr(settings, name))
     if stem is not None and (settings.HasField(f"{stem}_h") or settings.HasField(f"{stem}_w")):
         if axes != 2:
@@ -79,7 +79,7 @@ def swept(values: torch.Tensor, windows: Sequence[AxisWindow]) -> torch.Tensor:
 def channels_inside(values: torch.Tensor) -> torch.Tensor:
     """Return a batch of images in the memory layout that suits windows on its device."""
     if values.dim() == 4 and values.device.type == "cpu":
-        # With channels innermost, PyTorch's CPU kernels for windows are vectorised; ``contiguous`` would leave the
-        # strides of a single channel as they are and miss these kernels.
+        # With channels innermost PyTorch's CPU kernels for windows are vectorised; ``contiguous`` keeps the strides of
+        # a single channel and misses these kernels.
         return values.to(memory_format=torch.channels_last)
     return values

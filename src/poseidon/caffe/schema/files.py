@@ -1,4 +1,4 @@
-"""Read and write messages as text (prototxt) and binary files, with errors that say where."""
+"""Read and write messages as text (prototxt) and binary files; errors name file, line and column."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_binary(path: str | os.PathLike[str], kind: type[M]) -> M:
 
 
 def parse_binary(content: bytes, kind: type[M], origin: str = "<bytes>") -> M:
-    """Parse a serialised message; a truncated or foreign one is an error naming ``origin``."""
+    """Parse a serialised message; a truncated or foreign one raises an error that names ``origin``."""
     result = kind()
     try:
         result.ParseFromString(content)
@@ -70,13 +70,13 @@ def parse_binary(content: bytes, kind: type[M], origin: str = "<bytes>") -> M:
 
 
 def write_binary(path: str | os.PathLike[str], proto: Message) -> None:
-    """Write a message so that ``path`` holds the old content or all of the new, never a part."""
+    """Write a message atomically: ``path`` holds the old content or all of the new."""
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
 
 
 def write_text(path: str | os.PathLike[str], proto: Message) -> None:
-    """Write a message as prototxt, whole or not at all."""
+    """Write a message as prototxt, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text_format.MessageToString(proto), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Which nets a solver trains and tests: its many ways to say so, resolved to one NetParameter per net."""
+"""Which nets a solver trains and tests: its many ways to name them, resolved to one NetParameter per net."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TRAIN_FIELDS = ("net", "net_param", "train_net", "train_net_param")
 
 
 class NetSource(NamedTuple):
-    """Where a net comes from and what it is, with its state filled in."""
+    """A net and its origin, with its state filled in."""
 
     what: str
-    """As Caffe's log says it."""
+    """The origin in the words of Caffe's log."""
     origin: str
     """File or field, for errors."""
     param: NetParameter
@@ -36,7 +36,7 @@ def train_source(param: SolverParameter) -> NetSource:
 
 
 def test_sources(param: SolverParameter) -> list[NetSource]:
-    """Return the nets to test, in Caffe's order: test_net_param, test_net, then the common net as often as is left."""
+    """Return the nets to test, in Caffe's order: test_net_param, test_net, then the common net for the rest."""
     sources = [_given("test_net_param", net) for net in param.test_net_param]
     sources += [_read("test_net file", path) for path in param.test_net]
     generic = [name for name in ("net", "net_param") if param.HasField(name)]
@@ -50,7 +50,7 @@ def test_sources(param: SolverParameter) -> list[NetSource]:
     if param.test_state and len(param.test_state) != len(sources):
         raise ConfigError(
             f"test_state is given {len(param.test_state)} times for {len(sources)} test nets; "
-            "give it never or once for each"
+            "give it once for each or not at all"
         )
     if sources and param.test_interval <= 0:
         raise ConfigError(f"test_interval is {param.test_interval}; with test nets it must be positive")
@@ -76,7 +76,7 @@ def _given(field: str, net: NetParameter) -> NetSource:
 
 
 def _with_state(source: NetSource, phase: int, more: list[NetState]) -> NetSource:
-    """Fill in the state: the phase, then what the net says, then what the solver says."""
+    """Fill in the state: the phase, then the net's own state, then the solver's."""
     state = NetState(phase=phase)
     for addition in (source.param.state, *more):
         state.MergeFrom(addition)

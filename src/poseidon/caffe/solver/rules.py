@@ -1,7 +1,7 @@
 """How gradients become updates: one rule per solver type, on many tensors at once.
 
 A rule turns gradients into the amounts that are subtracted from the parameters, in place, and keeps one or two
-histories per parameter. What every rule shares (clipping, ``iter_size``, weight decay) comes before, in ``updater.py``.
+histories per parameter. What all rules share (clipping, ``iter_size``, weight decay) happens first, in ``updater.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class ParameterBatch:
-    """Parameters that are updated alike."""
+    """Parameters with the same multipliers, updated together."""
 
     diffs: Tensors
     """Gradients, which become updates."""
@@ -55,7 +55,7 @@ class SGD(Rule):
     """Stochastic gradient descent with momentum."""
 
     def apply(self, batch: ParameterBatch) -> None:
-        """Take the history, which moves by the gradients, as update."""
+        """Add the gradients to the decayed history; the history is the update."""
         diffs, (history,) = batch.diffs, batch.histories
         torch._foreach_mul_(history, self.momentum)
         torch._foreach_add_(history, diffs, alpha=batch.rate)
@@ -66,7 +66,7 @@ class Nesterov(Rule):
     """Nesterov's accelerated gradient."""
 
     def apply(self, batch: ParameterBatch) -> None:
-        """Step to where the momentum will have led."""
+        """Update by the momentum looked ahead one step."""
         diffs, (history,) = batch.diffs, batch.histories
         torch._foreach_mul_(diffs, batch.rate)
         torch._foreach_mul_(history, self.momentum)
@@ -144,7 +144,7 @@ class Adam(Rule):
 
 
 RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (SGD, Nesterov, AdaGrad, RMSProp, AdaDelta, Adam)}
-"""The rules by the ``type`` that a solver's prototxt gives."""
+"""The rules by ``type`` in a solver's prototxt."""
 
 
 def _average_squares(averages: Tensors, values: Tensors, decay: float) -> None:

@@ -31,10 +31,9 @@ Connect = Callable[["Solver"], Workers]
 
 
 class Solver:
-    """Trains a net; made from a solver's prototxt file or from a SolverParameter.
+    """Trains a net; built from a solver's prototxt file or a SolverParameter.
 
-    ``connect`` joins the workers of a job; without it the solver joins those of torch's default process group, if there
-    is one.
+    ``connect`` joins the workers of a job; by default the solver joins those of torch's default process group, if any.
     """
 
     type: ClassVar[str] = ""
@@ -60,11 +59,11 @@ class Solver:
         self._workers = (connect or _connect_default_group)(self)
         log.info("Solver scaffolding done.")
 
-    # What pycaffe offers.
+    # The interface of pycaffe.
 
     @property
     def lr(self) -> float:
-        """The learning rate of the coming iteration, before any ``lr_mult``."""
+        """The learning rate of the next iteration, before any ``lr_mult``."""
         return learning_rate(self.param, self.iter, self._step).value
 
     @property
@@ -78,16 +77,16 @@ class Solver:
         return self._workers.is_root
 
     def add_callback(self, on_start: Callable[[], None], on_gradients_ready: Callable[[], None]) -> None:
-        """Call the first before each iteration's passes, the second once its gradients are complete."""
+        """Call the first before each iteration's passes, the second when its gradients are complete."""
         self._on_start.append(on_start)
         self._on_gradients.append(on_gradients_ready)
 
     def set_action_function(self, wanted: ActionFunction) -> None:
-        """Ask ``wanted`` after every iteration what to do (see ``signals.py``)."""
+        """Call ``wanted`` after every iteration to learn what to do (see ``signals.py``)."""
         self._wanted = wanted
 
     def share_weights(self, net: Net) -> None:
-        """Let another net use this solver's parameter values from now on."""
+        """Make another net share this solver's parameter values from now on."""
         weights.share(net, self.net)
 
     def step(self, iterations: int) -> None:
@@ -108,7 +107,7 @@ class Solver:
                 return
 
     def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
-        """Train up to ``max_iter``, then snapshot, show the loss and test, as the settings say."""
+        """Train up to ``max_iter``, then snapshot, show the loss and test, if the settings say so."""
         param = self.param
         log.info("Solving %s", self.net.name)
         log.info("Learning Rate Policy: %s", param.lr_policy)
@@ -133,7 +132,7 @@ class Solver:
         log.info("Optimization Done.")
 
     def apply_update(self) -> None:
-        """Change the parameters by the gradients that are in the net, and count one iteration."""
+        """Update the parameters by the gradients in the net, and count one iteration."""
         step = self._step
         rate, self._step = learning_rate(self.param, self.iter, step)
         if self.param.lr_policy == "multistep" and self._step != step:
@@ -153,7 +152,7 @@ class Solver:
                 return
 
     def snapshot(self) -> None:
-        """Write parameters and state to files named after ``snapshot_prefix`` and the iteration; worker 0 does it."""
+        """As worker 0, write parameters and state under ``snapshot_prefix`` and the iteration."""
         self._workers.settle()
         if not self._workers.is_root:
             return
@@ -162,7 +161,7 @@ class Solver:
         state.write_snapshot(self.net, self._updater.history, progress, self.param)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take iteration, history and parameters from a state file; with several workers, worker 0 reads it for all."""
+        """Restore iteration, history and parameters from a state file; worker 0 reads it for all."""
         if self._workers.is_root:
             self.iter, self._step = state.read_snapshot(path, self.net, self._updater.history)
         blobs = [entry.blob for entry in self.net.learnable] + self._updater.history
@@ -171,17 +170,17 @@ class Solver:
         )
 
     def close(self) -> None:
-        """Leave the other workers, if there are any, and forget all callbacks; the nets stay usable."""
+        """Leave the other workers, if any, and drop all callbacks; the nets stay usable."""
         self._workers.close()
         self._workers = SoleWorker()
-        # They may refer back to the solver, whose data layers would go on reading ahead until the next collection.
+        # Callbacks may refer back to the solver; its data layers would then prefetch until the next collection.
         for calls in (self._on_start, self._on_gradients, self.output_listeners):
             calls.clear()
 
     # One iteration.
 
     def _iterate(self, clock: _Clock) -> ActionFunction:
-        """Compute the gradients of one iteration; return how to learn what to do after it."""
+        """Compute the gradients of one iteration; return a function that tells what to do after it."""
         action = self._workers.ask(self._wanted)
         for call in self._on_start:
             call()

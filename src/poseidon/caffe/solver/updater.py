@@ -17,9 +17,9 @@ log = logging.getLogger("poseidon.caffe")
 
 
 class ParameterUpdater:
-    """Updates a net's parameters by one rule and owns the history this takes.
+    """Updates a net's parameters by one rule and owns the rule's history.
 
-    Parameters with ``lr_mult: 0`` stay as they are and cost nothing; their history stays zero.
+    Parameters with ``lr_mult: 0`` do not change and cost nothing; their history stays zero.
     """
 
     def __init__(self, learnable: Sequence[LearnableParam], rule: Rule, param: SolverParameter) -> None:
@@ -30,7 +30,7 @@ class ParameterUpdater:
         self._param = param
         shapes = [entry.blob.shape for entry in self._learnable]
         self.history = [Blob(shape) for _ in range(rule.histories) for shape in shapes]
-        """All first histories in the order of the parameters, then all second ones: the order of the files."""
+        """All first histories in the order of the parameters, then all second ones, as in the files."""
         self._groups: dict[tuple[float, float], list[int]] = {}
         for index, entry in enumerate(self._learnable):
             if entry.lr_mult:
@@ -38,7 +38,7 @@ class ParameterUpdater:
 
     @torch.no_grad()
     def apply(self, rate: float, iteration: int) -> None:
-        """Change all parameters by their gradients; afterwards every diff holds what was subtracted."""
+        """Update all parameters by their gradients; afterwards every diff holds what was subtracted."""
         self._clip()
         for (lr_mult, decay_mult), members in self._groups.items():
             diffs = [self._learnable[i].blob.diff_tensor for i in members]

@@ -28,9 +28,9 @@ class Conversion:
     encoded: bool = False
     """Store image files instead of pixels."""
     encode_type: str = ""
-    """The kind of file ("png", "jpg"); empty: as each image's own name says."""
+    """The kind of file ("png", "jpg"); empty: by each image's own extension."""
     check_size: bool = False
-    """Stop at an image that is not as large as the first."""
+    """Stop at an image whose size differs from the first."""
 
     def datum(self, path: str, label: int) -> tuple[Datum, Image]:
         """Return the record for an image file, and its pixels."""
@@ -50,9 +50,9 @@ class Conversion:
 def convert_imageset(
     root_folder: str, list_file: str, database: str, backend: str, conversion: Conversion, shuffle: bool = False
 ) -> int:
-    """Write all images that can be read, keyed by their place in the list and their name; return how many.
+    """Write all readable images, keyed by position in the list and name; return how many.
 
-    An image that cannot be read is reported and left out, as in Caffe.
+    An unreadable image is reported and skipped, as in Caffe.
     """
     lines = read_image_list(list_file)
     if shuffle:

@@ -1,4 +1,4 @@
-"""Rewrite nets and solvers of older forms in the present one."""
+"""Upgrade files of nets and solvers to the current form."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SOLVER_ONLY = set(SolverParameter.DESCRIPTOR.fields_by_name) - set(NetParameter
 
 
 def upgrade_file(source: str, target: str, kind: str = "auto") -> bool:
-    """Upgrade a net (text or binary) or a solver; return whether anything had to change.
+    """Upgrade a net (text or binary) or a solver; return whether anything changed.
 
-    The target is written in any case, as Caffe's tools do.
+    The target is always written, as Caffe's tools do.
     """
     if kind not in KINDS:
         raise unknown_name("kind of file", kind, KINDS)
@@ -40,7 +40,7 @@ def upgrade_file(source: str, target: str, kind: str = "auto") -> bool:
 
 
 def detect_kind(source: str) -> str:
-    """Return what a file is by its content: a binary net, or a net or solver in text form."""
+    """Return the kind of a file by its content: a binary net, or a net or solver in text form."""
     try:
         content = Path(source).read_bytes()
     except OSError as error:
@@ -59,7 +59,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _top_level_fields(text: str) -> set[str]:
-    """Return the names of the fields that stand outside all braces."""
+    """Return the names of the fields outside all braces."""
     bare = re.sub(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', "", text)
     fields: set[str] = set()
     depth = 0
