@@ -223,7 +223,7 @@ def test_damaged_records_are_named(caffe):
                 net.forward()
     with new_database("lmdb", "junk") as writer:
         writer.put(b"k", b"\xff\xff\xff")
-    with pytest.raises(ConfigError, match=r"junk: record 'k'.*no complete Datum"):
+    with pytest.raises(ConfigError, match=r"junk: record 'k'.*not a complete Datum"):
         net_of(
             caffe,
             'layer { name: "d" type: "Data" top: "data" data_param { source: "junk" backend: LMDB batch_size: 1 } }',

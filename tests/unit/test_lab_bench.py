@@ -142,14 +142,14 @@ def test_cells_without_any_speedup_leave_the_picture_out(tmp_path, capsys):
     file.write_text(json.dumps({"cells": results.cells_to_json([cell(ddp=Measured(failure="boom"))])}))
     assert main(["bench", "--plot", str(file)]) == 0
     assert not (tmp_path / "r.png").exists()
-    assert "picture left out" in capsys.readouterr().err
+    assert "no picture" in capsys.readouterr().err
 
 
 def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):
     file = tmp_path / "x.json"
     file.write_text("{}")
     assert main(["bench", "--plot", str(file)]) == 1
-    assert f"{file} is no file of benchmark results" in capsys.readouterr().err
+    assert f"{file} is not a file of benchmark results" in capsys.readouterr().err
 
 
 def say_all(listener, *events):

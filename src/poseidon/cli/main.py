@@ -1,7 +1,7 @@
 """The ``poseidon`` command line: finds the subcommand, runs it, turns errors into one line and a status.
 
-A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only when
-asked for, so that ``poseidon plan`` does not wait for what ``poseidon lab`` needs.
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only when it is
+called, so that ``poseidon plan`` does not wait for the imports of ``poseidon lab``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert-imageset": ("poseidon.caffe.commands.convert_imageset", "write the images of a list to a Caffe database"),
     "device-query": ("poseidon.caffe.commands.device_query", "show the GPUs of this machine"),
     "doctor": ("poseidon.doctor.command", "check hosts and links before a long job"),
-    "extract-features": ("poseidon.caffe.commands.extract_features", "write what a Caffe net computes to databases"),
+    "extract-features": ("poseidon.caffe.commands.extract_features", "write a Caffe net's blobs to databases"),
     "lab": ("poseidon.cli.lab", "turn this machine into a cluster of emulated machines"),
     "partition-data": (
         "poseidon.caffe.commands.partition_data",
@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "test": ("poseidon.caffe.commands.test", "score a Caffe net"),
     "time": ("poseidon.caffe.commands.time", "time the layers of a Caffe net"),
     "train": ("poseidon.caffe.commands.train", "train a Caffe solver's net, on one worker or many"),
-    "upgrade-net": ("poseidon.caffe.commands.upgrade_net", "rewrite an old Caffe net or solver in the present form"),
+    "upgrade-net": ("poseidon.caffe.commands.upgrade_net", "rewrite an old Caffe net or solver in the current form"),
 }
 
 

@@ -30,15 +30,15 @@ def profile_prototxt(path: str | Path, batch: int, flops: float, is_measured: bo
     net = _build(path, batch if is_measured else 1)
     units = find_net_units(net)
     if not units:
-        # A deploy net has no loss, so by itself nothing in it learns.
+        # A deploy net has no loss, so nothing in it would learn.
         net = _build(path, batch if is_measured else 1, force_backward=True)
         units = find_net_units(net)
     if not units:
-        raise ConfigError(f"{path}: no layer of this net learns anything, so there is nothing to exchange")
+        raise ConfigError(f"{path}: no layer of this net learns, so there is nothing to exchange")
     forward, backward = _measure(net) if is_measured else _estimate(net, flops)
     made = []
     for place, unit in enumerate(units):
-        # A unit answers for the layers from its own up to the next unit's, which have no parameters.
+        # A unit accounts for all layers from its own up to the next unit's, which have no parameters.
         begin = unit.layer_index if place else 0
         end = units[place + 1].layer_index if place + 1 < len(units) else len(net.layers)
         load = unit.load(net) if unit.kind != "dense" else None
@@ -70,13 +70,11 @@ def _build(path: str | Path, batch: int, force_backward: bool = False) -> BuiltN
     try:
         return BuiltNet(param)
     except ConfigError as error:
-        raise ConfigError(
-            f"{path}: {error}; a net whose data are elsewhere can be planned by its deploy form"
-        ) from error
+        raise ConfigError(f"{path}: {error}; if its data are not here, plan the deploy form of the net") from error
 
 
 def _take_input(layer: Any, batch: int) -> None:
-    """Give an input layer the batch, and make one of a data layer that says how large its images are."""
+    """Set the batch of an input layer, and replace a data layer whose image size is known by an input layer."""
     if layer.type == "Input":
         for shape in layer.input_param.shape:
             if shape.dim:

@@ -1,4 +1,4 @@
-"""Networks for benchmarks and tests: the published shapes, written in plain PyTorch, with data and loss.
+"""Networks for benchmarks and tests: published architectures in plain PyTorch, with data and loss.
 
 ::
 
@@ -23,10 +23,10 @@ __all__ = ["Network", "Shape", "Task", "build", "names"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a network is written, and its two shapes."""
+    """Where a network is defined, and its two sizes."""
 
     module: str
-    """Module of this package that writes it."""
+    """Module of this package that defines it."""
     function: str
     """Function there that takes the sizes and returns the model and its task."""
     full: Sizes
@@ -34,7 +34,7 @@ class _Entry:
     tiny: Sizes
     """The same layers with at most about 200 000 parameters."""
     smallest_image: int = 1
-    """Images below this size vanish on the way through the layers."""
+    """Smaller images would shrink to nothing on the way through the layers."""
 
 
 _ZOO = {
@@ -128,7 +128,7 @@ def build(
     """Return the network called ``name`` as published, or its tiny twin, changed where an argument is given.
 
     The tiny twin has the same layers with fewer channels and smaller inputs, and runs in milliseconds. Every
-    argument left at None keeps its published (or tiny) value; ``dropout=0.0`` makes the training pass free of chance.
+    argument left at None keeps its published (or tiny) value; ``dropout=0.0`` makes training deterministic.
     Under ``with torch.device("meta")`` a network costs no memory.
     """
     entry = _ZOO.get(name)

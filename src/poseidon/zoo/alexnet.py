@@ -9,7 +9,7 @@ from poseidon.zoo.network import Sizes, Task
 
 
 def alexnet(sizes: Sizes) -> tuple[nn.Module, Task]:
-    """Return AlexNet as later retold for one GPU, without local response normalisation."""
+    """Return AlexNet in its later one-GPU form, without local response normalisation."""
     c1, c2, c3, c4, c5 = (sizes.scaled(channels) for channels in (64, 192, 384, 256, 256))
     hidden = sizes.scaled(4096)
     model = nn.Sequential(

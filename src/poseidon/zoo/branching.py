@@ -1,6 +1,6 @@
-"""Networks that fork and join, written as data: the common ground of GoogLeNet and Inception-V3.
+"""Networks that fork and join, written as data: the common part of GoogLeNet and Inception-V3.
 
-A stack is a tuple of steps: a convolution, a pooling, or a split into stacks whose outputs are concatenated.
+A stack is a tuple of steps: a convolution, a pooling, or a fork into stacks whose outputs are concatenated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Conv:
     kernel: tuple[int, int] = (1, 1)
     stride: int = 1
     padded: bool = True
-    """Whether zeros around the input make up for the size of the kernel."""
+    """Whether zero padding keeps the input's size."""
 
 
 @dataclass(frozen=True)

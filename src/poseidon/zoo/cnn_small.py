@@ -1,6 +1,6 @@
 """The two small networks that ship with Caffe: LeNet for MNIST and the quick one for CIFAR-10.
 
-Caffe rounds the output size of a pooling up, hence ``ceil_mode`` throughout.
+Caffe rounds the output size of a pooling up, so ``ceil_mode`` is set throughout.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _ROW, _COLUMN = (1, 7), (7, 1)
 
 
 def inception_v3(sizes: Sizes) -> tuple[nn.Module, Task]:
-    """Return Inception-V3; images below 75 pixels vanish on the way."""
+    """Return Inception-V3; images need at least 75 pixels."""
     return classifier(_LAYERS, sizes)
 
 

@@ -1,6 +1,6 @@
-"""Ten equal layers of full gradients and hardly any arithmetic: what is left of a network when only its traffic counts.
+"""Ten equal layers with full gradients and hardly any arithmetic: a network reduced to its traffic.
 
-No layer has a short form, so the exchange is as long as it can be; with paced compute it shows what a schedule hides.
+No gradient has a short form, so the exchange is as long as possible; with paced compute it shows what a schedule hides.
 """
 
 from __future__ import annotations

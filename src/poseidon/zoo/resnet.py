@@ -11,12 +11,12 @@ _CHANNELS = (64, 128, 256, 512)
 _EXPANSION = 4
 """A bottleneck's output has this many times its inner channels."""
 _FIRST_GAIN = 0.1
-"""Starting scale of what a block adds to its shortcut. At 1.0 the gradients of 50 blocks grow until
+"""Initial scale of what a block adds to its shortcut. At 1.0 the gradients of 50 blocks grow until
 rounding decides their digits on small batches; at 0.0 a block's own layers would start without gradient."""
 
 
 class Residual(nn.Module):
-    """ReLU of ``body(x)`` plus the shortcut, which is ``x`` itself wherever the sizes allow it."""
+    """ReLU of ``body(x)`` plus the shortcut, which is ``x`` itself where the sizes allow it."""
 
     def __init__(self, body: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A language model of GPT-2 small's shape; its token embedding is also its output projection."""
+"""A language model with GPT-2 small's architecture; its token embedding is also its output projection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised first and added to what came in."""
+    """Attention and a two-layer perceptron, each with normalised input and a residual connection."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def gpt2(sizes: Sizes) -> tuple[nn.Module, Task]:
 
 
 def _initialise(model: TransformerNet) -> None:
-    """Draw GPT-2's initial weights; what adds to the residual stream starts smaller, for depth sums it."""
+    """Draw GPT-2's initial weights; layers that add to the residual stream start smaller, since depth sums them."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)

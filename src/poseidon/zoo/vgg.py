@@ -40,7 +40,7 @@ def _classifier(inputs: int, sizes: Sizes) -> list[nn.Module]:
 
 
 def _initialise(model: nn.Sequential) -> None:
-    """Draw weights that keep the signal's size through 16 convolutions; torch's own would let it vanish."""
+    """Draw weights that keep the signal's scale through 16 convolutions; torch's defaults would let it vanish."""
     for layer in model:
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

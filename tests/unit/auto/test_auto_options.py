@@ -33,7 +33,7 @@ def test_no_script_is_said_so() -> None:
         ({"evaluation": "none"}, "unknown --eval 'none'; known: first, full, shard"),
         ({"timeout_s": 0.0}, "--timeout is 0.0"),
         ({"seed": -1}, "--seed is -1"),
-        ({"whole": ("a", "b"), "deal": ("b",)}, "b is in --whole and in --deal"),
+        ({"whole": ("a", "b"), "deal": ("b",)}, "b is in both --whole and --deal"),
     ],
 )
 def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:
