@@ -20,6 +20,7 @@ from poseidon.auto.averaging import are_alike
 from poseidon.auto.engines import Engines
 from poseidon.auto.step import Step
 from poseidon.engine.outputs import map_tensors, tensors_in
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
@@ -35,7 +36,7 @@ class SharedEvaluation:
         self._step = step
         self._report = report
         self._trusted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._is_inside = False
+        self._nesting = Nesting()
 
     def install(self, patches: Patches) -> None:
         """Install the hook."""
@@ -50,20 +51,17 @@ class SharedEvaluation:
         ]
 
     def _call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside or torch.is_grad_enabled() or module.training or not self._step.is_shared:
+        if self._nesting.is_inside or torch.is_grad_enabled() or module.training or not self._step.is_shared:
             return original(module, *args, **kwargs)
         count = next((len(tensor) for tensor in tensors_in((args, kwargs)) if tensor.ndim), 0)
         if count < self._team.size or not self._is_trained(module):
             return original(module, *args, **kwargs)
-        self._is_inside = True
-        try:
+        with self._nesting.enter():
             if module not in self._trusted:
                 return self._try(original, module, args, kwargs, count)
             if self._trusted[module]:
                 return self._share(original, module, args, kwargs, count)
             return original(module, *args, **kwargs)
-        finally:
-            self._is_inside = False
 
     def _is_trained(self, module: nn.Module) -> bool:
         return any(module is root for owner in self._engines.living() for root in owner.roots())

@@ -8,8 +8,8 @@ script sets itself in ``optimizer.step()``.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from poseidon.auto.averaging import are_alike, average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.step import Step
 from poseidon.engine.outputs import find_leaves
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
@@ -41,8 +42,8 @@ class TorchGradients:
         self._report = report
         self._rate = rate
         """Factor for learning rates."""
-        self._is_inside = False
-        """Whether a backward is under way: checkpoints run others inside it, which belong to it."""
+        self._nesting = Nesting()
+        """Around a backward: checkpoints run others inside it, which belong to it."""
         self._has_averaged = False
 
     def install(self, patches: Patches) -> None:
@@ -63,14 +64,9 @@ class TorchGradients:
             self._report.say("nothing was averaged: no backward reached a parameter; each worker ran by itself")
         self._engines.verify()
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Ignore backward passes inside this context: another front end handles their gradients."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = before
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context that ignores backward passes: another front end handles their gradients."""
+        return self._nesting.enter()
 
     # Optimizers.
 
@@ -113,19 +109,16 @@ class TorchGradients:
     def _backward(
         self, original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kw: Any
     ) -> None:
-        if self._is_inside:
+        if self._nesting.is_inside:
             original(tensors, grad_tensors, *args, **kw)
             return
-        self._is_inside = True
-        try:
+        with self._nesting.enter():
             outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             loose = self._before_backward([output for output in outputs if isinstance(output, Tensor)])
             original(tensors, self._weighted(outputs, grad_tensors), *args, **kw)
             self._has_averaged |= self._engines.end_backward()
             average_gradients(self._team, loose)
             self._has_averaged |= bool(loose)
-        finally:
-            self._is_inside = False
 
     def _before_backward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Prepare the engines; return tensors to average at the end."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from poseidon.caffe.blob import Blob, proto_shape
 from poseidon.caffe.extras import require
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.net import BuiltNet
-from poseidon.caffe.schema import NetParameter
+from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.caffe.schema.files import replacing, write_binary
 from poseidon.caffe.upgrade import read_weights
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
+
+SourceLayer = TypeVar("SourceLayer", Layer, LayerParameter)
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
@@ -41,12 +43,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
 
 def copy_from_proto(net: BuiltNet, source: NetParameter, origin: str = "<weights>") -> None:
     """Copy parameters from a NetParameter to the layers of the same name; the others are skipped."""
-    for stored in source.layer:
-        layer = _target(net, stored.name)
-        if layer is None:
-            continue
-        if len(stored.blobs) != len(layer.blobs):
-            raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(stored.blobs)} for it")
+    for layer, stored in _matches(net, source.layer, origin):
         for number, (blob, proto) in enumerate(zip(layer.blobs, stored.blobs, strict=True)):
             if not blob.fits(proto):
                 raise _shape_mismatch(layer, number, blob, proto_shape(proto), origin)
@@ -96,16 +93,22 @@ def save_hdf5(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = Fa
 
 def share(net: BuiltNet, other: BuiltNet) -> None:
     """Make ``net`` share the parameter values of layers of the same name in ``other`` from now on."""
-    for source in other.layers:
-        layer = _target(net, source.name)
-        if layer is None:
-            continue
-        if len(source.blobs) != len(layer.blobs):
-            raise layer.error(f"has {len(layer.blobs)} parameters, the other net's layer {len(source.blobs)}")
+    for layer, source in _matches(net, other.layers, "the other net"):
         for number, (blob, owner) in enumerate(zip(layer.blobs, source.blobs, strict=True)):
             if blob.shape != owner.shape:
                 raise _shape_mismatch(layer, number, blob, owner.shape, "the other net")
             blob.share_data(owner)
+
+
+def _matches(net: BuiltNet, sources: Iterable[SourceLayer], origin: str) -> Iterator[tuple[Layer, SourceLayer]]:
+    """Yield the net's layers with the sources of the same name, which must have as many parameters."""
+    for source in sources:
+        layer = _target(net, source.name)
+        if layer is None:
+            continue
+        if len(source.blobs) != len(layer.blobs):
+            raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(source.blobs)} for it")
+        yield layer, source
 
 
 def _load_group(net: BuiltNet, name: str, group: Any, origin: str) -> None:

@@ -6,8 +6,7 @@ own gradients; an optimizer's clipping sees the means.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -24,14 +23,14 @@ from poseidon.engine.outside import (
     check_alike,
     take_from_first,
 )
-from poseidon.errors import UnsupportedError
 from poseidon.following.keras_rates import scale_rate
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.tensorflow.datasets import Datasets
-from poseidon.tensorflow.exchange import GraphExchange
+from poseidon.tensorflow.exchange import GraphExchange, check_no_strategy
 
 
 class EagerLoops:
@@ -45,7 +44,7 @@ class EagerLoops:
         self._report = report
         self._exchanges: dict[tuple[int, ...], tuple[GraphExchange, Sequence[Any]]] = {}
         """By the ids of an optimizer and its variables, which are kept alive."""
-        self._is_inside = False
+        self._nesting = Nesting()
 
     @property
     def has_trained(self) -> bool:
@@ -75,18 +74,13 @@ class EagerLoops:
 
     def _apply(self, original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         # The optimizer of a model that poseidon.keras distributes has its own `apply`.
-        if self._is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
+        if self._nesting.is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
             return original(optimizer, grads, trainable_variables)
-        if tf.distribute.has_strategy():
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} is used inside tf.distribute's "
-                f"{type(tf.distribute.get_strategy()).__name__}: two systems cannot distribute one script; remove the "
-                "strategy, or run without --auto"
-            )
+        check_no_strategy(optimizer)
         variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
         exchange = self._exchange_of(optimizer, variables)
         means = exchange.average(list(grads), exchange.begin(self._samples()))
-        with self._inside():
+        with self._nesting.enter():
             return original(optimizer, means, trainable_variables)
 
     def _exchange_of(self, optimizer: Any, variables: Sequence[Any]) -> GraphExchange:
@@ -124,11 +118,3 @@ class EagerLoops:
         if tf.executing_eagerly():
             return self._datasets.rows
         return tf.numpy_function(lambda: np.int64(self._datasets.rows), [], tf.int64, stateful=True)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = False

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit, Rows
+from poseidon.errors import UnsupportedError
 
 Gradient = Any
 """A tf.Tensor, tf.IndexedSlices or None."""
@@ -165,3 +166,13 @@ def find_factors(gradient: Gradient) -> list[tuple[Any, Any]]:
     if not is_product or operation.get_attr("transpose_b"):
         return []
     return [tuple(operation.inputs)]
+
+
+def check_no_strategy(optimizer: Any) -> None:
+    """Raise if TensorFlow itself distributes the code that uses an optimizer."""
+    if tf.distribute.has_strategy():
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is used inside tf.distribute's "
+            f"{type(tf.distribute.get_strategy()).__name__}: two systems cannot distribute one script; remove the "
+            "strategy, or run without --auto"
+        )

@@ -20,6 +20,7 @@ from tensorflow.python.summary.writer import writer
 from tensorflow.python.training import saver
 
 from poseidon.errors import ConfigError
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
@@ -51,7 +52,7 @@ class Files:
         self._sessions = sessions
         self._report = report
         self._scratch: Path | None = None
-        self._is_inside = False
+        self._nesting = Nesting()
         """Whether worker 0 is inside a call: the others do not make the calls that TensorFlow nests in it."""
 
     def install(self, patches: Patches) -> None:
@@ -97,13 +98,13 @@ class Files:
         self._sessions.take_over(session, _variables_of(one))
 
     def _ask_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside:
+        if self._nesting.is_inside:
             return original(*args, **kwargs)
         mine = self._alone(original, *args, **kwargs) if self._team.rank == 0 else None
         return self._team.gather_json(mine)[0]
 
     def _ask_first_for_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside:
+        if self._nesting.is_inside:
             return original(*args, **kwargs)
         mine = self._alone(original, *args, **kwargs) if self._team.rank == 0 else None
         text = self._team.gather_json(None if mine is None else mine.SerializeToString().hex())[0]
@@ -112,11 +113,8 @@ class Files:
         return checkpoint_management.CheckpointState.FromString(bytes.fromhex(text))
 
     def _alone(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_inside = True
-        try:
+        with self._nesting.enter():
             return original(*args, **kwargs)
-        finally:
-            self._is_inside = False
 
     # Other files.
 

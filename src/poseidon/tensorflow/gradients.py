@@ -8,11 +8,10 @@ reach an optimizer are not exchanged.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +24,12 @@ from tensorflow.python.training import server_lib, sync_replicas_optimizer
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import OutsideFrontEnd, check_alike
 from poseidon.errors import UnsupportedError
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.planning.cluster import Cluster
 from poseidon.team.team import Team
-from poseidon.tensorflow.exchange import GraphExchange
+from poseidon.tensorflow.exchange import GraphExchange, check_no_strategy
 from poseidon.tensorflow.forms import Form
 from poseidon.tensorflow.graphs import find_ancestors, find_batch, find_descendants, redirect, tensors_of
 from poseidon.tensorflow.replacing import replace_everywhere
@@ -76,7 +76,7 @@ class GraphGradients:
         self._scaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._notes: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
         self._cluster: Cluster | None = None
-        self._is_inside = False
+        self._nesting = Nesting()
         self.exchanges: list[Exchanged] = []
 
     def install(self, patches: Patches) -> None:
@@ -111,7 +111,7 @@ class GraphGradients:
         # The means wait for all gradients anyway. Gates would only force the computation of a layer's full gradient
         # although its factors travel instead.
         bound.arguments["gate_gradients"] = optimizers.Optimizer.GATE_NONE
-        with self._inside():
+        with self._nesting.enter():
             pairs = original(*bound.args, **bound.kwargs)
         return self._exchange(type(optimizer).__name__, [loss], pairs)
 
@@ -124,7 +124,7 @@ class GraphGradients:
 
     def _record(self, original: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(ys, xs, *args, **kwargs)
-        if not self._is_inside and isinstance(xs, (list, tuple)):
+        if not self._nesting.is_inside and isinstance(xs, (list, tuple)):
             pairs = [(g, x) for g, x in zip(found, xs, strict=True) if isinstance(x, tf.Variable) and g is not None]
             if pairs:
                 calls = self._notes_of(v1.get_default_graph()).calls
@@ -141,14 +141,6 @@ class GraphGradients:
             value = getattr(optimizer, name, None)
             if value is not None:
                 setattr(optimizer, name, (value() if callable(value) else value) * self._rate)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = False
 
     def _notes_of(self, graph: Any) -> _Notes:
         return self._notes.setdefault(graph, _Notes())
@@ -234,16 +226,10 @@ class GraphGradients:
 
 
 def _check(optimizer: Any, is_eager: bool = False) -> None:
-    name = type(optimizer).__name__
-    if tf.distribute.has_strategy():
-        strategy = type(tf.distribute.get_strategy()).__name__
-        raise UnsupportedError(
-            f"{name} is used inside tf.distribute's {strategy}: two systems cannot distribute one script; remove the "
-            "strategy, or run without --auto"
-        )
+    check_no_strategy(optimizer)
     if is_eager or tf.executing_eagerly() or v1.get_default_graph().building_function:
         raise UnsupportedError(
-            f"{name}: eager code with tf.compat.v1's optimizers is not supported; call "
+            f"{type(optimizer).__name__}: eager code with tf.compat.v1's optimizers is not supported; call "
             "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
         )
 
