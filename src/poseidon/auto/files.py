@@ -170,7 +170,7 @@ class Overlay:
 
     def _wrap_os(self, patches: Patches, name: str, around: Callable[..., Any]) -> None:
         patches.wrap(os, name, around)
-        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps functions of its own there
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own functions there
         if accessor is not None and name in accessor.__dict__:
             patches.replace(accessor, name, staticmethod(getattr(os, name)))
 

@@ -40,7 +40,7 @@ class KerasModels:
         self._options = options
         self._report = report
         self._aside = aside
-        """Inside it nobody else averages gradients: on the torch backend Keras calls ``backward()`` itself."""
+        """A context without other averaging: on the torch backend Keras calls ``backward()`` itself."""
         self._distributed: dict[int, tuple[Any, Any]] = {}
         """Models by their identity, each with what distributes it."""
 
@@ -103,7 +103,7 @@ class KerasModels:
 
     @contextlib.contextmanager
     def _file_of_first(self, path: Any) -> Iterator[Any]:
-        """Give the others a copy of worker 0's file; what is no single file there is left to each. Collective."""
+        """Send worker 0's file to the others; anything but a single file is left to each worker. Collective."""
         source = Path(path)
         size = source.stat().st_size if self._team.rank == 0 and source.is_file() else -1
         size = self._team.gather_ints([size], "the file to load")[0][0]

@@ -97,7 +97,7 @@ class Timer:
         self._elapsed_s = 0.0
 
     def start(self) -> None:
-        """Start anew."""
+        """Start, or restart, the stopwatch."""
         _wait_for_device()
         self._begin = time.perf_counter()
 

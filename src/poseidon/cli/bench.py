@@ -1,4 +1,4 @@
-"""``poseidon bench``: measure Poseidon beside its peers in labs; print tables, write JSON and a picture."""
+"""``poseidon bench``: compare Poseidon with its peers in labs; print tables, write JSON and a picture."""
 
 from __future__ import annotations
 

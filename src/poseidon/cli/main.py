@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from poseidon.errors import PoseidonError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("poseidon.cli.bench", "measure Poseidon beside its peers on an emulated cluster"),
+    "bench": ("poseidon.cli.bench", "compare Poseidon with its peers on an emulated cluster"),
     "compute-image-mean": ("poseidon.caffe.commands.compute_image_mean", "compute the mean image of a Caffe database"),
     "convert-imageset": ("poseidon.caffe.commands.convert_imageset", "write the images of a list to a Caffe database"),
     "device-query": ("poseidon.caffe.commands.device_query", "show the GPUs of this machine"),

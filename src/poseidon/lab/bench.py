@@ -118,24 +118,24 @@ def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Call
     lost: dict[str, str] = {}
     while True:
         left = tuple(system for system in worker.systems if system not in lost)
-        listener = RankEvents(replace(worker, systems=left), spec, say)
+        events = RankEvents(replace(worker, systems=left), spec, say)
         if lost and set(left) <= {LINEAR}:
             break
-        result = _run_workers(listener, spec, timeout_s)
+        result = _run_workers(events, spec, timeout_s)
         if result.status == 0:
             break
         say(f"  the job failed: {result.reason}")
-        for line in listener.lines:
+        for line in events.lines:
             say(f"    {line}")
-        if listener.current is None:
+        if events.current is None:
             lost |= dict.fromkeys(left, result.reason)
         else:
-            lost[listener.current] = result.reason
-    return listener.cell(lost, order=worker.systems)
+            lost[events.current] = result.reason
+    return events.cell(lost, order=worker.systems)
 
 
-def _run_workers(listener: RankEvents, spec: LabSpec, timeout_s: float) -> JobResult:
-    worker = listener.worker
+def _run_workers(events: RankEvents, spec: LabSpec, timeout_s: float) -> JobResult:
+    worker = events.worker
     on_gpu = worker.device == "cuda"
     env = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -145,7 +145,7 @@ def _run_workers(listener: RankEvents, spec: LabSpec, timeout_s: float) -> JobRe
     command = [sys.executable, "-m", "poseidon.lab.bench_worker", json.dumps(asdict(worker))]
     with Lab.from_spec(spec) as lab, gpu.sharing(lab.name, on_gpu) as mps_folder:
         options = JobOptions(share_gpu=on_gpu, mps_folder=mps_folder, timeout_s=timeout_s)
-        return Job(lab, command, options, env, listener.hear).run()
+        return Job(lab, command, options, env, events.hear).run()
 
 
 class RankEvents:

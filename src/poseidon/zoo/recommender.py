@@ -1,4 +1,4 @@
-"""A recommender after DLRM: nearly all parameters are rows of embedding tables, of which a batch uses few."""
+"""A recommender after DLRM: nearly all parameters are rows of embedding tables, and a batch uses few of them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the GPUs that were asked for (default all) and the CPU."""
+    """Print the requested GPUs (default all) and the CPU."""
     import torch
 
     from poseidon.caffe.training import parse_gpus

@@ -13,7 +13,7 @@ _CAFFE: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "model": (str, "", "the net's prototxt"),
     "snapshot": (str, "", "resume from this .solverstate (or .solverstate.h5)"),
     "weights": (str, "", "start from the parameters in these files, separated by commas"),
-    "gpu": (str, "", "GPU numbers separated by commas, or all; none: as the solver says, or the CPU"),
+    "gpu": (str, "", "GPU numbers separated by commas, or all; default: the solver's choice, or the CPU"),
     "iterations": (int, 50, "number of iterations (default 50)"),
     "phase": (str, "", "TRAIN or TEST"),
     "level": (int, 0, "level of the net's state, for include and exclude rules"),

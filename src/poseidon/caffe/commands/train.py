@@ -1,4 +1,4 @@
-"""``poseidon train``: train a net as its solver's prototxt says, with Caffe's flags and the original Poseidon's."""
+"""``poseidon train``: train a net by its solver's prototxt, with Caffe's flags and the original Poseidon's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         original, "consistency_model", str, "SSPPush", f"one of {', '.join(_CONSISTENCY)}: the same at staleness 0"
     )
     for name in ("num_table_threads", "num_comm_channels_per_client", "num_rows_per_table"):
-        add_flag(original, name, int, 1, "accepted; the engine decides this by itself")
+        add_flag(original, name, int, 1, "accepted; the engine decides this itself")
 
 
 def run(args: argparse.Namespace) -> int:

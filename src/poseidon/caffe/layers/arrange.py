@@ -107,7 +107,7 @@ class Flatten(Arrangement):
 
 @register("Reshape")
 class Reshape(Arrangement):
-    """Replaces ``num_axes`` axes from ``axis`` on by new ones: 0 copies a dimension, -1 stands for what is left."""
+    """Replaces ``num_axes`` axes from ``axis`` on by new ones: 0 copies a dimension, -1 means what is left."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         self.refuse_in_place(bottoms, tops)

@@ -132,7 +132,7 @@ class InfogainLoss(LossLayer):
         )
         numbers = as_indices(self, 1, labels * is_kept, classes, "labels")
         matrix = (bottoms[2] if self._stored is None else self._stored).data_tensor.reshape(classes, classes)
-        # Rows of H beside the scores: outer x classes x inner, zero where the label is ignored.
+        # Rows of H in the layout of the scores: outer x classes x inner, zero where the label is ignored.
         self._weights = (matrix[numbers] * is_kept[..., None]).transpose(1, 2)
         logs = torch.log_softmax(scores, self._axis)
         self._probabilities = logs.exp()

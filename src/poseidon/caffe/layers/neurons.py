@@ -86,7 +86,7 @@ class Power(Neuron):
 
 @register("Exp")
 class Exp(Neuron):
-    """base ** (shift + scale * x); base -1 stands for e."""
+    """base ** (shift + scale * x); base -1 means e."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.exp_param
@@ -103,7 +103,7 @@ class Exp(Neuron):
 
 @register("Log")
 class Log(Neuron):
-    """log(shift + scale * x) to the given base; base -1 stands for e."""
+    """log(shift + scale * x) to the given base; base -1 means e."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.log_param

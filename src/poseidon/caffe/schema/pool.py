@@ -1,6 +1,6 @@
 """Descriptors and classes of Caffe's messages.
 
-They live in a pool of their own, so a program may load another copy of Caffe's schema beside this one.
+They have their own pool, so a program may also load another copy of Caffe's schema.
 """
 
 from __future__ import annotations

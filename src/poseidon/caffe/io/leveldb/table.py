@@ -24,7 +24,7 @@ Entry = tuple[InternalKey, bytes]
 
 
 class Handle(NamedTuple):
-    """Where a block lies in its file."""
+    """The location of a block in its file."""
 
     offset: int
     size: int
