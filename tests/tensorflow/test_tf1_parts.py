@@ -33,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("sync_replicas", ["UnsupportedError", "SyncReplicasOptimizer", "run it without --auto"]),
         ("own_server", ["UnsupportedError", "tf.train.Server", "run it without --auto"]),
         ("eager_v1", ["UnsupportedError", "is not supported", "disable_eager_execution()"]),
-        ("unknown_shape", ["UnsupportedError", "any has shape", "give it one"]),
+        ("unknown_shape", ["UnsupportedError", "any has shape", "set its shape"]),
         (
             "other_choices",
             ["MismatchError", "is 1 on ranks [1] and 0 or unset on ranks [0]", "set it to the same value"],
