@@ -1,7 +1,7 @@
 """A small Keras ResNet on handwritten digits; start it with ``poseidon run --nproc 2 examples/keras/resnet.py``.
 
-Particular to Poseidon are only the lines with ``poseidon`` in them. The same script runs alone, and on any backend of
-Keras (KERAS_BACKEND=tensorflow, torch or jax).
+Only the lines with ``poseidon`` in them are specific to Poseidon. The same script runs alone, and on any Keras backend
+(KERAS_BACKEND=tensorflow, torch or jax).
 """
 
 import argparse

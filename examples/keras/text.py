@@ -1,7 +1,7 @@
 """A Keras text model with a large embedding; start it with ``poseidon run --nproc 2 examples/keras/text.py``.
 
-Learns from which package of Python's own library a piece of source text comes. Only the rows of the embedding that a
-batch has touched travel between the workers. Runs alone too, and on any backend of Keras.
+Learns which package of Python's standard library a piece of source text comes from. Only the rows of the embedding that
+a batch touches travel between the workers. Also runs alone, and on any Keras backend.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import poseidon.keras
 
 PACKAGES = ("asyncio", "email", "json", "logging", "multiprocessing", "unittest", "urllib", "xml")
 ROWS = 100_000
-"""Rows of the embedding; words share them by chance."""
+"""Rows of the embedding; words are hashed to them."""
 LENGTH = 40
 """Words in one piece of text."""
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """Return pieces of text, as numbers of rows, and the packages they are from, in one order on all workers."""
+    """Return pieces of text, as row numbers, and their packages, in the same order on all workers."""
     pieces, labels = [], []
     for label, package in enumerate(PACKAGES):
         for path in sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py")):
@@ -40,7 +40,7 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 def main() -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--pieces", type=int, default=None, help="use only so many pieces of text")
+    parser.add_argument("--pieces", type=int, default=None, help="use at most this many pieces of text")
     options = parser.parse_args()
 
     keras.utils.set_random_seed(1)

@@ -1,6 +1,6 @@
 """Run train.py as a Ray Train job: ``python ray_train.py --workers 4`` on the head of a Ray cluster.
 
-Ray places the workers and makes the process group; ``poseidon.init()`` in train.py finds both and joins.
+Ray places the workers and creates the process group; ``poseidon.init()`` in train.py finds both and joins.
 """
 
 import argparse
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("train.py")
 
 
 def work(config):
-    """Be one worker."""
+    """Run one worker."""
     sys.argv = [str(SCRIPT), *config["arguments"]]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""A small job that every file in this folder starts: saves itself, stops cleanly, goes on after a restart."""
+"""A small job that every file in this folder starts: saves checkpoints, stops cleanly, resumes after a restart."""
 
 import argparse
 import os

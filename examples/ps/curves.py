@@ -1,4 +1,4 @@
-"""What both examples share: pauses that make stragglers, errors collected in a table, and a picture of them."""
+"""Shared by both examples: pauses that make stragglers, errors collected in a table, and a picture of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ def read_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--clocks", type=int, default=200, help="steps of every worker")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 8], help="values to compare")
-    parser.add_argument(
-        "--pause", type=float, default=0.0, metavar="S", help="a fifth of all steps takes so much longer"
-    )
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="extra seconds of a fifth of all steps")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the error over clocks and seconds")
     return parser.parse_args()
 
 
 class Straggler:
-    """Makes a worker slow now and then, as machines are that others use too."""
+    """Slows a worker now and then, as on machines that others use too."""
 
     def __init__(self, rank: int, pause_s: float) -> None:
         self._random = random.Random(rank)
@@ -39,7 +37,7 @@ class Straggler:
 
 @dataclass
 class Curve:
-    """The error of one run, averaged over workers: after each clock, and when the slowest worker got there."""
+    """The error of one run, averaged over workers: after each clock, and at the time the slowest worker reached it."""
 
     staleness: int
     errors: list[float]
@@ -48,7 +46,7 @@ class Curve:
     """How many rows were read at which staleness, by this worker."""
 
     def describe(self) -> str:
-        """Return it in one line."""
+        """Return the result in one line."""
         mean = sum(behind * count for behind, count in self.seen.items()) / sum(self.seen.values())
         return (
             f"staleness {self.staleness}: error {self.errors[0]:.4f} -> {self.errors[-1]:.4f} "

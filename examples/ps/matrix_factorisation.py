@@ -1,7 +1,7 @@
 """Fill in missing pixels by factorising a matrix on several workers.
 
 The matrix is scikit-learn's handwritten digits, 1797 images of 64 pixels, with a third of the entries hidden. Each
-worker has some of the images. Factors of pixels are shared rows that everybody reads and changes; factors of images are
+worker has some of the images. Factors of pixels are shared rows that all workers read and change; factors of images are
 rows that only one worker uses. The error is measured on the hidden entries.
 
     torchrun --nproc-per-node 4 examples/ps/matrix_factorisation.py --pause 0.03 --plot factorisation.png

@@ -1,4 +1,4 @@
-"""A convolutional network for CIFAR-10 as TensorFlow 1 programs were written: for one device, with graph and session.
+"""A convolutional network for CIFAR-10 in the style of TensorFlow 1: one device, a graph and a session.
 
 python cifar10.py --steps 200                                          # on one device
 poseidon run --nproc 2 --auto cifar10.py --steps 200                   # on two workers of this machine
@@ -28,7 +28,7 @@ def read_pictures(folder):
 
 
 def make_pictures(count, rng):
-    """Return noisy stripes; their direction and colour tell the class."""
+    """Return noisy stripes; their direction and colour determine the class."""
     labels = rng.integers(0, CLASSES, count).astype(np.int32)
     angle, phase = labels * np.pi / CLASSES, rng.uniform(0, 2 * np.pi, count)
     y, x = np.mgrid[0:32, 0:32] / 4

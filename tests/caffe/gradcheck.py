@@ -15,7 +15,7 @@ import torch
 import poseidon.caffe as caffe
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.pycaffe import Net
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text
 
 STEP = 1e-5
@@ -156,6 +156,6 @@ def build_net(
         parts.append(f'layer {{ name: "{name}" type: "Input" top: "{name}" input_param {{ shape {{ {dims} }} }} }}')
     ends = " ".join([*(f'bottom: "{n}"' for n in names), *(f'top: "{n}"' for n in top_names)])
     parts.append(f'layer {{ name: "subject" {ends} {layer} }}')
-    param: Proto = parse_text("\n".join(parts), "NetParameter")
+    param = parse_text("\n".join(parts), NetParameter)
     param.state.phase = phase
     return Net.from_proto(param)

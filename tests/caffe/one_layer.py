@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from poseidon.caffe import TEST, Net
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text
 
 
@@ -18,7 +19,7 @@ def build(layer: str, bottoms: Sequence[Sequence[int]] = (), tops: Sequence[str]
         parts.append(f'layer {{ name: "b{i}" type: "Input" top: "b{i}" input_param {{ shape {{ {dims} }} }} }}')
     ends = " ".join([*(f'bottom: "b{i}"' for i in range(len(bottoms))), *(f'top: "{name}"' for name in tops)])
     parts.append(f'layer {{ name: "subject" {ends} {layer} }}')
-    param = parse_text("\n".join(parts), "NetParameter")
+    param = parse_text("\n".join(parts), NetParameter)
     param.state.phase = phase
     return Net.from_proto(param)
 

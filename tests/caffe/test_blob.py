@@ -99,5 +99,5 @@ def test_proto_round_trip_and_older_shapes():
     assert not Blob((3, 2)).fits(old)
     blob.from_proto(old, reshape=False)
     assert blob.data.tolist() == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ConfigError, match="needs 6 values and holds 5"):
+    with pytest.raises(ConfigError, match="needs 6 values but holds 5"):
         blob.from_proto(caffe_pb2.BlobProto(shape={"dim": [6]}, data=range(5)))

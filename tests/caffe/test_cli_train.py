@@ -31,7 +31,7 @@ sys.exit(train.run(parser.parse_args(sys.argv[1:])))
 
 
 def parse(command, *flags):
-    module = importlib.import_module(f"poseidon.launch.{command}")
+    module = importlib.import_module(f"poseidon.caffe.commands.{command}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return module, parser.parse_args(flags)

@@ -7,6 +7,7 @@ import pytest
 
 from poseidon.caffe.io.database import open_database
 from poseidon.caffe.io.datum import datum_values, parse_datum
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.files import read_binary
 from poseidon.caffe.tools.convert_imageset import Conversion, convert_imageset
 from poseidon.caffe.tools.extract_features import extract_features
@@ -65,9 +66,9 @@ def test_resized_imageset_is_written(case):
 def test_mean_is_computed_and_written(case):
     mean = compute_image_mean("db_lmdb", "lmdb", "ours.binaryproto")
     case.check("mean", mean[None], case.arrays["mean"])
-    ours = read_binary("ours.binaryproto", "BlobProto")
+    ours = read_binary("ours.binaryproto", BlobProto)
     assert [field.name for field, _ in ours.ListFields()] == case.meta["mean_proto_fields"]
-    case.check("file", list(ours.data), list(read_binary("mean.binaryproto", "BlobProto").data))
+    case.check("file", list(ours.data), list(read_binary("mean.binaryproto", BlobProto).data))
 
 
 @case("imageset_leveldb")

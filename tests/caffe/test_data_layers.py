@@ -211,7 +211,7 @@ def test_damaged_records_are_named(caffe):
     good = image_datum(IMAGES[0], 0)
     short = Datum(channels=3, height=6, width=8, data=b"123", label=0)
     broken = encoded_datum(b"no image", 0)
-    for bad, message in ((short, "144 values, and holds 3"), (broken, "cannot be decoded")):
+    for bad, message in ((short, "144 values, but holds 3"), (broken, "cannot be decoded")):
         write("LEVELDB", [good, bad], path=f"db{message[:2]}")
         net = net_of(
             caffe,
@@ -223,7 +223,7 @@ def test_damaged_records_are_named(caffe):
                 net.forward()
     with new_database("lmdb", "junk") as writer:
         writer.put(b"k", b"\xff\xff\xff")
-    with pytest.raises(ConfigError, match=r"junk: record 'k'.*no complete Datum"):
+    with pytest.raises(ConfigError, match=r"junk: record 'k'.*not a complete Datum"):
         net_of(
             caffe,
             'layer { name: "d" type: "Data" top: "data" data_param { source: "junk" backend: LMDB batch_size: 1 } }',
@@ -361,7 +361,7 @@ def test_random_skip_starts_within_its_limit(caffe):
     ("lines", "settings", "message"),
     [
         ("gone.png 3\n", "", r"list\.txt:1: cannot read image gone\.png"),
-        ("image 0.png 3\nimage 1.png no\n", "", r"list\.txt:2: 'no' is no label"),
+        ("image 0.png 3\nimage 1.png no\n", "", r"list\.txt:2: 'no' is not a label"),
         ("\n", "", r"list\.txt: the list of images is empty"),
         (None, "new_height: 5", "new_height is 5 and new_width 0"),
         (None, "batch_size: 0", "batch_size is 0"),
@@ -467,7 +467,7 @@ def test_wrong_memory_is_explained(caffe):
         net.forward()
     good = np.zeros((4, 1, 1, 3), np.float32)
     for data, labels, message in (
-        (good[:3], np.zeros(3, np.float32), "3 rows are no multiple of batch_size 2"),
+        (good[:3], np.zeros(3, np.float32), "3 rows are not a multiple of batch_size 2"),
         (good, np.zeros(2, np.float32), "4 rows of data and 2 labels"),
         (good.reshape(4, 3, 1, 1), np.zeros(4, np.float32), r"shape \(4, 3, 1, 1\), expected \(n, 1, 1, 3\)"),
         (good.astype(np.float64), np.zeros(4, np.float32), "float32"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from poseidon.caffe import process
 from poseidon.caffe.io.hdf5 import HDF5Rows
-from poseidon.caffe.io.sharding import Share, Source, endless, in_turns, locate, this_worker
+from poseidon.caffe.io.sharding import DataSource, Share, endless, in_turns, locate, this_worker
 from poseidon.errors import ConfigError
 from poseidon.job.world import World
 
@@ -120,12 +120,12 @@ def test_own_files_are_read_whole(tmp_path_factory, rank):
     source = str(folder / "db")
     world = World(rank=rank, size=6)
     for written in (source, f"{source}/"):
-        assert locate(written, False, True, world) == Source(f"{source}_{rank}")
-    assert locate(source, None, True, world) == Source(f"{source}_{rank}")  # there is no whole one
+        assert locate(written, False, True, world) == DataSource(f"{source}_{rank}")
+    assert locate(source, None, True, world) == DataSource(f"{source}_{rank}")  # there is no whole one
     (folder / "db").touch()
-    assert locate(source, None, True, world) == Source(source, Share(rank, 6))
-    assert locate(source, True, False, world) == Source(source, Share(rank, 6))
-    assert locate(source, None, False, world) == Source(source)  # testing reads everything, as in Caffe
+    assert locate(source, None, True, world) == DataSource(source, Share(rank, 6))
+    assert locate(source, True, False, world) == DataSource(source, Share(rank, 6))
+    assert locate(source, None, False, world) == DataSource(source)  # testing reads everything, as in Caffe
 
 
 def test_missing_own_file_says_how_to_make_it(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from poseidon.caffe.io.windows import Crop, Window, read_windows
+from poseidon.caffe.io.windows import ImageWindow, WindowCrop, read_windows
 from poseidon.caffe.schema import BlobProto
 from poseidon.errors import ConfigError
 
@@ -88,16 +88,16 @@ def test_context_outside_the_image_stays_zero(caffe):
 
 
 def test_square_crops_keep_the_shape_of_objects():
-    window = Window(0, 1, 1.0, 10, 5, 19, 8)  # 10 wide, 4 high
-    place = Crop(10, is_square=True).place(window, 40, 40, mirrored=False)
+    window = ImageWindow(0, 1, 1.0, 10, 5, 19, 8)  # 10 wide, 4 high
+    place = WindowCrop(10, is_square=True).place(window, 40, 40, mirrored=False)
     assert place.x2 - place.x1 == place.y2 - place.y1
-    assert Crop(10).place(window, 40, 40, mirrored=False)[:4] == (10, 5, 19, 8)
+    assert WindowCrop(10).place(window, 40, 40, mirrored=False)[:4] == (10, 5, 19, 8)
 
 
 def test_padding_is_mirrored_too():
-    window = Window(0, 1, 1.0, 0, 10, 9, 19)
-    plain = Crop(8, context_pad=2).place(window, 30, 40, mirrored=False)
-    mirrored = Crop(8, context_pad=2).place(window, 30, 40, mirrored=True)
+    window = ImageWindow(0, 1, 1.0, 0, 10, 9, 19)
+    plain = WindowCrop(8, context_pad=2).place(window, 30, 40, mirrored=False)
+    mirrored = WindowCrop(8, context_pad=2).place(window, 30, 40, mirrored=True)
     assert plain.left > 0
     assert mirrored.left == 0
 
@@ -109,7 +109,7 @@ def test_padding_is_mirrored_too():
         ("0\n", "w.txt:1: '0' where '#'"),
         ("# 0\na.png\n3\n9\n", "ends where width is expected; it is truncated"),
         ("# 0\na.png\n3\n9\n9\n1\n1 high 1 1 2 2\n", "w.txt:7: 'high' where an overlap is expected"),
-        ("# 4\na.png\n3\n9\n9\n1\n1 0.5 1 1 2 2\n", "a window belongs to image 4, and there are 1"),
+        ("# 4\na.png\n3\n9\n9\n1\n1 0.5 1 1 2 2\n", "a window belongs to image 4, but there are 1"),
     ],
 )
 def test_bad_window_files_are_explained(text, message):

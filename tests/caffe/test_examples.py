@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from poseidon.caffe import TEST, TRAIN, Net, fillers, set_random_seed
-from poseidon.caffe.schema import LayerParameter
+from poseidon.caffe.schema import LayerParameter, NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "caffe"
@@ -45,8 +45,8 @@ each_network = pytest.mark.parametrize("name", PARAMETERS)
 
 def build(name, file, phase):
     """Build a net whose data layers are replaced by inputs of the same size."""
-    param = read_text(EXAMPLES / name / file, "NetParameter")
-    crop = read_text(EXAMPLES / name / "deploy.prototxt", "NetParameter").layer[0].input_param.shape[0].dim[2]
+    param = read_text(EXAMPLES / name / file, NetParameter)
+    crop = read_text(EXAMPLES / name / "deploy.prototxt", NetParameter).layer[0].input_param.shape[0].dim[2]
     for layer in param.layer:
         if layer.type == "Data":
             batch = layer.data_param.batch_size
@@ -93,7 +93,7 @@ def test_testing_net_reports_accuracy(name, empty_fillers):
 
 @each_network
 def test_solver_names_the_net_beside_it(name):
-    solver = read_text(EXAMPLES / name / "solver.prototxt", "SolverParameter")
+    solver = read_text(EXAMPLES / name / "solver.prototxt", SolverParameter)
     assert solver.net == f"examples/caffe/{name}/train_test.prototxt"
     assert solver.max_iter > solver.test_interval > 0
 
@@ -118,10 +118,11 @@ def test_files_are_what_the_generator_writes():
     # Compared as messages: how floats are written in text depends on protobuf's version.
     script = (
         "import generate\n"
+        "from poseidon.caffe.schema import NetParameter, SolverParameter\n"
         "from poseidon.caffe.schema.files import parse_text, read_text\n"
         "for name in generate.NETWORKS:\n"
         "    for file, text in generate.texts(name).items():\n"
-        "        kind = 'SolverParameter' if file.startswith('solver') else 'NetParameter'\n"
+        "        kind = SolverParameter if file.startswith('solver') else NetParameter\n"
         "        assert read_text(f'{name}/{file}', kind) == parse_text(text, kind), (name, file)\n"
         "print(*generate.NETWORKS)"
     )

@@ -8,6 +8,7 @@ import h5py
 import pytest
 from caffe_golden import check_params
 
+from poseidon.caffe.schema import NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_binary, read_text
 from poseidon.caffe.upgrade import read_net, upgrade_solver
 
@@ -33,7 +34,7 @@ def test_weights_are_written_as_caffe_writes_them(case, caffe):
     net = caffe.Net("net.prototxt", caffe.TEST, weights="weights.caffemodel")
     net.save("ours.caffemodel")
     net.save_hdf5("ours.h5")
-    assert read_binary("ours.caffemodel", "NetParameter") == read_binary("weights.caffemodel", "NetParameter")
+    assert read_binary("ours.caffemodel", NetParameter) == read_binary("weights.caffemodel", NetParameter)
     with h5py.File("ours.h5") as ours, h5py.File("weights.caffemodel.h5") as theirs:
         assert datasets(ours) == datasets(theirs)
 
@@ -47,7 +48,7 @@ def datasets(file):
 @case("upgrade_v1")
 def test_v1_layers_are_upgraded(case):
     for old, expected in (("old", "expected_new"), ("old_types", "expected_new_types")):
-        assert read_net(f"{old}.prototxt") == read_text(f"{expected}.prototxt", "NetParameter")
+        assert read_net(f"{old}.prototxt") == read_text(f"{expected}.prototxt", NetParameter)
 
 
 @case("upgrade_other")
@@ -57,11 +58,11 @@ def test_other_old_forms_are_upgraded(case):
     for file in files:
         expected = file.with_name(file.name.replace("old_", "expected_"))
         if "solver" in file.name:
-            solver = read_text(file, "SolverParameter")
+            solver = read_text(file, SolverParameter)
             upgrade_solver(solver, file.name)
-            assert solver == read_text(expected, "SolverParameter")
+            assert solver == read_text(expected, SolverParameter)
         else:
-            assert read_net(file) == read_text(expected, "NetParameter")
+            assert read_net(file) == read_text(expected, NetParameter)
 
 
 @case("data_layer")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text, read_text
 
 
@@ -18,7 +19,7 @@ def case(name):
 @case("net_spec")
 def test_net_spec(case, caffe):
     built = importlib.import_module("build").build()
-    assert built == read_text("expected.prototxt", "NetParameter")
+    assert built == read_text("expected.prototxt", NetParameter)
 
 
 @case("coord_map")
@@ -37,7 +38,7 @@ def test_coordinate_map_and_crop(case, caffe):
     case.check("scale", np.ravel(scale), np.ravel(want["coord_map"]["a"]))
     case.check("shift", np.ravel(shift), np.ravel(want["coord_map"]["b"]))
     crop = caffe.coord_map.crop(n.up, n.data).to_proto()
-    assert crop == parse_text(want["crop_proto"], "NetParameter")
+    assert crop == parse_text(want["crop_proto"], NetParameter)
 
 
 @case("io_functions")

@@ -12,6 +12,7 @@ from one_layer import backward, build, forward
 
 from poseidon.caffe import TRAIN, Net
 from poseidon.caffe.layers import registry
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text
 from poseidon.errors import ConfigError
 
@@ -127,7 +128,7 @@ def test_a_loss_layer_with_a_parameter_learns_like_ours(caffe):
     """
     nets = []
     for bias, loss in (("false", python("Distance")), ("true", 'type: "EuclideanLoss"')):
-        param = parse_text(text.replace("BIAS", bias).replace("LOSS", loss), "NetParameter")
+        param = parse_text(text.replace("BIAS", bias).replace("LOSS", loss), NetParameter)
         param.state.phase = TRAIN
         nets.append(Net.from_proto(param))
     theirs, ours = nets
@@ -180,7 +181,7 @@ def guide_blocks(language):
 
 def guide_net(text):
     inputs = 'layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 2 } } }'
-    net = Net.from_proto(parse_text("force_backward: true " + inputs + text, "NetParameter"))
+    net = Net.from_proto(parse_text("force_backward: true " + inputs + text, NetParameter))
     net.blobs["data"].data[...] = [[1, 2], [3, 4]]
     net.run_forward()
     net.tops_of(1)[0].diff[...] = 1

@@ -8,6 +8,7 @@ import torch
 
 from poseidon.caffe import TEST, TRAIN, NativeLayer, Net, register, set_random_seed, weights
 from poseidon.caffe.layers import registry
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text
 from poseidon.errors import ConfigError
 
@@ -29,7 +30,7 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "b" bottom: "label" top: "l
 
 
 def build(text, phase=TRAIN, **fields):
-    param = parse_text(text, "NetParameter")
+    param = parse_text(text, NetParameter)
     param.state.phase = phase
     for name, value in fields.items():
         setattr(param, name, value)

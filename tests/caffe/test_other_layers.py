@@ -10,6 +10,7 @@ from one_layer import apply, backward, build, forward
 
 from poseidon.caffe import TEST, TRAIN, Net, layer_type_list, set_random_seed
 from poseidon.caffe.blob import Blob
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.schema.files import parse_text, write_binary
 from poseidon.errors import ConfigError
 
@@ -17,7 +18,7 @@ rng = np.random.default_rng(11)
 
 
 def net_of(text, phase=TEST):
-    param = parse_text(text, "NetParameter")
+    param = parse_text(text, NetParameter)
     param.state.phase = phase
     return Net.from_proto(param)
 
@@ -432,7 +433,7 @@ REFUSED = [
     ('type: "Slice" slice_param { slice_point: 3 }', [(2, 3)], "a b", r"\[3\] must rise and lie inside axis 1"),
     ('type: "Slice" slice_param { slice_dim: 0 axis: 0 }', [(2, 3)], "a b", "both given"),
     ('type: "Flatten"', [(2, 3)], "b0", "cannot work in place"),
-    ('type: "Flatten" flatten_param { axis: 2 end_axis: 0 }', [(2, 3, 4)], "top", "axis 2 lies behind end_axis 0"),
+    ('type: "Flatten" flatten_param { axis: 2 end_axis: 0 }', [(2, 3, 4)], "top", "axis 2 lies after end_axis 0"),
     ('type: "Reshape" reshape_param { shape { dim: 7 } }', [(2, 3)], "top", r"'b0' of shape \(2, 3\) .*fit \(7,\)"),
     ('type: "Reshape" reshape_param { shape { dim: 4 dim: -1 } }', [(2, 3)], "top", r"does not fit \(4, -1\)"),
     ('type: "Reshape" reshape_param { shape { dim: -1 dim: -1 } }', [(2, 3)], "top", "may hold -1 once"),

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.caffe.proto import caffe_pb2
+from poseidon.caffe.schema import BlobProto, NetParameter, messages
 from poseidon.caffe.schema.files import parse_binary, parse_text, read_binary, read_text, write_binary
 from poseidon.caffe.schema.packed import append_floats, read_floats
+from poseidon.caffe.schema.stub import stub_text
 from poseidon.caffe.upgrade import upgrade_net
 from poseidon.errors import ConfigError
 
@@ -37,20 +41,20 @@ def test_defaults_and_enums_are_caffes():
 )
 def test_errors_in_text_say_where(text, parts):
     with pytest.raises(ConfigError) as error:
-        parse_text(text, "NetParameter", "net.prototxt")
+        parse_text(text, NetParameter, "net.prototxt")
     for part in parts:
         assert part in str(error.value)
 
 
 def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.prototxt"):
-        read_text(tmp_path / "none.prototxt", "NetParameter")
+        read_text(tmp_path / "none.prototxt", NetParameter)
     truncated = tmp_path / "cut.caffemodel"
     layer = caffe_pb2.NetParameter(name="a net with a name", layer=[{"name": "l", "type": "ReLU"}])
     write_binary(truncated, layer)
     truncated.write_bytes(truncated.read_bytes()[:-3])
     with pytest.raises(ConfigError, match=r"cut\.caffemodel.*truncated"):
-        read_binary(truncated, "NetParameter")
+        read_binary(truncated, NetParameter)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -63,7 +67,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
     with pytest.raises(ConfigError, match="disk full"):
         write_binary(target, Unwritable())
-    assert read_binary(target, "NetParameter").name == "old"
+    assert read_binary(target, NetParameter).name == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model.caffemodel"]
 
 
@@ -72,7 +76,7 @@ def test_packed_floats_pass_both_ways(values, field):
     proto = caffe_pb2.BlobProto(num=3, width=7)
     append_floats(proto, field, np.asarray(values, np.float32))
     assert list(getattr(proto, field)) == values
-    again = parse_binary(proto.SerializeToString(), "BlobProto")
+    again = parse_binary(proto.SerializeToString(), BlobProto)
     np.testing.assert_array_equal(read_floats(again, field), values)
 
 
@@ -88,7 +92,7 @@ def test_v0_padding_layer_is_folded_into_the_convolution():
         }
         layers { layer { name: "d" type: "data" source: "db" batchsize: 7 meanfile: "m" scale: 2 } top: "d" }
         """,
-        "NetParameter",
+        NetParameter,
     )
     assert upgrade_net(net)
     assert not upgrade_net(net)
@@ -100,3 +104,39 @@ def test_v0_padding_layer_is_folded_into_the_convolution():
     assert settings.bias_term is False
     assert [spec.lr_mult for spec in conv.param] == [1, 2]
     assert (db.data_param.batch_size, db.transform_param.mean_file, db.transform_param.scale) == (7, "m", 2)
+
+
+def test_the_types_that_checkers_see_are_those_of_the_tables():
+    written = Path(messages.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    assert written == stub_text(), "run: python -m poseidon.caffe.schema.stub"
+
+
+CHECKED = """
+from messages import LayerParameter, NetParameter, SolverParameter
+
+net, layer, solver = NetParameter(layer=[{"name": "l"}]), LayerParameter(), SolverParameter(base_lr=0.1)
+reveal_type(net.layer[0].convolution_param.kernel_size)
+reveal_type(layer.pooling_param.pool)
+reveal_type(solver.net_param.name)
+solver.base_lr = "fast"
+layer.nmae = "typo"
+LayerParameter(top="data", typ="Data")
+"""
+
+
+def test_a_type_checker_knows_the_fields_of_messages(tmp_path, monkeypatch):
+    api = pytest.importorskip("mypy.api")
+    monkeypatch.chdir(tmp_path)
+    Path("messages.pyi").write_text(stub_text())
+    Path("script.py").write_text(CHECKED)
+    report, _, status = api.run(["--strict", "script.py"])
+    assert status == 1
+    for part in (
+        'script.py:5: note: Revealed type is "google.protobuf.internal.containers.RepeatedScalarFieldContainer[int]"',
+        'script.py:6: note: Revealed type is "int"',
+        'script.py:7: note: Revealed type is "str"',
+        "script.py:8: error: Incompatible types in assignment",
+        'script.py:9: error: "LayerParameter" has no attribute "nmae"',
+        'script.py:10: error: Unexpected keyword argument "typ"',
+    ):
+        assert part in report

@@ -14,6 +14,7 @@ from caffe_golden import GOLDENS
 from shared_rows import NET, shared_rows, values, write_solver  # noqa: F401 - a fixture
 
 import poseidon.caffe as caffe
+from poseidon.caffe.schema import NetParameter, SolverParameter, SolverState
 from poseidon.caffe.schema.files import parse_text, read_binary
 from poseidon.caffe.solver import state
 from poseidon.caffe.solver.signals import SignalActions
@@ -38,8 +39,8 @@ def solver_text(folder, text, batch=4):
 
 
 def merge(base, more):
-    param = parse_text(base, "SolverParameter")
-    param.MergeFrom(parse_text(more, "SolverParameter"))
+    param = parse_text(base, SolverParameter)
+    param.MergeFrom(parse_text(more, SolverParameter))
     return str(param)
 
 
@@ -88,14 +89,14 @@ def test_resuming_gives_the_same_bits(tmp_path, name, text, form):
 def test_state_files_are_what_caffe_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(SNAPSHOTS)
     param = caffe.proto.caffe_pb2.SolverParameter()
-    param.CopyFrom(parse_text(Path("solver.prototxt").read_text(), "SolverParameter"))
+    param.CopyFrom(parse_text(Path("solver.prototxt").read_text(), SolverParameter))
     solver = caffe.SGDSolver(param)
     solver.restore("snap_iter_5.solverstate")
     monkeypatch.chdir(tmp_path)
     solver.snapshot()
     solver.param.snapshot_format = solver.param.HDF5
     solver.snapshot()
-    for name, message in (("snap_iter_5.solverstate", "SolverState"), ("snap_iter_5.caffemodel", "NetParameter")):
+    for name, message in (("snap_iter_5.solverstate", SolverState), ("snap_iter_5.caffemodel", NetParameter)):
         assert read_binary(name, message) == read_binary(SNAPSHOTS / name, message)
     with h5py.File("snap_iter_5.solverstate.h5") as ours, h5py.File(SNAPSHOTS / "snap_iter_5.solverstate.h5") as theirs:
         assert list(ours) == list(theirs)
@@ -134,7 +135,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
     adam.snapshot()
     sgd = caffe.get_solver(solver_text(tmp_path, ""))
     stored = tmp_path / "snap_iter_0.solverstate"
-    with pytest.raises(ConfigError, match="holds 18 history blobs, this solver keeps 9"):
+    with pytest.raises(ConfigError, match="holds 18 history blobs, this solver has 9"):
         sgd.restore(stored)
     stored.write_bytes(stored.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="truncated"):
@@ -172,7 +173,7 @@ def test_snapshot_diff_is_written(tmp_path):
     solver = caffe.get_solver(solver_text(tmp_path, "snapshot_diff: true"))
     solver.step(1)
     solver.snapshot()
-    stored = read_binary(tmp_path / "snap_iter_1.caffemodel", "NetParameter")
+    stored = read_binary(tmp_path / "snap_iter_1.caffemodel", NetParameter)
     conv = next(layer for layer in stored.layer if layer.name == "conv")
     np.testing.assert_allclose(conv.blobs[0].diff, solver.net.params["conv"][0].diff.ravel())
 
@@ -225,12 +226,12 @@ def test_contradictions_are_refused(tmp_path, monkeypatch, text, message):
 
 def test_a_solver_without_net_is_refused():
     with pytest.raises(ConfigError, match="names no training net"):
-        caffe.SGDSolver(parse_text('base_lr: 1 lr_policy: "fixed"', "SolverParameter"))
+        caffe.SGDSolver(parse_text('base_lr: 1 lr_policy: "fixed"', SolverParameter))
 
 
 def test_nets_given_inside_the_solver(tmp_path):
-    param = parse_text('base_lr: 1 lr_policy: "fixed" test_iter: 1 test_interval: 1', "SolverParameter")
-    param.net_param.CopyFrom(parse_text(TEST_NET, "NetParameter"))
+    param = parse_text('base_lr: 1 lr_policy: "fixed" test_iter: 1 test_interval: 1', SolverParameter)
+    param.net_param.CopyFrom(parse_text(TEST_NET, NetParameter))
     solver = caffe.SGDSolver(param)
     assert (solver.net.phase, solver.test_nets[0].phase) == (caffe.TRAIN, caffe.TEST)
 

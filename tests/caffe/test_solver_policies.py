@@ -4,13 +4,14 @@ import math
 
 import pytest
 
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.schema.files import parse_text
 from poseidon.caffe.solver.policies import check_policy, learning_rate
 from poseidon.errors import ConfigError
 
 
 def rates(text, iterations):
-    param = parse_text(f"base_lr: 2 {text}", "SolverParameter")
+    param = parse_text(f"base_lr: 2 {text}", SolverParameter)
     check_policy(param)
     found, step = [], 0
     for iteration in iterations:

@@ -16,6 +16,7 @@ from poseidon.caffe.io.database import new_database, open_database
 from poseidon.caffe.io.datum import parse_datum
 from poseidon.caffe.io.lmdb import LMDBWriter
 from poseidon.caffe.io.windows import read_windows
+from poseidon.caffe.schema import BlobProto, NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_binary, read_text
 from poseidon.caffe.tools.switches import add_switch
 from poseidon.caffe.tools.upgrade_files import detect_kind
@@ -39,7 +40,7 @@ def imageset(folder):
 
 
 def tool(name, *arguments):
-    command = importlib.import_module(f"poseidon.launch.{name}")
+    command = importlib.import_module(f"poseidon.caffe.commands.{name}")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args(arguments))
@@ -171,7 +172,7 @@ def test_key_too_long_for_lmdb_is_an_error(folder):
 
 def test_mean_is_logged_per_channel(imageset, capsys):
     assert tool("compute_image_mean", "-backend", "lmdb", "db", "mean.binaryproto") == 0
-    mean = np.asarray(read_binary("mean.binaryproto", "BlobProto").data).reshape(3, 9, 11)
+    mean = np.asarray(read_binary("mean.binaryproto", BlobProto).data).reshape(3, 9, 11)
     report = capsys.readouterr().err
     for channel in range(3):
         assert f"mean_value channel [{channel}]: {mean[channel].mean():g}" in report
@@ -261,7 +262,7 @@ def test_upgrade_net_finds_out_what_the_file_is(folder):
     copy_case("upgrade_other", folder)
     for old in sorted(folder.glob("old_*.prototxt")):
         assert tool("upgrade_net", old.name, "new.prototxt") == 0
-        kind = "SolverParameter" if "solver" in old.name else "NetParameter"
+        kind = SolverParameter if "solver" in old.name else NetParameter
         assert detect_kind(old.name) == ("solver_text" if "solver" in old.name else "net_text")
         expected = read_text(old.name.replace("old_", "expected_"), kind)
         assert read_text("new.prototxt", kind) == expected
@@ -271,7 +272,7 @@ def test_upgrade_net_of_weights(folder, capsys):
     shutil.copy(FORMATS / "caffemodel" / "weights.caffemodel", folder)
     assert tool("upgrade_net", "weights.caffemodel", "new.caffemodel") == 0
     assert tool("upgrade_net", "new.caffemodel", "newer.caffemodel") == 0
-    old, new = (read_binary(name, "NetParameter") for name in ("weights.caffemodel", "newer.caffemodel"))
+    old, new = (read_binary(name, NetParameter) for name in ("weights.caffemodel", "newer.caffemodel"))
     assert [layer.blobs for layer in new.layer] == [layer.blobs for layer in old.layer]
     assert Path("newer.caffemodel").read_bytes() == Path("new.caffemodel").read_bytes()
     report = capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch
 from gradcheck import build_net, check_gradients
 
 import poseidon.caffe as caffe
+from poseidon.caffe.schema import LayerParameter
 from poseidon.caffe.schema.files import parse_text
 from poseidon.errors import ConfigError
 
@@ -177,7 +178,7 @@ POOLINGS = [
 
 def pool_slowly(values, settings, method):
     """Caffe's pooling, from its definition: result and index of the maximum."""
-    fields = parse_text(f"pooling_param {{ {settings} }}", "LayerParameter").pooling_param
+    fields = parse_text(f"pooling_param {{ {settings} }}", LayerParameter).pooling_param
     sizes = values.shape[2:]
 
     def pair(name, whole):

@@ -471,7 +471,7 @@ def test_errors_say_what_to_do(behaviours: Any) -> None:
     assert "second_optimizer" in messages["optimizers"]
     assert "did not call self.optimizer.apply" in messages["by_hand"]
     assert "per-worker, total" in messages["batch"]
-    assert "is distributed already" in messages["twice"]
+    assert "is already distributed" in messages["twice"]
     assert "no unit matches 'nothing'" in messages["routes"]
 
 
@@ -493,13 +493,13 @@ def test_a_worker_with_fewer_batches_is_named(behaviours: Any) -> None:
 
 
 def _check_dealing(folder: Path) -> Any:
-    from poseidon.keras.batches import Deal, DealtArrays, unpack
+    from poseidon.keras.batches import BatchDeal, DealtArrays, unpack
 
     seen: dict[bool, list[list[tuple[int, list[float]]]]] = {}
     for divides in (True, False):
         seen[divides] = []
         for rank in range(3):
-            dealt = DealtArrays((np.arange(13.0),), 6 if divides else 2, Deal(rank, 3, divides), seed=1)
+            dealt = DealtArrays((np.arange(13.0),), 6 if divides else 2, BatchDeal(rank, 3, divides), seed=1)
             batches = [unpack(dealt[index]) for index in range(dealt.num_batches)]
             seen[divides].append([(int(samples[0]), np.asarray(x).tolist()) for x, samples in batches])
     return seen

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from poseidon.auto.session import run
-from poseidon.following.options import AutoOptions, Target
+from poseidon.following.options import AutoOptions, ScriptTarget
 from poseidon.planning.cluster import Cluster, Link
 from ranks import run_ranks
 
@@ -35,7 +35,7 @@ def worker(script: str, folder: str, options: AutoOptions, arguments: tuple[str,
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with (Path(folder) / f"out{rank}").open("w") as out, (Path(folder) / f"err{rank}").open("w") as err:
         sys.stdout, sys.stderr = out, err
-        return run(options, Target(str(SCRIPTS / script), False, arguments))
+        return run(options, ScriptTarget(str(SCRIPTS / script), False, arguments))
 
 
 def launch(script: str, size: int, folder: Path, options: AutoOptions, *arguments: str) -> None:

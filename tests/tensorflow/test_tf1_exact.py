@@ -13,7 +13,7 @@ from needs_tensorflow import MARKS
 
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.team import Team
 from ranks import run_ranks
@@ -32,7 +32,7 @@ def follow(options: AutoOptions | None = None) -> tuple[Any, Patches, io.StringI
     sys.stderr = said
     team = Team(None, 300.0)
     patches = Patches()
-    following = Following(team, options or AutoOptions(), 5, Report(True))
+    following = Following(team, options or AutoOptions(), 5, ScriptReport(True))
     following.install(patches)
     return following, patches, said
 

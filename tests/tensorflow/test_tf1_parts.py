@@ -32,9 +32,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("inside_strategy", ["UnsupportedError", "MirroredStrategy", "remove the strategy"]),
         ("sync_replicas", ["UnsupportedError", "SyncReplicasOptimizer", "run it without --auto"]),
         ("own_server", ["UnsupportedError", "tf.train.Server", "run it without --auto"]),
-        ("eager_v1", ["UnsupportedError", "cannot be followed", "disable_eager_execution()"]),
-        ("unknown_shape", ["UnsupportedError", "any has shape", "give it one"]),
-        ("other_choices", ["MismatchError", "is 1 on ranks [1] and 0 or not set on ranks [0]", "set it alike"]),
+        ("eager_v1", ["UnsupportedError", "is not supported", "disable_eager_execution()"]),
+        ("unknown_shape", ["UnsupportedError", "any has shape", "set its shape"]),
+        (
+            "other_choices",
+            ["MismatchError", "is 1 on ranks [1] and 0 or unset on ranks [0]", "set it to the same value"],
+        ),
         ("unknown_choice", ["ConfigError", "POSEIDON_SYNC_BATCHNORM is 'yes'", "expected 1"]),
     ],
 )

@@ -18,7 +18,7 @@ from test_tf1_exact import follow
 from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import PoseidonError
 from poseidon.following.options import AutoOptions
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.batch_moments import VARIABLE, is_asked_for
 from poseidon.tensorflow.datasets import Datasets
@@ -368,7 +368,7 @@ def graph_dataset() -> list[list[int]]:
 
 def deal(rank: int, dataset: Any, **options: Any) -> list[Any]:
     """Return what a worker of two gets of a dataset, as lists."""
-    dealt = Datasets(rank, 2, AutoOptions(**options), Report(False)).deal(dataset)
+    dealt = Datasets(rank, 2, AutoOptions(**options), ScriptReport(False)).deal(dataset)
     return [tf.nest.map_structure(lambda part: part.numpy().tolist(), element) for element in dealt]
 
 
@@ -378,7 +378,7 @@ def eager_deals() -> dict[str, Any]:
     pairs = tf.data.Dataset.zip((ten, ten.map(lambda i: -i))).repeat(1)
     padded = ten.repeat(1).map(lambda i: tf.fill([i % 3 + 1], i)).padded_batch(2)
     test_set = ten.shuffle(10).batch(3)
-    full = Datasets(0, 2, AutoOptions(), Report(False)).deal(repeated.batch(2, drop_remainder=True))
+    full = Datasets(0, 2, AutoOptions(), ScriptReport(False)).deal(repeated.batch(2, drop_remainder=True))
     return {
         "per-worker": [deal(rank, pairs.batch(3)) for rank in range(2)],
         "total": [deal(rank, repeated.batch(3), batch="total") for rank in range(2)],

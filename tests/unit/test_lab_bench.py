@@ -8,9 +8,9 @@ from poseidon.cli import bench as command
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.lab import bench, picture, results
-from poseidon.lab.bench import Listener
+from poseidon.lab.bench import RankEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
-from poseidon.lab.environment import Place
+from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.job import JobResult
 from poseidon.lab.results import Cell, Measured, Repetition
 from poseidon.lab.spec import make_spec
@@ -142,19 +142,19 @@ def test_cells_without_any_speedup_leave_the_picture_out(tmp_path, capsys):
     file.write_text(json.dumps({"cells": results.cells_to_json([cell(ddp=Measured(failure="boom"))])}))
     assert main(["bench", "--plot", str(file)]) == 0
     assert not (tmp_path / "r.png").exists()
-    assert "picture left out" in capsys.readouterr().err
+    assert "no picture" in capsys.readouterr().err
 
 
 def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):
     file = tmp_path / "x.json"
     file.write_text("{}")
     assert main(["bench", "--plot", str(file)]) == 1
-    assert f"{file} is no file of benchmark results" in capsys.readouterr().err
+    assert f"{file} is not a file of benchmark results" in capsys.readouterr().err
 
 
 def say_all(listener, *events):
     for event in events:
-        listener.hear(Place(0, 2), MARK + json.dumps(event))
+        listener.hear(WorkerPlace(0, 2), MARK + json.dumps(event))
 
 
 def finished(system, ms=5.0):
@@ -166,8 +166,8 @@ def finished(system, ms=5.0):
 
 def test_a_listener_collects_what_ranks_say():
     said = []
-    listener = Listener(WORKER, make_spec(2), said.append)
-    listener.hear(Place(1, 2), "a warning")
+    listener = RankEvents(WORKER, make_spec(2), said.append)
+    listener.hear(WorkerPlace(1, 2), "a warning")
     say_all(
         listener,
         {"event": "model", "parameters": 10, "parameter_bytes": 40},

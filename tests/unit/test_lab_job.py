@@ -5,7 +5,7 @@ import pytest
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.lab.cluster import Lab
-from poseidon.lab.environment import Place, places, shared_gpu_environment, worker_environment
+from poseidon.lab.environment import WorkerPlace, places, shared_gpu_environment, worker_environment
 from poseidon.lab.job import Job, JobOptions, describe_status, exit_status, resolve_command
 
 
@@ -14,11 +14,11 @@ def test_ranks_count_machine_by_machine():
     assert [place.rank for place in everyone] == list(range(6))
     assert [(place.machine, place.local_rank) for place in everyone[2:4]] == [(1, 0), (1, 1)]
     assert everyone[3].label == "machine1.1"
-    assert Place(2, 3).label == "machine2"
+    assert WorkerPlace(2, 3).label == "machine2"
 
 
 def test_environment_is_torchruns():
-    env = worker_environment(Place(1, 3, local_rank=1, workers_per_machine=2), 1234, {"HOME": "/h", "RANK": "77"})
+    env = worker_environment(WorkerPlace(1, 3, local_rank=1, workers_per_machine=2), 1234, {"HOME": "/h", "RANK": "77"})
     assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
         "RANK": "3",
         "WORLD_SIZE": "6",
@@ -31,8 +31,8 @@ def test_environment_is_torchruns():
 
 
 def test_threads_the_user_chose_stay():
-    assert worker_environment(Place(0, 1), 1, {})["OMP_NUM_THREADS"] == "1"
-    assert worker_environment(Place(0, 1), 1, {"OMP_NUM_THREADS": "6"})["OMP_NUM_THREADS"] == "6"
+    assert worker_environment(WorkerPlace(0, 1), 1, {})["OMP_NUM_THREADS"] == "1"
+    assert worker_environment(WorkerPlace(0, 1), 1, {"OMP_NUM_THREADS": "6"})["OMP_NUM_THREADS"] == "6"
 
 
 def test_workers_on_one_gpu_look_like_different_hosts_to_nccl():
@@ -40,7 +40,7 @@ def test_workers_on_one_gpu_look_like_different_hosts_to_nccl():
     assert len({env["NCCL_HOSTID"] for env in envs}) == 4
     assert all(env["NCCL_SHM_DISABLE"] == env["NCCL_P2P_DISABLE"] == "1" for env in envs)
     assert envs[0]["CUDA_MPS_PIPE_DIRECTORY"] == "/mps"
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in shared_gpu_environment(Place(0, 1), "job", None)
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in shared_gpu_environment(WorkerPlace(0, 1), "job", None)
 
 
 def test_commands_are_checked_before_anything_starts(tmp_path):

@@ -20,7 +20,7 @@ TEST_IMAGES = 1000
 def main(folder: Path) -> None:
     pixels, labels = mnist_data()
     images = pixels.reshape(-1, 1, 28, 28).astype(np.uint8)
-    # They come sorted by label; a batch needs all of them.
+    # They are sorted by label; a batch needs all labels.
     order = np.random.default_rng(2015).permutation(len(images))
     for name, rows in (("mnist_test_lmdb", order[:TEST_IMAGES]), ("mnist_train_lmdb", order[TEST_IMAGES:])):
         with new_database("lmdb", str(folder / name)) as database:

@@ -1,4 +1,4 @@
-"""Pieces that several networks share."""
+"""Building blocks that several networks share."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from poseidon.caffe.net_spec import Top
 from poseidon.caffe.schema import SolverParameter
 
 FOLDER = "examples/caffe"
-"""Where the files lie; Caffe takes paths in prototxts from the folder in which it is started."""
+"""The folder of the files; Caffe resolves paths in prototxts from its working directory."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """Scores that are trained: the names of what is computed from them begin with ``prefix``."""
+    """Scores that are trained; layers computed from them have names with this ``prefix``."""
 
     scores: Top
     prefix: str = ""
@@ -29,7 +29,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Network:
-    """One example: everything its three files say."""
+    """One example: the content of its three files."""
 
     title: str
     body: Callable[[NetSpec], list[Head]]
@@ -106,7 +106,7 @@ def _accuracy(n: NetSpec, head: Head, prefix: str, counts_top_5: bool) -> None:
 
 
 def _needed_for_use(net: Any) -> Any:
-    """Return the net without layers from which nothing leads to ``prob``: the heads that only help training."""
+    """Return the net without the layers that do not contribute to ``prob``: the heads that only help training."""
     needed = {"prob"}
     kept = []
     for layer in reversed(net.layer):

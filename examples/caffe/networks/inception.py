@@ -137,7 +137,7 @@ def _concat(n: NetSpec, name: str, *branches: Top) -> Top:
 
 
 def _chain(n: NetSpec, name: str, bottom: Top, convs: Sequence[_Conv]) -> Top:
-    """Add convolutions one after the other, numbered if there are several."""
+    """Add a chain of convolutions, numbered if there are several."""
     top = bottom
     for number, settings in enumerate(convs, start=1):
         own = name if len(convs) == 1 else f"{name}_{number}"

@@ -11,7 +11,7 @@ from poseidon.errors import PoseidonError
 from poseidon.following.options import parse
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Holds a folder for each GPU of this machine."""
+"""Has a folder for each GPU of this machine."""
 
 
 def main() -> int:
@@ -28,16 +28,16 @@ def main() -> int:
 
 
 def _prepare_process() -> None:
-    """See to what must hold before Python and CUDA start: words hash alike, and a worker sees its own GPU only."""
+    """Set what must hold before Python and CUDA start: strings hash the same, and a worker sees only its own GPU."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if "CUDA_VISIBLE_DEVICES" not in os.environ and _DRIVER.exists():
         visible = [str(number) for number in range(len(list(_DRIVER.iterdir())))]
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if len(visible) > 1:
-        # So that "cuda:0" in a script means a GPU of the worker's own.
+        # "cuda:0" in a script then means the worker's own GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank % len(visible)]
     if "PYTHONHASHSEED" not in os.environ:
-        # A vocabulary made from a set of words has its order from their hashes, which differ between processes.
+        # The order of a vocabulary built from a set of strings depends on their hashes, which differ between processes.
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "poseidon.auto", *sys.argv[1:]])
 

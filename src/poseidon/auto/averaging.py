@@ -1,4 +1,4 @@
-"""Plain means over all workers, for what does not pass through an engine."""
+"""Plain means over all workers, for tensors that no engine handles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def average_gradients(team: Team, parameters: Sequence[Tensor]) -> None:
     if not parameters:
         return
     has_gradient = [int(parameter.grad is not None) for parameter in parameters]
-    rows = team.gather_ints(has_gradient, "the gradients at hand")
+    rows = team.gather_ints(has_gradient, "the list of gradients")
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for parameter, flags in zip(parameters, zip(*rows, strict=True), strict=True):
         if any(flags):
@@ -46,14 +46,14 @@ def _average(team: Team, parameters: Sequence[Tensor]) -> None:
 
 
 def average_number(team: Team, value: float, weight: float) -> float:
-    """Return the weighted mean of everybody's number, the same bits everywhere. Collective."""
+    """Return the weighted mean of all workers' numbers, bit-identical on all of them. Collective."""
     (word,) = struct.unpack("<q", struct.pack("<d", value * weight))
     rows = team.gather_ints([word], "the mean of the losses")
     return float(sum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows)) / team.size
 
 
 def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
-    """Tell of each tensor whether all workers hold the same. Collective; all give equally many."""
+    """Return for each tensor whether it is equal on all workers, which pass the same number. Collective."""
     if not tensors:
         return []
     rows = team.gather_ints([_digest(tensor) for tensor in tensors], "the comparison of tensors")
@@ -61,9 +61,9 @@ def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def take_over(team: Team, tensors: Sequence[Tensor]) -> None:
-    """Make the tensors equal to worker 0's; those that are so already stay untouched. Collective."""
+    """Make the tensors equal to worker 0's; those that already are stay untouched. Collective."""
     alike = are_alike(team, tensors)
-    # Through .data: a graph that has saved them is not to find them changed.
+    # Write through .data: autograd must not see a changed version of tensors that a graph has saved.
     different = [tensor.data for tensor, is_alike in zip(tensors, alike, strict=True) if not is_alike]
     mirror_all(team, different, 0, "the initial parameters")
 

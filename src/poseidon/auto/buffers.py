@@ -1,4 +1,4 @@
-"""Buffers such as running averages: worker 0's count, as in torch's DistributedDataParallel."""
+"""Buffers such as running averages: all workers take worker 0's, as in torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from poseidon.team.team import Team
 
 
 class Buffers:
-    """Knows which modules' buffers have changed since they were last made alike."""
+    """Tracks which modules' buffers have changed since they were last synchronised."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        # The tensors themselves, not their numbers: while they are held, no new one can be mistaken for them.
+        # Keep the tensors themselves, not their ids: no new tensor can then be mistaken for an old one.
         self._last: weakref.WeakKeyDictionary[nn.Module, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
 
     def take_over(self, roots: Iterable[nn.Module]) -> None:
-        """Copy worker 0's buffers of modules where any may have changed, not masks and the like. Collective."""
+        """Copy worker 0's buffers of modules where any may have changed, so not constant masks. Collective."""
         changed: dict[nn.Module, None] = {}
         for root in roots:
             for module in root.modules():
@@ -34,7 +34,7 @@ class Buffers:
 
     def _has_changed(self, module: nn.Module) -> bool:
         if isinstance(module, _NormBase) and module.training:
-            return True  # its kernels write running averages without counting a version
+            return True  # its kernels update running averages without bumping the version
         before = self._last.get(module)
         now = _buffers_of(module)
         if before is None or len(before) != len(now):

@@ -1,8 +1,8 @@
-"""Which samples of a batch are whose: pure functions that every worker computes alike.
+"""Which worker gets which samples of a batch: pure functions with the same result on every worker.
 
-Nobody ever gets fewer batches than the others. Where the end of an epoch does not suffice for everybody, it is split as
-evenly as possible, a worker that would go without gets a sample again, and each part knows its *weight*: its loss
-counts for as many samples as it really adds, so that the mean over workers is the mean over samples.
+All workers get the same number of batches. If the end of an epoch is too short for all of them, it is split as evenly
+as possible, a worker that would get nothing repeats a sample, and each part has a *weight*: its loss counts for the
+samples it really adds, so that the mean over workers is the mean over samples.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part(Generic[T]):
-    """One worker's part of what all workers train on in one step."""
+    """One worker's part of one step's samples."""
 
     items: list[T]
     added: int
-    """How many of the items are this worker's own; the others repeat some, to fill up."""
+    """How many of the items count; the others are repeated as padding."""
     total: int
-    """Items that all parts add together."""
+    """Items that count over all parts."""
     size: int
     """Number of workers."""
 
@@ -45,9 +45,9 @@ class Dealer:
     rank: int
     size: int
     divides: bool
-    """Split each batch between the workers instead of giving each a batch of its own."""
+    """Split each batch between the workers instead of giving each worker its own batch."""
     drop_last: bool = False
-    """Leave out what does not suffice for a full batch for every worker."""
+    """Drop the rest that does not fill a batch for every worker."""
 
     def batches(self, batches: Iterable[list[T]]) -> Iterator[Part[T]]:
         """Yield this worker's parts of the script's batches."""
@@ -63,7 +63,7 @@ class Dealer:
             yield self._part(pool, batch // self.size if self.divides else batch)
 
     def items(self, items: Iterable[T]) -> Iterator[Part[T]]:
-        """Yield this worker's share of items that are whole batches, or that the script does not batch."""
+        """Yield this worker's items where items are whole batches, or the script does not batch."""
         source = iter(items)
         while group := list(islice(source, self.size)):
             if len(group) < self.size and self.drop_last:
@@ -72,13 +72,13 @@ class Dealer:
             yield Part([group[self.rank if is_mine else 0]], int(is_mine), len(group), self.size)
 
     def count_batches(self, batches: int) -> int:
-        """Return how many parts each worker gets of so many batches of the script."""
+        """Return how many parts each worker gets of that many batches of the script."""
         if self.divides:
             return batches
         return batches // self.size if self.drop_last else -(-batches // self.size)
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """Return where this worker's even share of ``count`` things begins and ends."""
+        """Return start and end of this worker's even share of ``count`` items."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def _divided(self, batches: Iterable[list[T]]) -> Iterator[Part[T]]:
@@ -105,5 +105,5 @@ class Dealer:
 
 
 def _at_least_two(items: list[T], usual: int) -> list[T]:
-    """Double a lone sample where batches are larger: the mean stays, and batch normalisation needs two."""
+    """Double a single sample if batches are usually larger: the mean stays, and batch normalisation needs two."""
     return items * 2 if len(items) == 1 and usual > 1 else items

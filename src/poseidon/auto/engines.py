@@ -1,7 +1,7 @@
-"""One engine per optimizer: made before the first forward of its parameters, ready for whatever backward comes.
+"""One engine per optimizer, created before the first forward of its parameters and ready for any backward.
 
-Everything here that talks to the other workers happens at the same place of the script on all of them: an optimizer is
-made, a forward or a backward begins, a step is taken.
+Every collective call here happens at the same point of the script on all workers: when an optimizer is created, when a
+forward or backward begins, when a step is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from poseidon.auto.step import Step
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
@@ -37,7 +37,7 @@ from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 
 _COMPARED_STEPS = (1, 10, 100, 1000)
-"""Steps of an optimizer before which replicas are compared bit by bit; then every thousandth."""
+"""Replicas are compared bit by bit before these steps of an optimizer, then before every thousandth."""
 
 
 class AutoFrontEnd(AutogradFrontEnd):
@@ -49,20 +49,20 @@ class AutoFrontEnd(AutogradFrontEnd):
         self.watch_outputs((), ())
 
     def begin(self) -> None:
-        """Start the exchange, with what this backward will not reach left out."""
+        """Start the exchange without the parameters that this backward does not reach."""
         if not self.engine.in_backward:
             unused = [parameter for parameter in self._nodes if not self.will_accumulate(parameter)]
             self.turns.begin_backward(unused)
 
     def finish(self) -> bool:
-        """Complete the exchange if there was one."""
+        """Complete the exchange, if one began; return whether one did."""
         if not self.engine.in_backward:
             return False
         self._end()
         return True
 
     def leave_layers_plain(self) -> None:
-        """Let all layers run as the user wrote them: a graph is at hand that must be met again as it was made."""
+        """Run all layers as the user wrote them: an existing graph must be replayed exactly as it was recorded."""
         for unit in self.engine.units:
             self._restore(unit)
 
@@ -73,7 +73,7 @@ class AutoFrontEnd(AutogradFrontEnd):
 
 
 @dataclass(eq=False)
-class Owner:
+class GradientOwner:
     """An optimizer, or the absence of one, and the engines of its parameters."""
 
     label: str
@@ -81,9 +81,9 @@ class Owner:
     optimizer: weakref.ref[Optimizer] | None = None
     front_ends: list[AutoFrontEnd] = field(default_factory=list)
     known: set[int] = field(default_factory=set)
-    """Identities of the parameters that this or another owner's engines have taken."""
+    """Ids of the parameters that an engine of this or another owner already handles."""
     guessed_roots: Sequence[nn.Module] = ()
-    """The outermost modules when the optimizer was made, as long as there is no engine that knows better."""
+    """The outermost modules when the optimizer was created; used until an engine exists."""
     is_fresh: bool = False
     """Whether gradients were exchanged since the last step."""
     steps: int = 0
@@ -95,7 +95,7 @@ class Owner:
         return self.optimizer is not None and self.optimizer() is None
 
     def strangers(self) -> list[Tensor]:
-        """Return the trainable parameters that no engine knows."""
+        """Return the trainable parameters that no engine handles yet."""
         return [p for p in self.parameters() if p.requires_grad and id(p) not in self.known]
 
     def named(self) -> list[tuple[str, Tensor]]:
@@ -116,18 +116,18 @@ class Owner:
 
 
 class Engines:
-    """The engines of all optimizers, in the order in which these were made."""
+    """The engines of all optimizers, in order of creation."""
 
-    def __init__(self, team: Team, census: Census, step: Step, streams: Streams, report: Report) -> None:
+    def __init__(self, team: Team, census: Census, step: Step, streams: Streams, report: ScriptReport) -> None:
         self._team = team
         self._census = census
         self._step = step
         self._streams = streams
         self._report = report
-        self._owners: list[Owner] = []
-        self._owner_of: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
-        self._unowned: Owner | None = None
-        self._pending: list[Owner] = []
+        self._owners: list[GradientOwner] = []
+        self._owner_of: weakref.WeakKeyDictionary[Optimizer, GradientOwner] = weakref.WeakKeyDictionary()
+        self._unowned: GradientOwner | None = None
+        self._pending: list[GradientOwner] = []
         self._buffers = Buffers(team)
         self._cluster: Cluster | None = None
         self._waiting_for_forward: RemovableHandle | None = None
@@ -139,50 +139,50 @@ class Engines:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The outermost modules that are trained, as far as optimizers or backwards have told."""
+        """The outermost modules in training, as known from optimizers and backward passes."""
         if len(self._owners) > 1:
-            gc.collect()  # an optimizer that only waits to be freed may be gone on one worker and not yet on another
+            gc.collect()  # an unreachable optimizer may already be freed on one worker and not yet on another
         return list({id(root): root for owner in self.living() for root in owner.roots()}.values())
 
-    def living(self) -> list[Owner]:
-        """Let go of what belonged to optimizers that are gone, and return the others."""
+    def living(self) -> list[GradientOwner]:
+        """Close the owners of optimizers that were freed, and return the others."""
         for owner in self._owners:
             if owner.is_gone:
                 owner.close()
         self._owners = [owner for owner in self._owners if not owner.is_gone]
         return self._owners
 
-    def owner_of(self, optimizer: Optimizer) -> Owner:
-        """Return what is known of an optimizer, from now on or already. Collective the first time."""
+    def owner_of(self, optimizer: Optimizer) -> GradientOwner:
+        """Return the owner that represents an optimizer. Collective the first time, when it is created."""
         if optimizer not in self._owner_of:
             self._owner_of[optimizer] = self._adopt(optimizer)
         return self._owner_of[optimizer]
 
     def train_without_optimizer(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take modules' parameters that no optimizer owns under an engine."""
+        """Put parameters that no optimizer owns under an engine."""
         if self._unowned is None and parameters:
-            self._unowned = Owner("no optimizer", list)
+            self._unowned = GradientOwner("no optimizer", list)
             self._owners.append(self._unowned)
         if self._unowned is None:
             return
         everything = {id(p): p for p in [*self._unowned.parameters(), *parameters]}
         self._unowned.parameters = lambda: list(everything.values())
 
-    def expect(self, owner: Owner) -> None:
-        """Make an engine for an owner's new parameters before the next forward."""
+    def expect(self, owner: GradientOwner) -> None:
+        """Create an engine for an owner's new parameters before the next forward."""
         if owner not in self._pending:
             self._pending.append(owner)
         if self._waiting_for_forward is None:
             self._waiting_for_forward = register_module_forward_pre_hook(self._before_forward)
 
     def look_for_strangers(self) -> None:
-        """Find parameters that were not trained until now: layers that were frozen, groups that were added."""
+        """Find newly trainable parameters: layers that were frozen, parameter groups that were added."""
         for owner in self.living():
             if owner.strangers():
                 self.expect(owner)
 
     def begin_backward(self) -> None:
-        """Get ready for a backward. Collective where engines are still to be made."""
+        """Prepare for a backward. Collective if engines have yet to be created."""
         self.look_for_strangers()
         if self._pending:
             self._attach_pending(has_graph=True)
@@ -191,7 +191,7 @@ class Engines:
                 front_end.engine.arm(True, self._step.values)
 
     def end_backward(self) -> bool:
-        """Complete what engines have begun and take over worker 0's buffers; tell whether any had. Collective."""
+        """Complete the running exchanges, copy worker 0's buffers, return whether gradients are fresh. Collective."""
         roots: list[nn.Module] = []
         for owner in self.living():
             for front_end in owner.front_ends:
@@ -205,8 +205,8 @@ class Engines:
         self._buffers.take_over(roots)
         return bool(roots) or any(owner.is_fresh for owner in self._owners)
 
-    def count_step(self, owner: Owner) -> None:
-        """Take note of a step, and now and then compare the replicas before it. Collective."""
+    def count_step(self, owner: GradientOwner) -> None:
+        """Count a step and, now and then, compare the replicas before it. Collective."""
         owner.is_fresh = False
         owner.steps += 1
         if owner.steps in _COMPARED_STEPS or owner.steps % max(_COMPARED_STEPS) == 0:
@@ -218,7 +218,7 @@ class Engines:
         self._compare([pair for owner in self.living() for pair in owner.named()])
 
     def close(self) -> None:
-        """Give all models back as they were."""
+        """Restore all models."""
         for owner in self._owners:
             owner.close()
         self._owners.clear()
@@ -230,7 +230,7 @@ class Engines:
         if named:
             check_same_bits(self._team, named)
 
-    def _adopt(self, optimizer: Optimizer) -> Owner:
+    def _adopt(self, optimizer: Optimizer) -> GradientOwner:
         reference = weakref.ref(optimizer)
 
         def parameters() -> list[Tensor]:
@@ -238,9 +238,9 @@ class Engines:
             groups = [] if living is None else living.param_groups
             return [parameter for group in groups for parameter in group["params"]]
 
-        owner = Owner(type(optimizer).__name__, parameters, reference)
+        owner = GradientOwner(type(optimizer).__name__, parameters, reference)
         self._owners.append(owner)
-        # At once, and once more before the first forward: a model may still change between the two.
+        # Copy now, and again before the first forward: the model may still change in between.
         owner.guessed_roots = find_roots(parameters(), self._census.living())
         with self._aside():
             take_over(self._team, holding_tensors(parameters(), owner.guessed_roots))
@@ -270,10 +270,10 @@ class Engines:
                 if has_graph:
                     owner.front_ends[-1].leave_layers_plain()
 
-    def _attach(self, owner: Owner, parameters: Sequence[Tensor]) -> None:
+    def _attach(self, owner: GradientOwner, parameters: Sequence[Tensor]) -> None:
         holding = find_holding(parameters, self._census.living())
         owner.guessed_roots = ()
-        # Engines work at the same time, so each has channels of its own: nothing orders one's messages with another's.
+        # Engines run concurrently, so each has its own channels: nothing orders the messages of one against another's.
         team = Team(dist.new_group(), self._team.timeout_s)
         check_same_model(team, describe(holding.named()))
         take_over(team, holding_tensors(holding.loose, holding.roots))
@@ -289,7 +289,7 @@ class Engines:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Do something of our own in the middle of the script's forward without meeting its modes or its numbers."""
+        """Do work of our own during the script's forward, isolated from its autocast modes and random numbers."""
         with (
             self._streams.untouched(),
             torch.autocast("cpu", enabled=False),

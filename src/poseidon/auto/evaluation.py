@@ -1,8 +1,8 @@
-"""Evaluation shared between workers: each computes a part of a batch's outputs, and everybody gets all of them.
+"""Evaluation shared between workers: each computes a part of a batch's outputs, and all get all of them.
 
-Not the metrics are averaged, which nobody can find in a script, but the outputs are exchanged: whatever the script
-computes from them is what one worker would compute, and the same on all workers. A model is trusted to treat its
-samples independently once the first shared outputs have come out as the full ones did.
+Outputs are exchanged instead of metrics, which cannot be found in a script: whatever the script computes from them is
+what one worker would compute, and equal on all workers. A model is assumed to treat its samples independently once the
+first shared outputs have equalled the full ones.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from poseidon.auto.averaging import are_alike
 from poseidon.auto.engines import Engines
 from poseidon.auto.step import Step
 from poseidon.engine.outputs import map_tensors, tensors_in
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 
 class SharedEvaluation:
-    """Replaces calls of trained models in evaluation by shared ones."""
+    """Makes calls of trained models in evaluation shared."""
 
-    def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: Report) -> None:
+    def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: ScriptReport) -> None:
         self._team = team
         self._is_first_only = is_first_only
         self._engines = engines
         self._step = step
         self._report = report
         self._trusted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._is_inside = False
+        self._nesting = Nesting()
 
     def install(self, patches: Patches) -> None:
-        """Put the hook in place."""
+        """Install the hook."""
         patches.wrap(nn.Module, "__call__", self._call)
 
     def shares(self, count: int) -> list[int]:
@@ -50,20 +51,17 @@ class SharedEvaluation:
         ]
 
     def _call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside or torch.is_grad_enabled() or module.training or not self._step.is_shared:
+        if self._nesting.is_inside or torch.is_grad_enabled() or module.training or not self._step.is_shared:
             return original(module, *args, **kwargs)
         count = next((len(tensor) for tensor in tensors_in((args, kwargs)) if tensor.ndim), 0)
         if count < self._team.size or not self._is_trained(module):
             return original(module, *args, **kwargs)
-        self._is_inside = True
-        try:
+        with self._nesting.enter():
             if module not in self._trusted:
                 return self._try(original, module, args, kwargs, count)
             if self._trusted[module]:
                 return self._share(original, module, args, kwargs, count)
             return original(module, *args, **kwargs)
-        finally:
-            self._is_inside = False
 
     def _is_trained(self, module: nn.Module) -> bool:
         return any(module is root for owner in self._engines.living() for root in owner.roots())
@@ -87,7 +85,7 @@ class SharedEvaluation:
         shares = self.shares(count)
         ends = list(accumulate(shares))
         start, size = ends[self._team.rank] - shares[self._team.rank], shares[self._team.rank]
-        # A worker without samples computes one all the same, to learn what the outputs look like.
+        # A worker without samples still computes one, to learn the form of the outputs.
         part = slice(start, start + size) if size else slice(0, 1)
 
         def cut(tensor: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Files of the workers other than the first: each writes into a scratch folder of its own and sees what it wrote.
+"""Files of all workers but worker 0: each writes to its own scratch folder and reads back what it wrote.
 
-A script that saves a checkpoint and loads it later works on every worker, on one machine or several, and what remains
-in the end was written once, by worker 0. Known are the ways Python code takes: ``open``, ``os``, ``pathlib``,
-``shutil``, ``torch.save``. A library that opens files in C by itself (HDF5, SQLite) is not redirected.
+A script that saves a checkpoint and loads it later works on every worker, on one machine or several, and the files that
+remain were written once, by worker 0. The redirection covers Python's own calls: ``open``, ``os``, ``pathlib``,
+``shutil``, ``torch.save``. A library that opens files in C (HDF5, SQLite) is not redirected.
 """
 
-# pathlib itself is redirected here, so this file must stay beneath it.
+# pathlib itself is redirected here, so this file must not use it.
 # ruff: noqa: PTH100, PTH118, PTH120
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ONE_PATH_WRITTEN = ("utime", "chmod", "truncate")
 
 
 class Overlay:
-    """A view of the file system in which writes go to ``scratch`` and hide what lies beneath."""
+    """A view of the file system in which writes go to ``scratch`` and shadow the real files."""
 
     def __init__(self, scratch: Path, started: float | None = None) -> None:
         self._scratch = os.path.realpath(scratch)
         self._gone: set[str] = set()
-        """Paths that the script has removed, or has seen missing: what worker 0 puts there later does not count."""
+        """Paths that the script has removed or found missing: files that worker 0 writes there later stay hidden."""
         self._started = time.time() if started is None else started
         self._left_alone = (*_SYSTEM, self._scratch, str(Path("~/.cache").expanduser()))
         self._temporary = os.path.realpath(tempfile.gettempdir())
@@ -46,7 +46,7 @@ class Overlay:
         self._stat, self._mkdir, self._scandir = os.stat, os.mkdir, os.scandir
 
     def install(self, patches: Patches) -> None:
-        """Put the redirections in place."""
+        """Install the redirections."""
         patches.wrap(builtins, "open", self._open)
         patches.replace(io, "open", builtins.open)
         for name in _ONE_PATH_READ:
@@ -76,7 +76,7 @@ class Overlay:
         return _is_inside(self._home, self._temporary) and _is_inside(path, self._home)
 
     def reading(self, path: Any) -> Any:
-        """Return where to read a path."""
+        """Return the path to read from."""
         absolute = _absolute(path)
         if absolute is None or not self.covers(absolute):
             return path
@@ -88,7 +88,7 @@ class Overlay:
         return path
 
     def writing(self, path: Any, keeps: bool = False) -> Any:
-        """Return where to write a path; ``keeps``: what is there now is changed and not replaced."""
+        """Return the path to write to; ``keeps``: the present content is changed, not replaced."""
         absolute = _absolute(path)
         if absolute is None or not self.covers(absolute):
             return path
@@ -170,7 +170,7 @@ class Overlay:
 
     def _wrap_os(self, patches: Patches, name: str, around: Callable[..., Any]) -> None:
         patches.wrap(os, name, around)
-        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps functions of its own there
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own functions there
         if accessor is not None and name in accessor.__dict__:
             patches.replace(accessor, name, staticmethod(getattr(os, name)))
 
@@ -188,7 +188,7 @@ class Overlay:
         return self._scratch + absolute
 
     def _is_hidden(self, absolute: str) -> bool:
-        """Whether a file is not to be seen: removed, or written since the start, which only worker 0 can have done."""
+        """Whether a file is hidden: removed, or written since the start, which only worker 0 can have done."""
         if absolute in self._gone:
             return True
         try:
@@ -198,7 +198,7 @@ class Overlay:
         return status.st_mtime > self._started and not _is_folder_mode(status.st_mode)
 
     def _is_new_folder(self, seen: str) -> bool:
-        """Whether worker 0 seems to have made a folder just now that this worker is about to make itself."""
+        """Whether worker 0 has probably just created a folder that this worker is about to create."""
         is_own = _is_inside(os.path.abspath(seen), self._scratch)
         return not is_own and self._is_folder(seen) and self._stat(seen).st_mtime > self._started
 
@@ -220,7 +220,7 @@ class Overlay:
 
 
 class _Scan:
-    """What ``os.scandir`` returns: an iterator that can be closed."""
+    """The result of ``os.scandir``: an iterator that can be closed."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)

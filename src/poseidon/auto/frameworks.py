@@ -1,4 +1,4 @@
-"""Frameworks besides PyTorch: followed from the moment the script imports them, and never imported otherwise."""
+"""Frameworks besides PyTorch: hooked when the script imports them, and never imported otherwise."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 if TYPE_CHECKING:
     from poseidon.tensorflow.datasets import Datasets
 
 Aside = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes a context in which the hooks in PyTorch leave backwards alone."""
+"""Returns a context in which the PyTorch hooks ignore backward passes."""
 
 
 class Follower(Protocol):
-    """What follows the scripts of one framework."""
+    """The hooks for scripts of one framework."""
 
     @property
     def has_trained(self) -> bool:
-        """Whether any step was taken together."""
+        """Whether the workers have taken any step together."""
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
 
     def conclude(self) -> None:
         """Check at the end that the workers hold the same. Collective."""
 
 
 class Frameworks:
-    """Waits for TensorFlow and Keras to be imported."""
+    """Hooks TensorFlow and Keras when they are imported."""
 
-    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report, aside: Aside) -> None:
+    def __init__(self, team: Team, options: AutoOptions, seed: int, report: ScriptReport, aside: Aside) -> None:
         self._team = team
         self._options = options
         self._seed = seed
@@ -57,7 +57,7 @@ class Frameworks:
         return any(follower.has_trained for follower in self._followers)
 
     def install(self, patches: Patches) -> None:
-        """Begin to wait."""
+        """Start waiting for the imports."""
         if self._team.rank:
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its C++ part knows nothing of a silenced stderr
         if "OMP_NUM_THREADS" in os.environ:  # the launcher divides a machine's cores between its workers
@@ -99,7 +99,7 @@ class Frameworks:
 
 
 def watch_import(patches: Patches, name: str, then: Callable[[], None]) -> None:
-    """Call ``then`` right after a module has been imported for the first time, or now if it has been."""
+    """Call ``then`` right after a module's first import, or now if it is already imported."""
     if name in sys.modules:
         then()
         return
@@ -109,7 +109,7 @@ def watch_import(patches: Patches, name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself, but adds an action to the loader of one module."""
+    """Adds an action to the loader of one module; finds nothing itself."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
@@ -117,7 +117,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._is_asking = False
 
     def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Return what the other finders say of the module; being asked does not mean that it will be imported."""
+        """Return the other finders' spec of the module; a lookup does not mean that it will be imported."""
         if fullname != self._name or self._is_asking or self._then is None:
             return None
         self._is_asking = True
@@ -137,14 +137,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module as it should be, then does something."""
+    """Loads a module, then runs an action."""
 
     def __init__(self, loader: Any, then: Callable[[], None]) -> None:
         self._loader = loader
         self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Make the module."""
+        """Create the module."""
         made: ModuleType | None = self._loader.create_module(spec)
         return made
 

@@ -1,15 +1,15 @@
 """Gradients of any training loop, averaged over all workers before ``backward()`` returns.
 
-Every optimizer gets an engine of its own (``engines.py``), so that a loop may use several in any order. An engine takes
-part in a backward if any of its parameters is about to get a gradient; autograd says which before the first arrives.
-What passes no engine is averaged in plain form: tensors of scripts without an optimizer at the end of backward,
-gradients that a script put in place itself in ``optimizer.step()``.
+Every optimizer has its own engine (``engines.py``), so a loop may use several in any order. An engine takes part in a
+backward if any of its parameters will get a gradient; autograd knows which before the first arrives. Gradients that
+pass no engine are averaged in full: tensors of scripts without an optimizer at the end of backward, gradients that a
+script sets itself in ``optimizer.step()``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ from poseidon.auto.averaging import are_alike, average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.step import Step
 from poseidon.engine.outputs import find_leaves
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.team.team import Team
 
 
-class Gradients:
-    """Watches optimizers and backwards of a script and keeps the workers' gradients alike."""
+class TorchGradients:
+    """Hooks a script's optimizers and backward passes and keeps the workers' gradients equal."""
 
     def __init__(
-        self, team: Team, engines: Engines, step: Step, streams: Streams, report: Report, rate: float = 1.0
+        self, team: Team, engines: Engines, step: Step, streams: Streams, report: ScriptReport, rate: float = 1.0
     ) -> None:
         self._team = team
         self._engines = engines
@@ -41,12 +42,12 @@ class Gradients:
         self._report = report
         self._rate = rate
         """Factor for learning rates."""
-        self._is_inside = False
-        """Whether a backward is under way: checkpoints run others inside it, which belong to it."""
+        self._nesting = Nesting()
+        """Around a backward: checkpoints run others inside it, which belong to it."""
         self._has_averaged = False
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(Optimizer, "__init__", self._optimizer_made)
         patches.wrap(Optimizer, "add_param_group", self._group_added)
         patches.wrap(torch.autograd, "backward", self._backward)
@@ -55,7 +56,7 @@ class Gradients:
         patches.on_undo(self._engines.close)
 
     def conclude(self, is_alone: bool = True) -> None:
-        """Check at the end that the workers hold the same, and say if nothing was exchanged. Collective.
+        """Check that the workers hold the same parameters, and report if nothing was exchanged. Collective.
 
         ``is_alone``: nothing but PyTorch was trained.
         """
@@ -63,14 +64,9 @@ class Gradients:
             self._report.say("nothing was averaged: no backward reached a parameter; each worker ran by itself")
         self._engines.verify()
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leave backwards alone inside this context: another front end sees to their gradients."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = before
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context that ignores backward passes: another front end handles their gradients."""
+        return self._nesting.enter()
 
     # Optimizers.
 
@@ -97,7 +93,7 @@ class Gradients:
         return None
 
     def _shared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Have a closure return the mean loss: a line search must see the same numbers on all workers."""
+        """Make a closure return the mean loss: a line search must see the same numbers on all workers."""
 
         def shared() -> Any:
             loss = closure()
@@ -113,22 +109,19 @@ class Gradients:
     def _backward(
         self, original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kw: Any
     ) -> None:
-        if self._is_inside:
+        if self._nesting.is_inside:
             original(tensors, grad_tensors, *args, **kw)
             return
-        self._is_inside = True
-        try:
+        with self._nesting.enter():
             outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             loose = self._before_backward([output for output in outputs if isinstance(output, Tensor)])
             original(tensors, self._weighted(outputs, grad_tensors), *args, **kw)
             self._has_averaged |= self._engines.end_backward()
             average_gradients(self._team, loose)
             self._has_averaged |= bool(loose)
-        finally:
-            self._is_inside = False
 
     def _before_backward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Get the engines ready; return tensors to average at the end."""
+        """Prepare the engines; return tensors to average at the end."""
         self._say_what_is_not_divided()
         self._streams.part()
         loose = [] if self._engines.has_optimizer else self._find_unowned(find_leaves(outputs))
@@ -154,9 +147,9 @@ class Gradients:
         return [_scaled(output, grad, weight) for output, grad in zip(outputs, grads, strict=True)]
 
     def _find_unowned(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Sort out what a script without an optimizer trains: modules' parameters get an engine, tensors do not."""
+        """Split what a script without an optimizer trains: modules' parameters get an engine, loose tensors do not."""
         self._engines.train_without_optimizer([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
-        # A tensor of the batch's size is data (an image to be disturbed, say), not something that is trained.
+        # A tensor of the batch's size is data (e.g. an image to perturb), not a trained parameter.
         tensors = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter) and not self._looks_like_data(leaf)]
         alike = are_alike(self._team, tensors)
         for tensor, is_alike in zip(tensors, alike, strict=True):
@@ -172,10 +165,10 @@ class Gradients:
 def _scaled(output: Tensor, grad: Tensor | None, weight: float) -> Tensor | None:
     if grad is not None:
         return grad * weight
-    # Left to torch otherwise, which says what is wrong with it.
+    # Otherwise leave it to torch, which reports what is wrong with it.
     return torch.full_like(output, weight) if output.numel() == 1 else None
 
 
 def _checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Recompute activations in the form that does not hide parameters from the backward it happens in."""
+    """Use the checkpointing that does not hide parameters from the backward in which it runs."""
     return original(*args, **{**kwargs, "use_reentrant": False})

@@ -1,6 +1,6 @@
-"""Keras scripts under ``--auto``: every model that a script trains is distributed, as ``poseidon.keras`` does it.
+"""Keras scripts under ``--auto``: every model that a script trains is distributed as by ``poseidon.keras``.
 
-Worker 0 writes models and weights. What a script loads later is worker 0's file, sent to the others, who have none.
+Worker 0 writes models and weights. When a script loads one later, worker 0's file is sent to the others, who have none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from poseidon.engine.outside import take_from_first
 from poseidon.following.keras_rates import scale_rate
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 _TRAINING = ("fit", "train_on_batch")
@@ -27,30 +27,30 @@ _WRITING = ("save", "save_weights", "export")
 
 
 class KerasModels:
-    """Distributes models when they are trained for the first time."""
+    """Distributes each model when it is first trained."""
 
     def __init__(
         self,
         team: Team,
         options: AutoOptions,
-        report: Report,
+        report: ScriptReport,
         aside: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._team = team
         self._options = options
         self._report = report
         self._aside = aside
-        """Inside it nobody else averages gradients: on the torch backend Keras calls ``backward()`` itself."""
+        """A context without other averaging: on the torch backend Keras calls ``backward()`` itself."""
         self._distributed: dict[int, tuple[Any, Any]] = {}
         """Models by their identity, each with what distributes it."""
 
     @property
     def has_trained(self) -> bool:
-        """Whether any step was taken together."""
+        """Whether the workers have taken any step together."""
         return bool(self._distributed)
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         for name in _TRAINING:
             patches.wrap(_owner(name), name, self._training(name))
         for name in _WRITING:
@@ -78,7 +78,7 @@ class KerasModels:
 
     def _distribute(self, model: Any) -> None:
         made = poseidon.keras.distribute(model, batch=self._options.batch, timeout_s=self._options.timeout_s)
-        # The model itself is kept, so that no other one takes its identity.
+        # Keep the model itself, so that no other one can get its id.
         self._distributed[id(model)] = (model, made)
         if self._options.scale_lr:
             scale_rate(model.optimizer, self._team.size, self._report)
@@ -103,7 +103,7 @@ class KerasModels:
 
     @contextlib.contextmanager
     def _file_of_first(self, path: Any) -> Iterator[Any]:
-        """Give the others a copy of worker 0's file; what is no single file there is left to each. Collective."""
+        """Send worker 0's file to the others; anything but a single file is left to each worker. Collective."""
         source = Path(path)
         size = source.stat().st_size if self._team.rank == 0 and source.is_file() else -1
         size = self._team.gather_ints([size], "the file to load")[0][0]
@@ -127,5 +127,5 @@ class KerasModels:
 
 
 def _owner(name: str) -> Any:
-    """Return the class from which ``keras.Model`` has a method: trainers differ between backends."""
+    """Return the class that defines a method of ``keras.Model``: trainers differ between backends."""
     return next(kind for kind in keras.Model.__mro__ if name in vars(kind))

@@ -1,7 +1,7 @@
 """DataLoaders: each worker gets its part of every training batch, and evaluation sees everything.
 
-Whether a loader is read for training is decided each time it is iterated: with gradients off, or with all trained
-models in eval mode, or with nothing to train yet, it is read as a whole, the same on all workers.
+Each iteration decides whether a loader is read for training: with gradients off, with all trained models in eval mode,
+or with nothing to train yet, every worker reads the whole of it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from poseidon.engine.outputs import tensors_in
 from poseidon.following.naming import find_name, is_called_by_keras
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import ALIKE, APART, Streams, WorkerSeeds
 from poseidon.team.team import Team
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")
 
 
-class Deal:
-    """How one loader is dealt out; lives as long as the loader."""
+class LoaderDeal:
+    """How one loader is divided between the workers; lives as long as the loader."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, size: int, options: AutoOptions) -> None:
         batch = loader.batch_size
@@ -43,9 +43,9 @@ class Deal:
         self.batch: int | None = None if custom or not self.is_batched else batch
         self.dealer = Dealer(rank, size, self.divides, bool(loader.drop_last))
         self.is_dealt = False
-        """Whether the iteration under way is dealt out."""
+        """Whether the current iteration is dealt out."""
         self.is_decided = False
-        """Whether the loader was iterated before, so that what it is for is known."""
+        """Whether the loader was iterated before, so its purpose is known."""
         self.weights: deque[float] = deque()
         """Of the batches that are on their way, in their order."""
 
@@ -61,9 +61,9 @@ class Deal:
 
 
 class DealtSampler:
-    """Stands in for a loader's sampler or batch sampler; passes everything on if the loader is read as a whole."""
+    """Replaces a loader's sampler or batch sampler; passes everything on if the loader is read as a whole."""
 
-    def __init__(self, original: Any, deal: Deal, streams: Streams) -> None:
+    def __init__(self, original: Any, deal: LoaderDeal, streams: Streams) -> None:
         self._original = original
         self._deal = deal
         self._streams = streams
@@ -91,7 +91,7 @@ class DealtSampler:
         return self._deal.dealer.count_batches(count) if self._deal.is_dealt else count
 
     def _draw(self) -> Iterator[Any]:
-        """Draw from the script's sampler, with the numbers that all workers share."""
+        """Draw from the script's sampler, with the random stream that all workers share."""
         with self._streams.using(ALIKE):
             source = iter(self._original)
         while True:
@@ -104,9 +104,9 @@ class DealtSampler:
 
 
 class DealtStream(IterableDataset[Any]):
-    """Stands in for an iterable dataset: reads all of it and keeps this worker's part."""
+    """Replaces an iterable dataset: reads all of it and keeps this worker's part."""
 
-    def __init__(self, original: Any, deal: Deal) -> None:
+    def __init__(self, original: Any, deal: LoaderDeal) -> None:
         self.__dict__.update(_original=original, _deal=deal)
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +122,7 @@ class DealtStream(IterableDataset[Any]):
         self.__dict__.update(state)
 
     def __iter__(self) -> Iterator[Any]:
-        deal: Deal = self._deal
+        deal: LoaderDeal = self._deal
         source: Iterable[Any] = self._original
         if not deal.is_dealt:
             yield from source
@@ -137,9 +137,11 @@ class DealtStream(IterableDataset[Any]):
 
 
 class Delivery:
-    """Iterates over a loader on behalf of the script and keeps account of what it was given."""
+    """Iterates over a loader for the script and records the weight of each batch."""
 
-    def __init__(self, batches: Iterator[Any], deal: Deal, engines: Engines, step: Step, streams: Streams) -> None:
+    def __init__(
+        self, batches: Iterator[Any], deal: LoaderDeal, engines: Engines, step: Step, streams: Streams
+    ) -> None:
         self._batches = batches
         self._engines = engines
         self._deal = deal
@@ -152,7 +154,7 @@ class Delivery:
         return self
 
     def __next__(self) -> Any:
-        # A stream takes its order from the same numbers as its samples; those of the workers must not part.
+        # A stream draws its order from the same generator as its samples, which must stay equal on all workers.
         stream = APART if self._is_dealt and not self._deal.is_stream else ALIKE
         try:
             with self._streams.using(stream):
@@ -178,10 +180,10 @@ class Delivery:
 
 
 class Loaders:
-    """Decides for each iteration of each loader how it is read."""
+    """Decides how each iteration of each loader is read."""
 
     def __init__(
-        self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: Report
+        self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: ScriptReport
     ) -> None:
         self._rank, self._size = team.rank, team.size
         self._options = options
@@ -189,10 +191,10 @@ class Loaders:
         self._step = step
         self._streams = streams
         self._report = report
-        self._deals: weakref.WeakKeyDictionary[DataLoader[Any], Deal] = weakref.WeakKeyDictionary()
+        self._deals: weakref.WeakKeyDictionary[DataLoader[Any], LoaderDeal] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(DataLoader, "__iter__", self._iterate)
         patches.wrap(DataLoader, "__len__", self._count)
 
@@ -225,9 +227,9 @@ class Loaders:
             return samples // block if deal.dealer.drop_last else -(-samples // block)
         return deal.dealer.count_batches(count)
 
-    def _deal_of(self, loader: DataLoader[Any]) -> Deal:
+    def _deal_of(self, loader: DataLoader[Any]) -> LoaderDeal:
         if loader not in self._deals:
-            self._deals[loader] = Deal(loader, self._rank, self._size, self._options)
+            self._deals[loader] = LoaderDeal(loader, self._rank, self._size, self._options)
         return self._deals[loader]
 
     def _is_for_training(self, loader: DataLoader[Any], name: str) -> bool:
@@ -245,13 +247,13 @@ class Loaders:
         return self._engines.has_optimizer or _is_anything_trainable()
 
     def _guess(self, loader: DataLoader[Any]) -> bool:
-        """Say whether a loader that was never iterated is for training: someone asks for its length beforehand."""
+        """Guess whether a loader that was never iterated is for training, for a script that asks for its length."""
         name = find_name(loader) or ""
         if name in self._options.whole or not torch.is_grad_enabled():
             return False
         return name in self._options.deal or not _sounds_like_evaluation(loader, name)
 
-    def _tell(self, loader: DataLoader[Any], deal: Deal, name: str) -> None:
+    def _tell(self, loader: DataLoader[Any], deal: LoaderDeal, name: str) -> None:
         try:
             samples = len(loader.sampler) if not deal.is_stream else len(loader.dataset)  # type: ignore[arg-type]
         except TypeError:
@@ -268,7 +270,7 @@ class Loaders:
                 f"{name}: yields whole batches, which cannot be divided; each worker takes every one in turn"
             )
 
-    def _say_batch(self, deal: Deal) -> str:
+    def _say_batch(self, deal: LoaderDeal) -> str:
         if deal.batch is None:
             return "each of its batches divided" if deal.divides else "a batch of its own for each worker"
         total = deal.batch if deal.divides else deal.batch * self._size
@@ -276,9 +278,9 @@ class Loaders:
 
 
 class _standing_in:  # noqa: N801 - reads as a statement in `with`
-    """Puts our sampler and dataset into a loader while an iterator is made from it."""
+    """Puts our sampler and dataset into a loader while an iterator is created from it."""
 
-    def __init__(self, loader: DataLoader[Any], deal: Deal, streams: Streams, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], deal: LoaderDeal, streams: Streams, rank: int) -> None:
         self._fields = loader.__dict__
         field = "batch_sampler" if deal.is_batched else "sampler"
         self._ours: dict[str, Any] = {field: DealtSampler(self._fields[field], deal, streams)}
@@ -289,7 +291,7 @@ class _standing_in:  # noqa: N801 - reads as a statement in `with`
         self._before = {name: self._fields[name] for name in self._ours}
 
     def __enter__(self) -> None:
-        # Not by assignment: a loader refuses to have its sampler replaced.
+        # Not by assignment: a loader does not allow replacing its sampler.
         self._fields.update(self._ours)
 
     def __exit__(self, *_: object) -> None:

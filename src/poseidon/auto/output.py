@@ -1,4 +1,4 @@
-"""Output of the workers other than the first: kept in short and shown only if the worker fails."""
+"""Output of all workers but worker 0: the last lines are kept and shown only if the worker fails."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Tail(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As a terminal would answer."""
+        """The encoding of a terminal."""
         return "utf-8"
 
     def writable(self) -> bool:
-        """Tell that text may be written."""
+        """Return True: text may be written."""
         return True
 
     def write(self, text: str) -> int:
-        """Take text in."""
+        """Keep the last lines of the text."""
         *complete, self._open = (self._open + text).split("\n")
-        # A progress bar writes its line again and again: only the last state counts.
+        # A progress bar rewrites its line: only the last state counts.
         self._lines.extend(line.rsplit("\r", 1)[-1] for line in complete)
         self._open = self._open.rsplit("\r", 1)[-1]
         return len(text)
 
     def last_lines(self) -> list[str]:
-        """Return what was written last."""
+        """Return the last lines written."""
         return [*self._lines, self._open] if self._open else list(self._lines)
 
 
 def silence(patches: Patches) -> Tail:
-    """Replace stdout and stderr of this process; what they would have shown ends in the returned tail."""
+    """Redirect this process's stdout and stderr to the returned tail."""
     tail = Tail()
     patches.replace(sys, "stdout", tail)
     patches.replace(sys, "stderr", tail)

@@ -1,4 +1,4 @@
-"""From the parameters that are trained to the modules that own them, and to units for the engine."""
+"""From trained parameters to the modules that own them, and to units for the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from poseidon.units import ParameterSpec, Unit
 
 @dataclass(frozen=True)
 class Holding:
-    """Trained parameters and the outermost modules they lie in."""
+    """Trained parameters and the outermost modules that own them."""
 
     roots: tuple[nn.Module, ...]
     units: tuple[LiveUnit, ...]
@@ -27,7 +27,7 @@ class Holding:
     """Parameters that no module owns."""
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Return the trained parameters with names in which the workers agree."""
+        """Return the trained parameters with names that are equal on all workers."""
         return [
             (spec.name, parameter)
             for unit in self.units
@@ -42,20 +42,20 @@ class Holding:
 
 
 def holding_tensors(loose: Iterable[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:
-    """Return everything that replicas share: also frozen parameters and buffers of the modules."""
+    """Return everything that replicas share, including frozen parameters and buffers of the modules."""
     owned = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
     return list({id(tensor): tensor for tensor in [*owned, *loose]}.values())
 
 
 class Census:
-    """Knows every living module."""
+    """Tracks every living module."""
 
     def __init__(self) -> None:
-        # By identity: a script's modules may compare in ways of their own.
+        # By id: a script's modules may define their own equality.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Count the modules that are there, and from now on those that are made, copied or read from a file."""
+        """Register the existing modules and, from now on, those that are created, copied or unpickled."""
         for found in gc.get_objects():
             if issubclass(type(found), nn.Module):
                 self._modules[id(found)] = found
@@ -63,8 +63,8 @@ class Census:
         patches.wrap(nn.Module, "__setstate__", self._made)
 
     def living(self) -> list[nn.Module]:
-        """Return the modules that are in use."""
-        gc.collect()  # a module that only waits to be freed may be gone on one worker and not yet on another
+        """Return the modules in use."""
+        gc.collect()  # an unreachable module may already be freed on one worker and not yet on another
         return list(self._modules.values())
 
     def _made(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -86,12 +86,12 @@ def find_roots(parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> li
 
 
 def _parameters_of(module: nn.Module) -> Iterable[Tensor]:
-    # A module whose __init__ has not run yet, or never will, has none of torch's own fields.
+    # A module whose __init__ has not run (or never will) lacks torch's own fields.
     return module.parameters() if "_parameters" in module.__dict__ else ()
 
 
 def find_holding(parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> Holding:
-    """Cut parameters into units: what a layer owns travels together, by the routes that layer allows."""
+    """Divide parameters into units: a layer's parameters travel together, by the routes that the layer allows."""
     wanted = {id(parameter) for parameter in parameters}
     roots = find_roots(parameters, modules)
     units: list[LiveUnit] = []

@@ -1,4 +1,4 @@
-"""One worker's run of an unmodified script: what is put in place before it, and what is checked after it."""
+"""One worker's run of an unmodified script: the hooks installed before it and the checks after it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from poseidon.auto.engines import Engines
 from poseidon.auto.evaluation import SharedEvaluation
 from poseidon.auto.files import Overlay
 from poseidon.auto.frameworks import Frameworks
-from poseidon.auto.gradients import Gradients
+from poseidon.auto.gradients import TorchGradients
 from poseidon.auto.loaders import Loaders
 from poseidon.auto.output import silence
 from poseidon.auto.owners import Census
 from poseidon.auto.step import Step
 from poseidon.errors import ConfigError
-from poseidon.following.options import AutoOptions, Target
+from poseidon.following.options import AutoOptions, ScriptTarget
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.job.world import World, init
 from poseidon.launch.local import follow_launcher
@@ -37,7 +37,7 @@ _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 _JOB_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD", "SLURM_")
 
 
-def run(options: AutoOptions, target: Target) -> int:
+def run(options: AutoOptions, target: ScriptTarget) -> int:
     """Run the script as one of the workers that the environment describes; return its exit status."""
     follow_launcher()
     world = init(timeout_s=options.timeout_s)
@@ -54,7 +54,7 @@ def run(options: AutoOptions, target: Target) -> int:
             if status == 0:
                 frameworks.conclude()
                 gradients.conclude(is_alone=not frameworks.has_trained)
-                # Nobody leaves before everybody is done: worker 0 holds the job's store.
+                # No worker leaves before all are done: worker 0 hosts the job's store.
                 team.gather_ints([0], "the others to end the script")
             patches.undo()
         team.close()
@@ -69,15 +69,15 @@ def run(options: AutoOptions, target: Target) -> int:
     return status
 
 
-def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -> tuple[Gradients, Frameworks]:
-    report = Report(world.rank == 0)
+def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -> tuple[TorchGradients, Frameworks]:
+    report = ScriptReport(world.rank == 0)
     seed = options.seed if options.seed is not None else secrets.randbits(31)
     seed = team.gather_ints([seed], "the seed")[0][0]
     streams, step = Streams(world.rank, seed), Step()
     rate = float(world.size) if options.scale_lr else 1.0
     census = Census()
     engines = Engines(team, census, step, streams, report)
-    gradients = Gradients(team, engines, step, streams, report, rate)
+    gradients = TorchGradients(team, engines, step, streams, report, rate)
     loaders = Loaders(team, options, engines, step, streams, report)
     report.say(describe(world.size, options, seed))
     census.install(patches)
@@ -92,7 +92,7 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
 
 
 def describe(size: int, options: AutoOptions, seed: int) -> str:
-    """Say in one line how the script will be run. Pure."""
+    """Describe in one line how the script is run. Pure."""
     batch = "a batch size counts one worker's samples" if options.batch == "per-worker" else "batches are divided"
     rate = f"learning rates times {size}" if options.scale_lr else "learning rates as they are"
     writers = {"first": "worker 0's", "each": "everybody's"}
@@ -102,7 +102,7 @@ def describe(size: int, options: AutoOptions, seed: int) -> str:
     )
 
 
-def _run_script(target: Target) -> int:
+def _run_script(target: ScriptTarget) -> int:
     """Run the script as Python itself would, in this process."""
     sys.argv = [target.name, *target.arguments]
     try:
@@ -138,7 +138,7 @@ def _kept_files(world: World, options: AutoOptions, patches: Patches) -> Iterato
 
 @contextlib.contextmanager
 def _alone(patches: Patches) -> Iterator[None]:
-    """Hide the job from the script and its libraries, which would otherwise distribute themselves once more."""
+    """Hide the job from the script and its libraries, which would otherwise distribute themselves too."""
     hidden = {
         name: value for name, value in os.environ.items() if name in _JOB_VARIABLES or name.startswith(_JOB_PREFIXES)
     }

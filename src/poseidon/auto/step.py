@@ -1,4 +1,4 @@
-"""The batch that the script is working on, as far as the exchange of gradients must know it."""
+"""The script's current batch, as far as the exchange of gradients needs to know it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Step:
     """Written by the loaders with every batch, read in backward."""
 
     weight: float = 1.0
-    """Factor of this worker's loss: its samples in relation to an even share."""
+    """Factor of this worker's loss: its samples relative to an even share."""
     samples: int = 0
-    """First dimension of the batch; 0 if it is not known."""
+    """First dimension of the batch; 0 if unknown."""
     values: int = 1
-    """Numbers in the batch, which stand for its size."""
+    """Number of values in the batch, as a measure of its size."""
     is_shared: bool = False
-    """Whether all workers were given this same batch."""
+    """Whether all workers have the same batch."""
     has_dealt: bool = False
     """Whether any loader was dealt out so far."""

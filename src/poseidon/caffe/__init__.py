@@ -38,7 +38,7 @@ from poseidon.caffe.solver import (
 )
 
 __version__ = "1.0.0"
-"""The version of Caffe whose behaviour this follows."""
+"""The version of Caffe that this reproduces."""
 
 __all__ = [
     "NCCL",

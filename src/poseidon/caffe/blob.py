@@ -1,4 +1,4 @@
-"""Blobs: what flows between layers and what they learn, as values (data) and gradients (diff)."""
+"""Blobs: the arrays that flow between layers and the parameters they learn, as values (data) and gradients (diff)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from poseidon.caffe.memory import Array, Memory
-from poseidon.caffe.schema import BlobProto, Proto
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.packed import append_floats, read_floats
 from poseidon.errors import ConfigError
 
@@ -30,7 +30,7 @@ class Blob:
         self._data = Memory(self._shape)
         self._diff = Memory(self._shape)
 
-    # What pycaffe shows.
+    # The interface of pycaffe.
 
     @property
     def data(self) -> Array:
@@ -73,7 +73,7 @@ class Blob:
         return self._legacy(3)
 
     def reshape(self, *shape: int) -> None:
-        """Change the dimensions; values are kept when their number stays the same, else they become zero."""
+        """Change the dimensions; the values are kept if their number stays the same and become zero otherwise."""
         new = _checked(shape)
         if new == self._shape:
             return
@@ -81,7 +81,7 @@ class Blob:
             self._data, self._diff = Memory(new), Memory(new)
         self._shape = new
 
-    # What layers and solvers use.
+    # The interface of layers and solvers.
 
     @property
     def data_tensor(self) -> torch.Tensor:
@@ -102,11 +102,11 @@ class Blob:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether a numpy view of the values is held by somebody."""
+        """Whether anyone holds a numpy view of the values."""
         return self._data.is_viewed
 
     def put_data(self, values: torch.Tensor, borrowed: bool = False) -> None:
-        """Make ``values`` the content and take over their shape; see ``Memory.put`` for ``borrowed``."""
+        """Make ``values`` the content and adopt their shape; see ``Memory.put`` for ``borrowed``."""
         shape = tuple(values.shape)
         if shape != self._shape:
             self.reshape(*shape)
@@ -118,7 +118,7 @@ class Blob:
         self._diff.put(gradients, borrowed)
 
     def add_diff(self, gradients: torch.Tensor) -> None:
-        """Add to diff, as parameters do; the first addition after clearing takes the tensor over."""
+        """Add to diff, as parameters do; the first addition after clearing adopts the tensor."""
         if self._diff.is_zero:
             self._diff.put(gradients.reshape(self._shape).contiguous())
         else:
@@ -140,7 +140,7 @@ class Blob:
 
     # Files.
 
-    def to_proto(self, write_diff: bool = False) -> Proto:
+    def to_proto(self, write_diff: bool = False) -> BlobProto:
         """Return the values (and gradients) as a BlobProto."""
         proto = BlobProto()
         proto.shape.dim.extend(self._shape)
@@ -150,8 +150,8 @@ class Blob:
             append_floats(proto, "diff", self.diff)
         return proto
 
-    def from_proto(self, proto: Proto, reshape: bool = True) -> None:
-        """Take shape (unless told not to) and values from a BlobProto, in single or double precision."""
+    def from_proto(self, proto: BlobProto, reshape: bool = True) -> None:
+        """Copy values and, with ``reshape``, the shape from a BlobProto in single or double precision."""
         if reshape:
             self.reshape(*proto_shape(proto))
         elif not self.fits(proto):
@@ -160,7 +160,7 @@ class Blob:
             if target is not None:
                 target.flat[...] = _checked_values(proto, field, self.count)
 
-    def fits(self, proto: Proto) -> bool:
+    def fits(self, proto: BlobProto) -> bool:
         """Whether a stored blob has this shape; older files pad shapes to four axes with leading ones."""
         stored = proto_shape(proto)
         if _has_legacy_shape(proto):
@@ -185,33 +185,33 @@ class BlobVec(list[Blob]):
         self.append(Blob(shape))
 
 
-def proto_shape(proto: Proto) -> Shape:
-    """Return the dimensions a BlobProto states, in the present or the four-axes form."""
+def proto_shape(proto: BlobProto) -> Shape:
+    """Return the dimensions of a BlobProto, written in the current or in the older four-axis form."""
     if _has_legacy_shape(proto):
         return (proto.num, proto.channels, proto.height, proto.width)
     return tuple(proto.shape.dim)
 
 
-def proto_has_diff(proto: Proto) -> bool:
+def proto_has_diff(proto: BlobProto) -> bool:
     """Whether a BlobProto holds gradients."""
     return bool(len(proto.diff) or len(proto.double_diff))
 
 
-def _has_legacy_shape(proto: Proto) -> bool:
+def _has_legacy_shape(proto: BlobProto) -> bool:
     return any(proto.HasField(name) for name in ("num", "channels", "height", "width"))
 
 
-def _checked_values(proto: Proto, field: str, count: int) -> Array:
+def _checked_values(proto: BlobProto, field: str, count: int) -> Array:
     values = read_floats(proto, f"double_{field}")
     if not values.size:
         values = read_floats(proto, field)
     if values.size != count:
-        raise ConfigError(f"stored blob of shape {proto_shape(proto)} needs {count} values and holds {values.size}")
+        raise ConfigError(f"stored blob of shape {proto_shape(proto)} needs {count} values but holds {values.size}")
     return values.astype(np.float32, copy=False)
 
 
 def _checked(shape: Sequence[int]) -> Shape:
     result = tuple(int(size) for size in shape)
     if any(size < 0 for size in result) or len(result) > 32:
-        raise ConfigError(f"a blob cannot have shape {result}: dimensions must be >= 0 and at most 32")
+        raise ConfigError(f"a blob cannot have shape {result}: it has at most 32 dimensions, all of them >= 0")
     return result

@@ -19,8 +19,8 @@ from poseidon.caffe.transformer import Transformer
 class Classifier(Net):
     """A net in the TEST phase whose first input takes images and whose first output gives scores.
 
-    ``image_dims`` is the size (height, width) to which images are brought before crops of the input's size are
-    taken; the other options are those of ``Transformer``.
+    Images are resized to ``image_dims`` (height, width) before crops of the input's size are cut; the other options are
+    those of ``Transformer``.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Classifier(Net):
     def predict(self, inputs: Sequence[NDArray[Any]], oversample: bool = True) -> Array:
         """Return the scores, one row per image (height, width, channels).
 
-        With ``oversample`` they are averages over ten crops of each image, otherwise those of its centre.
+        With ``oversample`` a score is the average over ten crops of the image, otherwise the score of its centre.
         """
         size = (int(self.image_dims[0]), int(self.image_dims[1]))
         resized = np.stack([resize_image(im, size) for im in inputs])

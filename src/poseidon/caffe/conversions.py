@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poseidon.caffe.blob import proto_shape
-from poseidon.caffe.schema import BlobProto, BlobProtoVector, Datum, Proto
+from poseidon.caffe.schema import BlobProto, Datum
 from poseidon.caffe.schema.files import parse_binary
+from poseidon.caffe.schema.messages import BlobProtoVector
 from poseidon.caffe.schema.packed import append_floats, read_floats
 from poseidon.errors import ConfigError
 
 
-def blobproto_to_array(blob: Proto, return_diff: bool = False) -> NDArray[np.float64]:
+def blobproto_to_array(blob: BlobProto, return_diff: bool = False) -> NDArray[np.float64]:
     """Return a BlobProto's values (or gradients) in the shape it states, in double precision as pycaffe does."""
     field = "diff" if return_diff else "data"
     values = read_floats(blob, field)
@@ -27,7 +28,7 @@ def blobproto_to_array(blob: Proto, return_diff: bool = False) -> NDArray[np.flo
     return values.astype(np.float64).reshape(shape)
 
 
-def array_to_blobproto(arr: NDArray[Any], diff: NDArray[Any] | None = None) -> Proto:
+def array_to_blobproto(arr: NDArray[Any], diff: NDArray[Any] | None = None) -> BlobProto:
     """Return a BlobProto of an array of any number of axes, with gradients if given."""
     blob = BlobProto()
     blob.shape.dim.extend(arr.shape)
@@ -46,15 +47,15 @@ def arraylist_to_blobprotovector_str(arraylist: Iterable[NDArray[Any]]) -> bytes
 
 
 arraylist_to_blobprotovecor_str = arraylist_to_blobprotovector_str
-"""The name under which pycaffe has it."""
+"""pycaffe's own spelling."""
 
 
 def blobprotovector_str_to_arraylist(content: bytes) -> list[NDArray[np.float64]]:
     """Return the arrays of a serialised BlobProtoVector."""
-    return [blobproto_to_array(blob) for blob in parse_binary(content, "BlobProtoVector").blobs]
+    return [blobproto_to_array(blob) for blob in parse_binary(content, BlobProtoVector).blobs]
 
 
-def array_to_datum(arr: NDArray[Any], label: int | None = None) -> Proto:
+def array_to_datum(arr: NDArray[Any], label: int | None = None) -> Datum:
     """Return a Datum of an array (channels, height, width): 8-bit values as bytes, others as floats."""
     if arr.ndim != 3:
         raise ConfigError(f"a Datum holds an array (channels, height, width); given one of shape {arr.shape}")
@@ -69,7 +70,7 @@ def array_to_datum(arr: NDArray[Any], label: int | None = None) -> Proto:
     return datum
 
 
-def datum_to_array(datum: Proto) -> NDArray[Any]:
+def datum_to_array(datum: Datum) -> NDArray[Any]:
     """Return a Datum's values as (channels, height, width); an encoded image has to be decoded first."""
     if datum.encoded:
         raise ConfigError("datum_to_array: this Datum holds an encoded image file in `data`; decode it first")

@@ -47,7 +47,7 @@ PASS_THROUGH_LAYERS = [
 
 
 class UndefinedMapException(ConfigError):  # noqa: N818 (pycaffe's name)
-    """A layer type mixes or drops positions, so that no map leads through it."""
+    """A layer type mixes or drops positions, so no map exists for it."""
 
 
 class MisalignedError(ConfigError, AssertionError):
@@ -96,7 +96,7 @@ def coord_map(fn: Function) -> CoordMap:
         axis, offset = crop_params(fn)
         # A Crop counts from its first cropped axis, a convolution from the axis before that.
         return axis - 1, 1.0, -offset
-    raise UndefinedMapException(f"no coordinate map leads through a layer of type {fn.type_name}")
+    raise UndefinedMapException(f"a layer of type {fn.type_name} has no coordinate map")
 
 
 def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
@@ -104,27 +104,27 @@ def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
     axis1, a1, b1 = base_map
     axis2, a2, b2 = next_map
     if axis1 is not None and axis2 is not None and axis1 != axis2:
-        raise AxisMismatchException(f"coordinate maps about axis {axis1} and axis {axis2} cannot follow each other")
+        raise AxisMismatchException(f"cannot compose coordinate maps of axis {axis1} and axis {axis2}")
     return axis2 if axis1 is None else axis1, a1 * a2, a1 * b2 + b1
 
 
 def inverse(given: CoordMap) -> CoordMap:
-    """Return the map that leads back."""
+    """Return the inverse map."""
     axis, a, b = given
     return axis, 1 / a, -b / a
 
 
 def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
-    """Return the map from one top to another, through the nearest layer result that both are made from."""
+    """Return the map from one top to another, through their nearest common ancestor."""
     from_maps = dict(_walk_back(top_from))
     for top, coords in _walk_back(top_to):
         if top in from_maps:
             return compose(coords, inverse(from_maps[top]))
-    raise RuntimeError("no coordinate map between these tops: spatial layers do not connect them")
+    raise RuntimeError("no coordinate map between these tops: no chain of spatial layers connects them")
 
 
 def _walk_back(top: Top) -> list[tuple[Top, CoordMap]]:
-    """Return each top that ``top`` is made from by spatial layers, nearest first, with the map from it to ``top``."""
+    """Return each ancestor of ``top`` through spatial layers, nearest first, with the map from it to ``top``."""
     found: dict[Top, CoordMap] = {top: _IDENTITY}
     frontier = [top]
     for current in frontier:
@@ -132,7 +132,7 @@ def _walk_back(top: Top) -> list[tuple[Top, CoordMap]]:
             step = coord_map(current.fn)
         except UndefinedMapException:
             continue
-        # The second input of a Crop only says how large the result is.
+        # The second input of a Crop only sets the size of the result.
         bottoms = current.fn.inputs[:1] if current.fn.type_name == "Crop" else current.fn.inputs
         for bottom in bottoms:
             if bottom not in found:
@@ -150,6 +150,6 @@ def crop(top_from: Top, top_to: Top) -> Any:
     if not np.all(shift <= 0):
         raise MisalignedError(f"cannot crop: the offset {-shift} is negative, so the cut top starts inside the other")
     if not np.all(np.round(shift) == shift):
-        raise MisalignedError(f"cannot crop: the offset {-shift} is no whole number")
+        raise MisalignedError(f"cannot crop: the offset {-shift} is not a whole number")
     first = 2 if axis is None else axis + 1
     return L.Crop(top_from, top_to, crop_param={"axis": first, "offset": [int(-value) for value in np.round(shift)]})

@@ -1,4 +1,4 @@
-"""The lines a net logs while it is built, and at every layer when ``debug_info`` is set."""
+"""The lines a net logs while it is built and, with ``debug_info``, at every layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from poseidon.caffe.blob import Blob
 from poseidon.caffe.layers.base import Layer
 
 if TYPE_CHECKING:
-    from poseidon.caffe.net import Net
+    from poseidon.caffe.net import BuiltNet
 
 log = logging.getLogger("poseidon.caffe")
 
 
 def log_setup(layer: Layer, tops: Sequence[Blob], values_so_far: int) -> None:
-    """Say what shape a new layer's tops have and how much memory the net takes so far."""
+    """Log the shapes of a new layer's tops and the memory of the net so far."""
     log.info("Setting up %s", layer.name)
     for top, weight in zip(tops, layer.loss_weights, strict=True):
         log.info("Top shape: %s", shape_string(top))
@@ -33,7 +33,7 @@ def shape_string(blob: Blob) -> str:
     return "".join(f"{size} " for size in blob.shape) + f"({blob.count})"
 
 
-def log_forward(net: Net, index: int) -> None:
+def log_forward(net: BuiltNet, index: int) -> None:
     """Log the mean magnitude of a layer's tops and parameters."""
     layer = net.layers[index]
     for name_index, top in zip(net.top_ids(index), net.tops_of(index), strict=True):
@@ -44,7 +44,7 @@ def log_forward(net: Net, index: int) -> None:
         log.info("    [Forward] Layer %s, param blob %s data: %g", layer.name, name, _mean_abs(blob.data_tensor))
 
 
-def log_backward(net: Net, index: int) -> None:
+def log_backward(net: BuiltNet, index: int) -> None:
     """Log the mean magnitude of the gradients a layer has computed."""
     layer = net.layers[index]
     for blob_id, bottom, wanted in zip(net.bottom_ids(index), net.bottoms_of(index), layer.propagate_down, strict=True):
@@ -58,7 +58,7 @@ def log_backward(net: Net, index: int) -> None:
             log.info("    [Backward] Layer %s, param blob %d diff: %g", layer.name, number, _mean_abs(blob.diff_tensor))
 
 
-def log_norms(net: Net) -> None:
+def log_norms(net: BuiltNet) -> None:
     """Log the norms of all parameters and their gradients together."""
     data = [param.blob.data_tensor for param in net.learnable]
     diff = [param.blob.diff_tensor for param in net.learnable]

@@ -1,4 +1,4 @@
-"""Score windows of images with a trained net, as R-CNN does: cut each window out with some context, classify it."""
+"""Score windows of images with a trained net, as R-CNN does: crop each window with some context and classify it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Window = Sequence[int]
 class Detector(Net):
     """A net in the TEST phase that scores windows.
 
-    ``context_pad`` is the number of pixels of surroundings that the net's input shows on each side of a window;
-    where a window touches the image's edge, they are filled with the mean. Other options: see ``Transformer``.
+    ``context_pad`` is the number of pixels of context on each side of a window in the net's input; pixels beyond the
+    image's edge take the mean. The other options are those of ``Transformer``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Detector(Net):
             return []
         rows: dict[str, Any] = {self.inputs[0]: self.transformer.preprocess_all(self.inputs[0], crops)}
         scores = self.forward_all(**rows)[self.outputs[0]]
-        # A fully convolutional net gives maps of 1 x 1.
+        # A fully convolutional net returns maps of 1 x 1.
         scores = scores.reshape(len(scores), -1)
         return [
             {"window": window, "prediction": row, "filename": name}
@@ -74,7 +74,7 @@ class Detector(Net):
         )
 
     def configure_crop(self, context_pad: int | None) -> None:
-        """Set how much context crops show, and the colour that stands for what lies outside the image."""
+        """Set how much context crops include, and the colour of pixels outside the image."""
         name = self.inputs[0]
         _, channels, height, width = self.blobs[name].shape
         self.crop_dims = np.array([height, width, channels])
@@ -85,7 +85,7 @@ class Detector(Net):
             self.crop_mean = self.crop_mean + self._as_image(mean)
 
     def crop(self, im: Image, window: Window) -> Image:
-        """Cut a window out of an image; with context, it already has the size of the net's input."""
+        """Crop a window from an image; with context, the crop already has the size of the net's input."""
         ymin, xmin, ymax, xmax = (int(value) for value in window)
         if not self.context_pad:
             return im[ymin:ymax, xmin:xmax]
@@ -96,7 +96,7 @@ class Detector(Net):
         return self._padded_crop(im, np.round(centre - reach), np.round(centre + reach))
 
     def _padded_crop(self, im: Image, first: NDArray[Any], last: NDArray[Any]) -> Image:
-        """Cut a box that may reach beyond the image; what lies outside becomes the mean."""
+        """Crop a box that may extend beyond the image; pixels outside take the mean."""
         size = self.crop_dims[:2]
         ratio = size / (last - first + 1)
         begin = np.round(np.maximum(0, -first) * ratio).astype(int)
@@ -111,7 +111,7 @@ class Detector(Net):
         return result
 
     def _as_image(self, mean: NDArray[Any]) -> NDArray[Any]:
-        """Return the mean as an image in the range and order of the images that come in."""
+        """Return the mean as an image in the range and order of the input images."""
         name = self.inputs[0]
         image: NDArray[Any] = mean
         if name in self.transformer.raw_scale:

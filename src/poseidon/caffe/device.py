@@ -30,7 +30,7 @@ def set_mode_gpu() -> None:
 
 
 def set_device(index: int) -> None:
-    """Choose the GPU that ``set_mode_gpu`` means."""
+    """Select the GPU for ``set_mode_gpu``."""
     global _active, _gpu_index
     count = torch.cuda.device_count()
     if index < 0 or (count and index >= count):

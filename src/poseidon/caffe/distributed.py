@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-from poseidon.caffe.joined import Joined
+from poseidon.caffe.joined import JoinedWorkers
 from poseidon.caffe.layers.embed import Embed
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.net_units import NetUnit, find_net_units, gets_gradient
 from poseidon.caffe.solver.workers import Action, ActionFunction
 from poseidon.engine.assemble import ExchangeOptions, assemble_engine
@@ -33,13 +33,13 @@ log = logging.getLogger("poseidon.caffe")
 _Sink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class Together(Joined):
+class Together(JoinedWorkers):
     """The workers of torch's default process group, training one net (see ``solver/workers.py`` for the calls).
 
-    Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
+    The constructor is collective: it copies worker 0's parameters and raises if the workers' nets differ.
     """
 
-    def __init__(self, net: Net, options: ExchangeOptions | None = None) -> None:
+    def __init__(self, net: BuiltNet, options: ExchangeOptions | None = None) -> None:
         options = options or ExchangeOptions()
         self._units = find_net_units(net)
         if not self._units:
@@ -100,15 +100,15 @@ class Together(Joined):
             log.info("Plan of the exchange:\n%s", self._plan)
 
     def end_update(self) -> None:
-        """Do nothing: equal gradients have changed the parameters alike."""
+        """Do nothing: equal gradients keep the parameters equal."""
 
     def ask(self, wanted: ActionFunction) -> ActionFunction:
-        """Begin to agree on what anybody wants; the answer is awaited only when it is asked for."""
+        """Start a gather of all workers' actions; calling the result waits for it and returns the largest."""
         pending = self._team.start_gather([int(wanted())])
         return lambda: Action(max(row[0] for row in pending("the others' signals")))
 
     def settle(self) -> None:
-        """Take from the root what no gradient keeps equal and passes have changed, such as BatchNorm's averages."""
+        """Copy the root's values of what no gradient keeps equal, such as BatchNorm's running averages."""
         blobs = [entry.blob for entry in self._net.learnable if not gets_gradient(self._net, entry)]
         if not blobs:
             return
@@ -117,7 +117,7 @@ class Together(Joined):
         mirror_all(self._team, [blob.data_tensor for blob in changed], 0, "running averages")
 
     def close(self) -> None:
-        """End the background threads and let go of the net."""
+        """End the background threads and detach from the net."""
         self._net.after_backward_callbacks.remove(self._layer_done)
         for unit in self._units:
             unit.layer.factor_sink = None
@@ -133,7 +133,7 @@ class Together(Joined):
         return assemble_engine(units, team, device, Options(keep_views=True, routes=options.routes), options.cluster)
 
     def _set_sinks(self) -> None:
-        """Let layers hand over factors or rows where the plan says so, and full gradients elsewhere."""
+        """Make layers hand over factors or rows where the plan says so, full gradients elsewhere."""
         for unit in self._units:
             if unit.kind == "linear":
                 unit.layer.factor_sink = self._factor_sink(unit) if self._engine.collects(unit.live) else None
@@ -157,7 +157,7 @@ class Together(Joined):
         return tensor if self._is_exchanging else tensor.clone()
 
     def _layer_done(self, index: int) -> None:
-        """Hand over what is complete once the backward pass has left layer ``index``."""
+        """Hand over the gradients that are complete once the backward pass has left layer ``index``."""
         if not self._is_exchanging:
             return
         for unit, number in self._ready_at.get(index, ()):
@@ -168,7 +168,7 @@ class Together(Joined):
             elif unit.kind == "embedding":
                 parameter.grad = unit.take_rows()
             else:
-                # The engine makes the bias gradient from the factors too; what the layer has summed up is not needed.
+                # The engine derives the bias gradient from the factors too; the layer's own sum is not needed.
                 blob.clear_diff()
             self._engine.parameter_ready(parameter, is_dense=not is_short)
 

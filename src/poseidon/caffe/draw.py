@@ -1,4 +1,4 @@
-"""Draw a NetParameter as a graph. The DOT text is written here; the program ``dot`` makes pictures of it."""
+"""Draw a NetParameter as a graph: this writes the DOT text, the program ``dot`` turns it into pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from poseidon.caffe.filter import filter_net
-from poseidon.caffe.schema import NetParameter, Proto, message
+from poseidon.caffe.schema import LayerParameter, NetParameter
+from poseidon.caffe.schema.messages import ConvolutionParameter, PoolingParameter
 from poseidon.errors import ConfigError
 
 _LAYER_STYLE = 'shape=record, style=filled, fillcolor="{colour}"'
@@ -22,21 +23,21 @@ _DOT_TIMEOUT_S = 120
 
 
 def draw_net_to_file(
-    caffe_net: Proto,
+    caffe_net: NetParameter,
     filename: str | os.PathLike[str],
     rankdir: str = "LR",
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> None:
-    """Write a picture whose form the file's ending says; ``.dot`` and ``.gv`` need no other program."""
+    """Write a picture in the format of the file's extension; ``.dot`` and ``.gv`` need no other program."""
     ext = Path(filename).suffix.lstrip(".") or "png"
     Path(filename).write_bytes(draw_net(caffe_net, rankdir, ext, phase, display_lrm))
 
 
 def draw_net(
-    caffe_net: Proto, rankdir: str = "LR", ext: str = "png", phase: int | None = None, display_lrm: bool = False
+    caffe_net: NetParameter, rankdir: str = "LR", ext: str = "png", phase: int | None = None, display_lrm: bool = False
 ) -> bytes:
-    """Return the picture's content; ``phase`` leaves out layers that a net of that phase would not have."""
+    """Return the picture's bytes; ``phase`` drops the layers that a net of that phase does not have."""
     text = dot_source(caffe_net, rankdir, phase, display_lrm=display_lrm).encode()
     if ext in _TEXT_TYPES:
         return text
@@ -53,7 +54,7 @@ def draw_net(
 
 
 def dot_source(
-    caffe_net: Proto,
+    caffe_net: NetParameter,
     rankdir: str = "LR",
     phase: int | None = None,
     label_edges: bool = True,
@@ -70,7 +71,7 @@ def dot_source(
     return "\n".join([*head, *_statements(net, rankdir, label_edges, display_lrm), "}", ""])
 
 
-def _statements(net: Proto, rankdir: str, label_edges: bool, display_lrm: bool) -> Iterator[str]:
+def _statements(net: NetParameter, rankdir: str, label_edges: bool, display_lrm: bool) -> Iterator[str]:
     blobs: set[str] = set()
     for number, layer in enumerate(net.layer):
         node = f"layer{number}"
@@ -90,22 +91,22 @@ def _statements(net: Proto, rankdir: str, label_edges: bool, display_lrm: bool) 
             yield f"  {node} -> {_blob_node(blob)}{edge};"
 
 
-def get_layer_label(layer: Proto, rankdir: str = "LR", display_lrm: bool = False) -> str:
-    """Return what stands in a layer's box: name, type and, for windows, kernel, stride and padding."""
+def get_layer_label(layer: LayerParameter, rankdir: str = "LR", display_lrm: bool = False) -> str:
+    """Return the label of a layer's box: name, type and, for sliding windows, kernel, stride and padding."""
     parts = [layer.name, f"({layer.type})"]
-    windows = {"Pooling": layer.pooling_param}.get(layer.type, layer.convolution_param)
-    if layer.type == "Pooling":
-        parts[1] = f"({message('PoolingParameter').PoolMethod.Name(windows.pool)} {layer.type})"
+    windows = layer.pooling_param if layer.type == "Pooling" else layer.convolution_param
+    if isinstance(windows, PoolingParameter):
+        parts[1] = f"({PoolingParameter.PoolMethod.Name(windows.pool)} {layer.type})"
     if layer.type in ("Convolution", "Deconvolution", "Pooling"):
         parts += [f"{what}: {_sizes(windows, what)}" for what in ("kernel size", "stride", "pad")]
     if display_lrm and layer.type in _LEARNING_TYPES:
         parts.append("lr mult: " + (", ".join(f"{param.lr_mult:g}" for param in layer.param) or "1"))
-    # Boxes grow to the side in graphs that run downwards, and downwards in those that run to the side.
+    # In top-to-bottom graphs boxes grow sideways, in left-to-right graphs downwards.
     return (" " if rankdir in ("TB", "BT") else "\n").join(parts)
 
 
-def get_edge_label(layer: Proto) -> str:
-    """Return what stands at the arrow that leaves a layer: how many outputs it makes."""
+def get_edge_label(layer: LayerParameter) -> str:
+    """Return the label of the arrow that leaves a layer: its number of outputs."""
     if layer.type == "Data":
         return f"Batch {layer.data_param.batch_size}"
     if layer.type in ("Convolution", "Deconvolution"):
@@ -115,7 +116,7 @@ def get_edge_label(layer: Proto) -> str:
     return ""
 
 
-def _sizes(settings: Proto, what: str) -> str:
+def _sizes(settings: ConvolutionParameter | PoolingParameter, what: str) -> str:
     """Return a window's setting as Caffe resolves it: by height and width if given, else for all axes."""
     field = what.replace(" ", "_")
     short = field.removesuffix("_size")

@@ -1,7 +1,7 @@
-"""Several workers train one Caffe net with bounded staleness: no worker is further than that ahead of the slowest.
+"""Several workers train one Caffe net with bounded staleness: no worker is more than that ahead of the slowest.
 
-Each worker's solver updates its own copy by its own gradients. What an update changed, divided by the number of
-workers, is added to a table of the parameter server, and the parameters become what the table holds
+Each worker's solver updates its own copy with its own gradients. The change, divided by the number of workers, is
+added to a table of the parameter server, and the worker then reads the parameters back from the table
 (``engine/relaxed.py``). Displays and tests wait for all workers, because they show means over them.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from poseidon.caffe.joined import Joined
-from poseidon.caffe.net import Net
+from poseidon.caffe.joined import JoinedWorkers
+from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.solver.workers import ActionFunction
 from poseidon.engine.relaxed import WIDTH, Ledger, Shared
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
@@ -28,17 +28,17 @@ MODELS = {
     "SSPAggr": {"eager": True, "managed": True},
     "SSP": {"eager": False},
 }
-"""The original's consistency models with staleness: servers send changed rows unasked, use idle bandwidth too, or wait
-to be asked."""
+"""The original's consistency models with staleness: servers push changed rows, also use idle bandwidth, or wait for a
+read."""
 
 
-class Drifting(Joined):
-    """The workers of torch's default process group, each as far as it gets (see ``solver/workers.py`` for the calls).
+class Drifting(JoinedWorkers):
+    """The workers of torch's default process group, each at its own pace (see ``solver/workers.py`` for the calls).
 
-    Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
+    The constructor is collective: it copies worker 0's parameters and raises if the workers' nets differ.
     """
 
-    def __init__(self, net: Net, staleness: int, model: str = "SSPPush", timeout_s: float = 300.0) -> None:
+    def __init__(self, net: BuiltNet, staleness: int, model: str = "SSPPush", timeout_s: float = 300.0) -> None:
         if model not in MODELS:
             raise unknown_name("consistency model with staleness", model, tuple(MODELS))
         if not net.learnable:
@@ -51,13 +51,13 @@ class Drifting(Joined):
         self._shared: Shared | None = None
         self._before: Array = np.empty(0)
 
-    # What the solver calls.
+    # Called by the solver.
 
     def begin_iteration(self) -> None:
-        """Remember the parameters that the iteration begins with."""
+        """Remember the parameters at the start of the iteration."""
         ledger = self._ledger()
         if self._shared is None:
-            # Only now: a snapshot may have been restored in between.
+            # Not earlier: a snapshot may be restored before the first iteration.
             self._table = self._job.table(
                 "parameters",
                 ledger.rows,
@@ -77,31 +77,31 @@ class Drifting(Joined):
         """Do nothing: gradients stay here."""
 
     def end_update(self) -> None:
-        """Tell the others what the update changed and take over their changes; waits for who is too far behind."""
+        """Share what the update changed and read the others' changes; waits for workers that are too far behind."""
         assert self._shared is not None
         self._shared.share(self._ledger(), self._before)
 
     def ask(self, wanted: ActionFunction) -> ActionFunction:
-        """Return the question itself: agreeing in every iteration would keep everybody in step."""
+        """Return ``wanted`` itself: agreeing in every iteration would keep all workers in step."""
         return wanted
 
     def take_from_root(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the root's numbers and make the tensors equal to the root's; before the first iteration only."""
         if self._shared is not None:
-            raise UnsupportedError("a snapshot cannot be restored in the middle of training with staleness; start anew")
+            raise UnsupportedError("cannot restore a snapshot in the middle of training with staleness; start again")
         return super().take_from_root(numbers, tensors)
 
     def settle(self) -> None:
-        """Do nothing: running averages stay each worker's own, as its other copies do."""
+        """Do nothing: each worker keeps its own running averages, as it keeps its own parameters."""
 
     def close(self) -> None:
-        """Serve the others until all are done, then leave them."""
+        """Serve the others until all are done, then leave."""
         self._job.close()
         if self._table is not None:
             seen = ", ".join(f"{behind}: {count}" for behind, count in sorted(self._table.staleness_seen.items()))
             log.info("Rows read at each staleness: %s", seen)
         for worker, clock in self._job.losses.items():
-            log.warning("Worker %d was lost after iteration %d; the others went on without it", worker, clock)
+            log.warning("Worker %d was lost after iteration %d; the others continued without it", worker, clock)
         self._team.close()
 
     def _ledger(self) -> Ledger:

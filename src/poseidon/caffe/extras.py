@@ -1,4 +1,4 @@
-"""Optional packages, imported when first needed, with an error that says how to get them."""
+"""Optional packages, imported when first needed, with an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from poseidon.errors import ConfigError
 
 
 def require(module: str) -> Any:
-    """Import ``module`` (protobuf, lmdb, h5py, PIL ...) or say which extra brings it."""
+    """Import ``module`` (protobuf, lmdb, h5py, PIL ...), or raise an error that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"the Caffe interface needs {module!r} for this, which cannot be imported ({error}); "
+            f"the Caffe interface needs {module!r}, which cannot be imported ({error}); "
             "install it with: pip install poseidon-dl[caffe]"
         ) from error

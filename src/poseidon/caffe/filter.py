@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from poseidon.caffe.schema import NetParameter, Proto
+from poseidon.caffe.schema import LayerParameter, NetParameter, NetState
+from poseidon.caffe.schema.messages import NetStateRule
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
 
-def filter_net(net: Proto) -> Proto:
+def filter_net(net: NetParameter) -> NetParameter:
     """Return a copy of the net without the layers whose rules its state does not meet."""
     result = NetParameter()
     result.CopyFrom(net)
@@ -20,7 +21,7 @@ def filter_net(net: Proto) -> Proto:
     return result
 
 
-def _is_included(layer: Proto, state: Proto) -> bool:
+def _is_included(layer: LayerParameter, state: NetState) -> bool:
     if layer.include and layer.exclude:
         raise ConfigError(f"layer {layer.name!r} has include and exclude rules; give only one kind")
     if layer.include:
@@ -28,14 +29,14 @@ def _is_included(layer: Proto, state: Proto) -> bool:
     return not any(_meets(state, rule, layer.name) for rule in layer.exclude)
 
 
-def _meets(state: Proto, rule: Proto, layer_name: str) -> bool:
+def _meets(state: NetState, rule: NetStateRule, layer_name: str) -> bool:
     reason = broken_condition(state, rule)
     if reason is not None:
         log.info("The NetState %s specified by a rule in layer %s", reason, layer_name)
     return reason is None
 
 
-def broken_condition(state: Proto, rule: Proto) -> str | None:
+def broken_condition(state: NetState, rule: NetStateRule) -> str | None:
     """Return the first condition of a NetStateRule that a NetState does not meet, in Caffe's words, or None."""
     if rule.HasField("phase") and rule.phase != state.phase:
         return f"phase ({state.phase}) differed from the phase ({rule.phase})"

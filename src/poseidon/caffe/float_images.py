@@ -1,4 +1,4 @@
-"""Images for nets: read, resize, cut crops, bring into a net's layout (offered to scripts as ``caffe.io``)."""
+"""Images for nets: reading, resizing and cropping (offered to scripts as ``caffe.io``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_image(filename: str | os.PathLike[str], color: bool = True) -> Image:
 
 
 def _pixels(file: Any) -> NDArray[np.float64]:
-    """Return what a PIL image holds, as fractions of full brightness; gray images have two axes."""
+    """Return the pixels of a PIL image as fractions of full brightness; gray images have two axes."""
     if file.mode == "P":
         file = file.convert("RGBA" if "transparency" in file.info else "RGB")
     elif file.mode in ("LA", "PA"):
@@ -63,7 +63,7 @@ def resize_image(im: NDArray[Any], new_dims: Sequence[int], interp_order: int = 
     low, high = float(im.min()), float(im.max())
     if high <= low:
         return np.full((*new_dims, im.shape[-1]), low, dtype=np.float32)
-    # The border counts as black, that is, as the lowest value the image has.
+    # The border counts as black, which is the lowest value in the image.
     scaled = _resample((im.astype(float) - low) / (high - low), new_dims, interp_order)
     return (scaled * (high - low) + low).astype(np.float32)
 
@@ -88,7 +88,7 @@ def oversample(images: Sequence[NDArray[Any]], crop_dims: Sequence[int]) -> Imag
         raise ConfigError(f"oversample: crops of {crop_height} x {crop_width} do not fit in {height} x {width}")
     down, right = height - crop_height, width - crop_width
     starts = [(y, x) for y in (0, down) for x in (0, right)]
-    # The centre is placed at half pixels and then cut off, as Caffe does.
+    # The centre falls on half pixels, which are then truncated, as in Caffe.
     starts.append((int(height / 2 - crop_height / 2), int(width / 2 - crop_width / 2)))
     crops = np.empty((10 * len(images), crop_height, crop_width, channels), dtype=np.float32)
     for number, im in enumerate(images):

@@ -19,7 +19,7 @@ from typing import TextIO
 _LEVELS = {logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 _MINIMUM = [logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL]
 _SOURCES = {"training": "caffe", "scoring": "caffe"}
-"""Where Caffe has the lines of a module of ours that is named otherwise."""
+"""The file that logs a line in Caffe, for modules of ours with other names."""
 _REDRAW_S = 0.1
 _BAR_CELLS = 24
 
@@ -31,7 +31,7 @@ class GlogFormatter(logging.Formatter):
         """Return the line; a text of several lines gets one prefix, as in Caffe."""
         when = datetime.fromtimestamp(record.created)
         level = _LEVELS.get(record.levelno, "I")
-        # Some programs look for Caffe's own file names; most of ours are the same but for the ending.
+        # Some programs look for Caffe's own file names; most of ours differ only in the extension.
         stem = Path(record.pathname).stem
         source = f"{_SOURCES.get(stem, stem)}.cpp:{record.lineno}"
         return f"{level}{when:%m%d %H:%M:%S.%f} {record.process or 0:5d} {source}] {record.getMessage()}".rstrip("\n")
@@ -61,18 +61,18 @@ class ProgressBar:
         self.draw()
 
     def draw(self) -> None:
-        """Write the line over the old one."""
+        """Redraw the line."""
         if self._line:
             self._stream.write(f"\r{self._line}\x1b[K")
             self._stream.flush()
 
     def clear(self) -> None:
-        """Take the line away, to make room for a log line."""
+        """Erase the line to make room for a log line."""
         if self._line:
             self._stream.write("\r\x1b[K")
 
     def close(self) -> None:
-        """Take the line away for good."""
+        """Erase the line for good."""
         self.clear()
         self._line = ""
 

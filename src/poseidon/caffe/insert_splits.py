@@ -1,16 +1,16 @@
-"""Give every reader of a blob its own copy of it, by Split layers with Caffe's names."""
+"""Insert Split layers, under Caffe's names, so that every reader of a blob has its own copy."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from poseidon.caffe.schema import LayerParameter, NetParameter, Proto
+from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.errors import ConfigError
 
 _Top = tuple[int, int]  # number of the layer, number of the top in it
 
 
-def insert_splits(net: Proto) -> Proto:
+def insert_splits(net: NetParameter) -> NetParameter:
     """Return the net with a Split layer after each top that is read more than once.
 
     A loss weight counts as one more reader: it moves to the first top of the Split, so that gradients add up.
@@ -45,7 +45,7 @@ def insert_splits(net: Proto) -> Proto:
     return result
 
 
-def _trace(net: Proto) -> tuple[dict[_Top, _Top], Counter[_Top]]:
+def _trace(net: NetParameter) -> tuple[dict[_Top, _Top], Counter[_Top]]:
     """Return where each bottom (layer, index) comes from, and how often each top is read."""
     latest: dict[str, _Top] = {}
     sources: dict[_Top, _Top] = {}
@@ -61,7 +61,7 @@ def _trace(net: Proto) -> tuple[dict[_Top, _Top], Counter[_Top]]:
     return sources, readers
 
 
-def _split_layer(layer_name: str, blob: str, index: int, count: int, loss_weight: float) -> Proto:
+def _split_layer(layer_name: str, blob: str, index: int, count: int, loss_weight: float) -> LayerParameter:
     name = _split_name(layer_name, blob, index)
     layer = LayerParameter(name=name, type="Split", bottom=[blob], top=[f"{name}_{k}" for k in range(count)])
     if loss_weight:
@@ -73,7 +73,7 @@ def _split_name(layer_name: str, blob: str, index: int) -> str:
     return f"{blob}_{layer_name}_{index}_split"
 
 
-def unknown_bottom(layer: Proto, index: int, known: list[str]) -> ConfigError:
+def unknown_bottom(layer: LayerParameter, index: int, known: list[str]) -> ConfigError:
     """Return the error for a bottom that no earlier layer produces."""
     return ConfigError(
         f"layer {layer.name!r} ({layer.type}): bottom {index} is {layer.bottom[index]!r}, which no earlier layer "

@@ -1,4 +1,4 @@
-"""What the workers that train one Caffe net have in common, whether they stay in step or drift apart."""
+"""The common base of workers that train one Caffe net, whether they stay in step or drift apart."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 
 
-class Joined:
+class JoinedWorkers:
     """One worker of torch's default process group (see ``solver/workers.py`` for the calls).
 
-    Making one is collective: the parameters are copied from worker 0, and workers with different nets are told so.
+    The constructor is collective: it copies worker 0's parameters and raises if the workers' nets differ.
     """
 
-    def __init__(self, net: Net, timeout_s: float) -> None:
+    def __init__(self, net: BuiltNet, timeout_s: float) -> None:
         self._net = net
         self._team = Team(None, timeout_s)
         learnable = net.learnable
@@ -44,7 +44,7 @@ class Joined:
         return self._team.size
 
     def average(self, values: Sequence[float]) -> list[float]:
-        """Return the means of the values over all workers, added in rank order and so equal everywhere."""
+        """Return the means of the values over all workers, added in rank order so that all get the same bits."""
         words = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
         rows = self._team.gather_ints(words, "the others' outputs")
         everybody = [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in rows]

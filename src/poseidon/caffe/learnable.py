@@ -1,4 +1,4 @@
-"""The parameters a net learns: who owns each, who shares it, and its multipliers."""
+"""The parameters of a net: the owner of each, the layers that share it, and its multipliers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.layers.base import Layer
-from poseidon.caffe.schema import ParamSpec, Proto
+from poseidon.caffe.schema import ParamSpec
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -15,7 +15,7 @@ log = logging.getLogger("poseidon.caffe")
 
 @dataclass
 class LearnableParam:
-    """One parameter that is learned, with every place that uses it."""
+    """One learned parameter and every place that uses it."""
 
     blob: Blob
     layer_index: int
@@ -26,13 +26,13 @@ class LearnableParam:
     lr_mult: float
     decay_mult: float
     users: list[tuple[int, int]] = field(default_factory=list)
-    """(layer, number) of the owner and of all who share it."""
+    """(layer, number) of the owner and of every layer that shares it."""
     states_lr: bool = False
     states_decay: bool = False
 
     @property
     def ready_layer(self) -> int:
-        """The layer after whose backward step the gradient is complete: the lowest user."""
+        """The layer whose backward step completes the gradient: the lowest user."""
         return min(layer for layer, _ in self.users)
 
 
@@ -45,7 +45,7 @@ class ParamTable:
         self._by_name: dict[str, LearnableParam] = {}
 
     def add_layer(self, layer_index: int, layer: Layer, owners: list[Layer]) -> None:
-        """Enter the parameters of the next layer; ``owners`` are the layers so far."""
+        """Add the parameters of the next layer; ``owners`` are the layers so far."""
         if len(layer.param.param) > len(layer.blobs):
             raise layer.error(f"has {len(layer.blobs)} parameters but {len(layer.param.param)} param entries")
         for index, blob in enumerate(layer.blobs):
@@ -57,7 +57,7 @@ class ParamTable:
                 self._add_user(owner, owners[owner.layer_index], layer_index, layer, index, spec)
 
     def at(self, layer_index: int, param_index: int) -> LearnableParam:
-        """Return what a layer's parameter is, or shares."""
+        """Return a layer's parameter, or the one it shares."""
         return self._by_place[layer_index, param_index]
 
     def is_owner(self, layer_index: int, param_index: int) -> bool:
@@ -65,7 +65,7 @@ class ParamTable:
         owner = self._by_place[layer_index, param_index]
         return (owner.layer_index, owner.param_index) == (layer_index, param_index)
 
-    def _add_owner(self, layer_index: int, index: int, blob: Blob, spec: Proto) -> None:
+    def _add_owner(self, layer_index: int, index: int, blob: Blob, spec: ParamSpec) -> None:
         owner = LearnableParam(
             blob=blob,
             layer_index=layer_index,
@@ -83,7 +83,7 @@ class ParamTable:
             self._by_name[spec.name] = owner
 
     def _add_user(
-        self, owner: LearnableParam, owner_layer: Layer, layer_index: int, layer: Layer, index: int, spec: Proto
+        self, owner: LearnableParam, owner_layer: Layer, layer_index: int, layer: Layer, index: int, spec: ParamSpec
     ) -> None:
         log.info(
             "Sharing parameters '%s' owned by layer '%s', param index %d",
@@ -107,15 +107,15 @@ class ParamTable:
         blob.share_diff(owner.blob)
 
 
-def _merge_multiplier(owner: LearnableParam, name: str, stated: str, spec: Proto, layer: Layer) -> None:
-    """Take a multiplier from a sharing layer; two layers that state one must state the same."""
+def _merge_multiplier(owner: LearnableParam, name: str, stated: str, spec: ParamSpec, layer: Layer) -> None:
+    """Take a multiplier from a sharing layer; layers that set one must agree."""
     if not spec.HasField(name):
         return
     value = getattr(spec, name)
     if getattr(owner, stated) and getattr(owner, name) != value:
         raise ConfigError(
             f"layer {layer.name!r}: shared param {spec.name!r} has {name} {value}, "
-            f"its owner {getattr(owner, name)}; state it once or alike"
+            f"its owner has {getattr(owner, name)}; set it once, or to the same value"
         )
     setattr(owner, stated, True)
     setattr(owner, name, value)

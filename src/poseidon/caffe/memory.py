@@ -1,7 +1,7 @@
-"""One array of a blob: a tensor where the net computes, and a live numpy view for whoever asks.
+"""One array of a blob: a tensor on the net's device and, on request, a live numpy view of it.
 
-A layer's result usually *becomes* the memory (no copy). Only while somebody holds the numpy view is a result copied
-into the place the view shows, so that the view stays live as in Caffe.
+A layer's result usually *becomes* the memory, without a copy. Only while someone holds the numpy view is a result
+copied into the viewed memory, so that the view stays live as in Caffe.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Memory:
 
     @property
     def is_zero(self) -> bool:
-        """Whether nothing has been written since creation or since it was cleared."""
+        """Whether nothing has been written since it was created or cleared."""
         return self._tensor is None and self._host is None
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody holds a numpy array that shows this memory."""
+        """Whether anyone holds a numpy view of this memory."""
         return self._view is not None and self._view() is not None
 
     def tensor(self) -> torch.Tensor:
         """Return the values on the active device; writing into the tensor writes into the memory."""
         target = device.active()
         if self._host is not None:
-            # Whoever took the view of GPU memory may have written to it.
+            # The holder of the view of GPU memory may have written to it.
             self._tensor, self._host = self._host.to(target), None
         elif self._tensor is None:
             self._tensor = torch.zeros(self._shape, dtype=torch.float32, device=target)
@@ -52,9 +52,9 @@ class Memory:
         return self._tensor
 
     def put(self, values: torch.Tensor, borrowed: bool = False) -> None:
-        """Take ``values`` as the new content, without copying unless a view has to stay live.
+        """Make ``values`` the new content, without a copy unless a view has to stay live.
 
-        ``borrowed`` says that the tensor also backs another blob; it is then copied before a view is given out.
+        ``borrowed`` says that the tensor also backs another blob; it is then copied before anyone gets a view.
         """
         if self._tensor is not None and self._view is not None and self._tensor.device.type == "cpu":
             if self._view() is not None and self._tensor.numel() == values.numel():

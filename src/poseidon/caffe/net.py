@@ -1,7 +1,7 @@
 """A net: layers built in the order of the prototxt, run forwards and backwards.
 
-``Net`` takes a NetParameter in the present form (see ``upgrade.py``). The interface of pycaffe is added in
-``pycaffe.py``; weights are read and written in ``weights.py``.
+``BuiltNet`` takes a NetParameter in the current form (see ``upgrade.py``). ``pycaffe.py`` adds pycaffe's interface;
+``weights.py`` reads and writes weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from poseidon.caffe.insert_splits import insert_splits
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.learnable import LearnableParam, ParamTable
 from poseidon.caffe.pruning import LayerNeeds, prune
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.caffe.wiring import Wiring
 from poseidon.errors import ConfigError
 
@@ -28,15 +28,15 @@ log = logging.getLogger("poseidon.caffe")
 Callback = Callable[[int], None]
 
 
-class Net:
+class BuiltNet:
     """Layers and blobs of one phase of a model.
 
     Callbacks take the number of a layer. Those in ``after_backward_callbacks`` run as soon as that layer's parameter
-    gradients are complete (for shared parameters see ``LearnableParam.ready_layer``), while the layers below still
-    have to compute theirs.
+    gradients are complete (for shared parameters see ``LearnableParam.ready_layer``), before the layers below compute
+    theirs.
     """
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: NetParameter) -> None:
         filtered = filter_net(param)
         log.info("Initializing net from parameters: \n%s", filtered)
         self.param = insert_splits(filtered)
@@ -66,7 +66,7 @@ class Net:
             log.info("This network produces output %s", self._wiring.names[i])
         log.info("Network initialization done.")
 
-    # What the net consists of.
+    # The parts of the net.
 
     @property
     def layer_names(self) -> list[str]:
@@ -75,7 +75,7 @@ class Net:
 
     @property
     def blob_names(self) -> list[str]:
-        """Names of the blobs in the order in which they come up."""
+        """Names of the blobs in order of creation."""
         return list(self._wiring.names)
 
     @property
@@ -85,7 +85,7 @@ class Net:
 
     @property
     def param_table(self) -> ParamTable:
-        """Who owns and who shares which parameter."""
+        """The owner and the sharers of every parameter."""
         return self._params
 
     @property
@@ -161,7 +161,7 @@ class Net:
             layer = self.layers[i]
             if layer.needs_backward:
                 if not self._has_run[i]:
-                    # Caffe takes whatever the blobs hold; our layers keep from forward what their gradients need.
+                    # Caffe uses whatever the blobs hold; our layers need what their forward saves.
                     self._compute(i)
                 with torch.no_grad():
                     layer.backward(self._tops[i], layer.propagate_down, self._bottoms[i])
@@ -179,7 +179,7 @@ class Net:
         self._has_run[index] = True
 
     def reshape(self) -> None:
-        """Shape all blobs after inputs were reshaped, without computing."""
+        """Reshape all blobs after the inputs were reshaped, without computing."""
         for layer, bottoms, tops in zip(self.layers, self._bottoms, self._tops, strict=True):
             layer.prepare(bottoms, tops)
 
@@ -190,12 +190,12 @@ class Net:
 
     # Building.
 
-    def _add_layer(self, param: Proto, blob_needs: dict[int, bool]) -> None:
+    def _add_layer(self, param: LayerParameter, blob_needs: dict[int, bool]) -> None:
         if not param.HasField("phase"):
             param.phase = self.phase
         if param.propagate_down and len(param.propagate_down) != len(param.bottom):
             raise ConfigError(
-                f"layer {param.name!r} ({param.type}): propagate_down must be given never or once per bottom; "
+                f"layer {param.name!r} ({param.type}): propagate_down must be given once per bottom or not at all; "
                 f"there are {len(param.propagate_down)} for {len(param.bottom)} bottoms"
             )
         layer = layer_types.create(param)
@@ -212,7 +212,7 @@ class Net:
         self._needs.append(self._first_needs(index, layer, blob_needs))
 
     def _first_needs(self, index: int, layer: Layer, blob_needs: dict[int, bool]) -> LayerNeeds:
-        """Return what the layer needs as far as the layers before it say."""
+        """Return what the layer needs, judged by the layers before it."""
         bottom_ids, top_ids = self._wiring.bottom_ids[index], self._wiring.top_ids[index]
         from_below = [blob_needs.get(i, False) for i in bottom_ids]
         needs_backward = any(from_below) or any(layer.param_propagate_down)
@@ -244,7 +244,7 @@ class Net:
 
     def _checked(self, index: int, what: str) -> int:
         if not 0 <= index < len(self.layers):
-            raise ConfigError(f"{what} {index} is no layer of net {self.name!r}, which has {len(self.layers)}")
+            raise ConfigError(f"{what} {index} is not a layer of net {self.name!r}, which has {len(self.layers)}")
         return index
 
 

@@ -1,7 +1,7 @@
 """Write nets in Python instead of prototxt: ``L.Convolution(n.data, num_output=20, kernel_size=5)``.
 
-``layers`` makes calls into a graph of ``Function`` (one layer) and ``Top`` (one of its results), ``NetSpec`` gives the
-tops their names, ``to_proto`` turns the graph into a NetParameter. No net is built, so any layer type can be named.
+``layers`` turns calls into a graph of ``Function`` (one layer) and ``Top`` (one of its results), ``NetSpec`` names the
+tops, ``to_proto`` turns the graph into a NetParameter. No net is built, so any layer type may be named.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from poseidon.caffe.schema import LayerParameter, NetParameter, Proto, message, message_names
+from poseidon.caffe.schema import LayerParameter, NetParameter
+from poseidon.caffe.schema.pool import message, message_names
 from poseidon.errors import ConfigError, unknown_name
 
 _SETTINGS = "_param"
 
 
 def param_name_dict() -> dict[str, str]:
-    """Return, for each layer type with settings of its own, their name in LayerParameter without ``_param``."""
-    fields = [field for field in LayerParameter.DESCRIPTOR.fields if field.name.endswith(_SETTINGS)]
-    return {field.message_type.name.removesuffix("Parameter"): field.name.removesuffix(_SETTINGS) for field in fields}
+    """Return, for each layer type with its own settings, their name in LayerParameter without ``_param``."""
+    return {
+        field.message_type.name.removesuffix("Parameter"): field.name.removesuffix(_SETTINGS)
+        for field in LayerParameter.DESCRIPTOR.fields
+        if field.message_type is not None and field.name.endswith(_SETTINGS)
+    }
 
 
 _PARAM_NAMES = param_name_dict()
 
 
-def assign_proto(proto: Proto, name: str, value: Any) -> None:
-    """Set a field from Python values: dicts become messages, lists repeated fields (one value does for a list)."""
+def assign_proto(proto: Message, name: str, value: Any) -> None:
+    """Set a field from Python values: dicts become messages, lists (or one value) repeated fields."""
     if name not in proto.DESCRIPTOR.fields_by_name:
         raise AttributeError(f"{proto.DESCRIPTOR.name} has no field {name!r}")
     try:
@@ -51,7 +55,7 @@ def _append(container: Any, item: Any) -> None:
         container.append(_plain(item))
 
 
-def _merge(target: Proto, value: Mapping[str, Any] | Message) -> None:
+def _merge(target: Message, value: Mapping[str, Any] | Message) -> None:
     if isinstance(value, Message):
         target.MergeFrom(value)
         return
@@ -65,7 +69,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's scalars as Python's, which is what protobuf takes."""
+    """Return numpy's scalars as Python's, which protobuf requires."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -76,11 +80,11 @@ class Top:
         self.fn = fn
         self.n = n
 
-    def to_proto(self) -> Proto:
+    def to_proto(self) -> NetParameter:
         """Return a net of the layers that this result needs."""
         return to_proto(self)
 
-    def _to_proto(self, scribe: _Scribe) -> Proto:
+    def _to_proto(self, scribe: _Scribe) -> LayerParameter:
         return scribe.layer(self.fn)
 
 
@@ -98,15 +102,15 @@ class Function:
         self.in_place: bool = self.params.pop("in_place", False)
         self.tops = tuple(Top(self, n) for n in range(self.ntop))
 
-    def to_proto(self) -> Proto:
+    def to_proto(self) -> NetParameter:
         """Return a net of this layer and those it needs."""
         return to_proto(self)
 
-    def _to_proto(self, scribe: _Scribe) -> Proto:
+    def _to_proto(self, scribe: _Scribe) -> LayerParameter:
         return scribe.layer(self)
 
-    def settings(self, layer: Proto) -> None:
-        """Write the settings into a LayerParameter: the type's own first, else those of every layer."""
+    def settings(self, layer: LayerParameter) -> None:
+        """Write the settings into a LayerParameter: into the type's own message if it has the field."""
         own = _PARAM_NAMES.get(self.type_name)
         for key, value in self.params.items():
             target = layer
@@ -117,26 +121,26 @@ class Function:
 
 
 class _Scribe:
-    """Writes functions down as layers, each after those it reads, with given or made-up names."""
+    """Writes functions as layers, each after its inputs, under given or generated names."""
 
     def __init__(self, names: dict[Top | Function, str]) -> None:
         self._names = names
         self._made_up: Counter[str] = Counter()
-        self._layers: dict[Function, Proto] = {}
+        self._layers: dict[Function, LayerParameter] = {}
 
-    def layer(self, fn: Function) -> Proto:
-        """Return the LayerParameter of a function, written on the first call."""
+    def layer(self, fn: Function) -> LayerParameter:
+        """Return the LayerParameter of a function; the first call writes it."""
         for pending in _in_order(fn, self._layers):
             self._layers[pending] = self._write(pending)
         return self._layers[fn]
 
-    def net(self) -> Proto:
+    def net(self) -> NetParameter:
         """Return everything written so far."""
         result = NetParameter()
         result.layer.extend(self._layers.values())
         return result
 
-    def _write(self, fn: Function) -> Proto:
+    def _write(self, fn: Function) -> LayerParameter:
         layer = LayerParameter(type=fn.type_name)
         layer.bottom.extend([self._layers[top.fn].top[top.n] for top in fn.inputs])
         if fn.in_place:
@@ -157,8 +161,8 @@ class _Scribe:
         return self._names[item]
 
 
-def _in_order(fn: Function, done: Mapping[Function, Proto]) -> Iterator[Function]:
-    """Yield what ``fn`` needs and then itself, inputs first; a loop instead of recursion, for nets of any depth."""
+def _in_order(fn: Function, done: Mapping[Function, LayerParameter]) -> Iterator[Function]:
+    """Yield the ancestors of ``fn``, inputs first, then ``fn``; a loop, not recursion, for nets of any depth."""
     waiting = [(fn, iter(fn.inputs))]
     while waiting:
         current, inputs = waiting[-1]
@@ -171,8 +175,8 @@ def _in_order(fn: Function, done: Mapping[Function, Proto]) -> Iterator[Function
             yield current
 
 
-def to_proto(*tops: Top | Function) -> Proto:
-    """Return a NetParameter of all layers that the given tops need, with names made up from their types."""
+def to_proto(*tops: Top | Function) -> NetParameter:
+    """Return a NetParameter of all layers that the given tops need, with names generated from their types."""
     scribe = _Scribe({})
     for top in tops:
         top._to_proto(scribe)
@@ -180,7 +184,7 @@ def to_proto(*tops: Top | Function) -> Proto:
 
 
 class NetSpec:
-    """A net in the making: tops are assigned as attributes (or items), whose names they take."""
+    """A net under construction: a top assigned as an attribute (or item) takes its name."""
 
     tops: dict[str, Any]
 
@@ -208,11 +212,11 @@ class NetSpec:
     def __delitem__(self, name: str) -> None:
         del self.tops[name]
 
-    def to_proto(self) -> Proto:
+    def to_proto(self) -> NetParameter:
         """Return the NetParameter of everything assigned so far."""
         for name, item in self.tops.items():
             if not isinstance(item, (Top, Function)):
-                raise ConfigError(f"net spec: {name!r} is no layer's result but {type(item).__name__}")
+                raise ConfigError(f"net spec: {name!r} is not a layer's result but {type(item).__name__}")
         scribe = _Scribe({item: name for name, item in self.tops.items()})
         for item in self.tops.values():
             item._to_proto(scribe)

@@ -1,4 +1,4 @@
-"""From a net to its units: what each layer exchanges with the other workers, and in which exact form."""
+"""From a net to its units: what each layer exchanges with the other workers, and in which form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.layers.embed import Embed
 from poseidon.caffe.layers.inner_product import InnerProduct
 from poseidon.caffe.learnable import LearnableParam
-from poseidon.caffe.net import Net
+from poseidon.caffe.net import BuiltNet
 from poseidon.routes.base import FactorPair, LiveUnit
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
@@ -22,7 +22,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(eq=False)
 class NetUnit:
-    """A unit of the engine together with the layer and the blobs it stands for."""
+    """A unit of the engine with the layer and the blobs it represents."""
 
     live: LiveUnit
     layer_index: int
@@ -30,15 +30,15 @@ class NetUnit:
     entries: tuple[LearnableParam, ...]
     """In the order of the unit's parameters."""
     rows: list[Rows] = field(default_factory=list)
-    """Embed: what the passes of this iteration have looked up."""
+    """Embed: the rows that this iteration's passes have looked up."""
 
     @property
     def kind(self) -> Kind:
-        """In which form its gradient can travel."""
+        """The form in which its gradient can travel."""
         return self.live.spec.kind
 
-    def load(self, net: Net) -> Load:
-        """Return what the last forward pass asks of a linear or embedding unit."""
+    def load(self, net: BuiltNet) -> Load:
+        """Return the load of the last forward pass on a linear or embedding unit."""
         if self.kind == "linear":
             return Load(net.tops_of(self.layer_index)[0].count // self.layer.param.inner_product_param.num_output)
         return Load(torch.unique(net.bottoms_of(self.layer_index)[0].data_tensor).numel())
@@ -58,7 +58,7 @@ class NetUnit:
         return torch.sparse_coo_tensor(numbers, values, self.live.weight.shape, check_invariants=False)
 
 
-def find_net_units(net: Net) -> list[NetUnit]:
+def find_net_units(net: BuiltNet) -> list[NetUnit]:
     """Return the units of all parameters that get gradients, in the order of the layers.
 
     A parameter that several layers share belongs to its owner and is dense: its gradient is a sum over different uses.
@@ -71,7 +71,7 @@ def find_net_units(net: Net) -> list[NetUnit]:
     return units
 
 
-def gets_gradient(net: Net, entry: LearnableParam) -> bool:
+def gets_gradient(net: BuiltNet, entry: LearnableParam) -> bool:
     """Whether any layer that uses a parameter computes a gradient for it."""
     return any(
         net.layers[layer].needs_backward and net.layers[layer].param_propagate_down[number]
@@ -80,12 +80,12 @@ def gets_gradient(net: Net, entry: LearnableParam) -> bool:
 
 
 def _split(layer: Layer, entries: Sequence[LearnableParam]) -> Iterator[tuple[Kind, Sequence[LearnableParam]]]:
-    """Yield a layer's parameters as they travel: a weight with its factors or rows, and what does not fit them."""
+    """Yield a layer's parameters as they travel: the weight as factors or rows, the rest dense."""
     if not entries:
         return
     is_own_weight = entries[0].param_index == 0 and all(len(entry.users) == 1 for entry in entries)
     if is_own_weight and type(layer) is InnerProduct:
-        # The bias is the sum of the factor that the weight's rows belong to: of a transposed weight, the wrong one.
+        # The engine sums one factor to get the bias gradient; for a transposed weight it would be the wrong factor.
         together = 1 if layer.param.inner_product_param.transpose else 2
         yield "linear", entries[:together]
         entries = entries[together:]

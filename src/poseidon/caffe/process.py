@@ -1,4 +1,4 @@
-"""What pycaffe keeps for the whole process: log, random seed, this worker's place among the solvers, timer."""
+"""The process-wide part of pycaffe: log, random seed, this worker's rank among the solvers, timer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from poseidon.job.world import World
 _log = logging.getLogger("poseidon.caffe")
 
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
-"""Python's levels in the order in which Caffe counts them."""
+"""Python's levels in Caffe's order."""
 
 
 @dataclass
 class _Place:
-    """What a script has said about its place among several solvers; None asks the environment."""
+    """The rank and count a script has set; None means the environment's."""
 
     rank: int | None = None
     count: int | None = None
@@ -32,7 +32,7 @@ _place = _Place()
 
 
 def init_log(level: int = 0, stderr: bool = True) -> None:
-    """Show what nets and solvers log on stderr, from ``level`` on (0 everything, 1 warnings, 2 errors, 3 fatal)."""
+    """Log nets and solvers to stderr, from ``level`` up (0 everything, 1 warnings, 2 errors, 3 fatal)."""
     if stderr and not any(isinstance(handler.formatter, GlogFormatter) for handler in _log.handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(GlogFormatter())
@@ -56,7 +56,7 @@ def solver_count() -> int:
 
 
 def set_solver_count(count: int) -> None:
-    """State how many workers train together; only scripts that start workers themselves need this."""
+    """Set how many workers train together; only scripts that start workers themselves need this."""
     _place.count = count
 
 
@@ -66,26 +66,26 @@ def solver_rank() -> int:
 
 
 def set_solver_rank(rank: int) -> None:
-    """State this worker's number; only scripts that start workers themselves need this."""
+    """Set this worker's number; only scripts that start workers themselves need this."""
     _place.rank = rank
 
 
 def set_multiprocess(is_multiprocess: bool) -> None:
-    """Accept pycaffe's call; every worker is a process of its own here in any case."""
+    """Accept pycaffe's call; every worker is its own process here anyway."""
     _log.debug("set_multiprocess(%s) changes nothing", is_multiprocess)
 
 
 def has_nccl() -> bool:
-    """Return False: gradients are exchanged by Poseidon's engine, not through Caffe's own use of NCCL."""
+    """Return False: Poseidon's engine exchanges gradients, not Caffe's NCCL class."""
     return False
 
 
 class NCCL:
-    """Stands where pycaffe has its exchange between GPUs; scripts ask ``has_nccl()`` before they use it."""
+    """Placeholder for pycaffe's exchange between GPUs; scripts check ``has_nccl()`` before they use it."""
 
     def __init__(self, *_arguments: object) -> None:
         raise UnsupportedError(
-            "caffe.NCCL is not offered: start the script on several workers and let the solver exchange gradients"
+            "caffe.NCCL is not supported: start the script on several workers and let the solver exchange gradients"
         )
 
 
@@ -97,7 +97,7 @@ class Timer:
         self._elapsed_s = 0.0
 
     def start(self) -> None:
-        """Start anew."""
+        """Start, or restart, the stopwatch."""
         _wait_for_device()
         self._begin = time.perf_counter()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class LayerNeeds:
-    """What is known of one layer before, and decided after, the net is walked from the end."""
+    """The needs of one layer, from the forward walk; :func:`prune` corrects them on the walk back."""
 
     tops: Sequence[str]
     bottoms: Sequence[str]
@@ -19,7 +19,7 @@ class LayerNeeds:
 
 
 def prune(layers: Sequence[LayerNeeds]) -> None:
-    """Drop the backward work that cannot reach a loss, or that ``propagate_down: false`` cuts off, in place."""
+    """Drop, in place, backward work that reaches no loss or that ``propagate_down: false`` cuts off."""
     under_loss: set[str] = set()
     cut_off: set[str] = set()
     for layer in reversed(layers):

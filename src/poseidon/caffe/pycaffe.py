@@ -16,14 +16,14 @@ from poseidon.caffe import weights as weight_files
 from poseidon.caffe.blob import Blob, BlobVec
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.memory import Array
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import NetParameter
 from poseidon.caffe.upgrade import read_net
 from poseidon.errors import ConfigError
 
 Arrays = dict[str, NDArray[Any]]
 
 
-class Net(core.Net):
+class Net(core.BuiltNet):
     """``Net(prototxt, phase, level=0, stages=None, weights=None)``, or the older ``Net(prototxt, weights, phase)``."""
 
     def __init__(
@@ -48,13 +48,13 @@ class Net(core.Net):
             self.copy_from(weights)
 
     @classmethod
-    def from_proto(cls, param: Proto) -> Net:
-        """Build a net from a NetParameter that already states its phase, level and stages."""
+    def from_proto(cls, param: NetParameter) -> Net:
+        """Build a net from a NetParameter whose phase, level and stages are set."""
         net = cls.__new__(cls)
-        core.Net.__init__(net, param)
+        core.BuiltNet.__init__(net, param)
         return net
 
-    # What the net consists of.
+    # The parts of the net.
 
     @cached_property
     def blobs(self) -> dict[str, Blob]:
@@ -217,7 +217,7 @@ class Net(core.Net):
         self.after_backward_callbacks.append(call)
 
     def set_input_arrays(self, data: NDArray[Any], labels: NDArray[Any]) -> None:
-        """Give the MemoryData layer, which must come first, the rows that it hands out batch by batch."""
+        """Set the rows that the MemoryData layer, which must come first, returns batch by batch."""
         if labels.ndim == 1:
             labels = labels[:, np.newaxis, np.newaxis, np.newaxis]
         self._set_input_arrays(np.ascontiguousarray(data), np.ascontiguousarray(labels))
@@ -238,7 +238,7 @@ class Net(core.Net):
         weight_files.load(self, path)
 
     def share_with(self, other: Net) -> None:
-        """Use the parameter values of layers of the same name in another net, from now on."""
+        """Share the parameter values of layers of the same name in another net from now on."""
         weight_files.share(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -272,7 +272,7 @@ class Net(core.Net):
             getattr(named[name], side)[...] = values
 
     def _batch(self, arrays: Arrays) -> Iterator[Arrays]:
-        """Cut arrays into batches of the net's size; the last one is filled up with zeros."""
+        """Cut arrays into batches of the net's size; the last one is padded with zeros."""
         if not arrays:
             return
         size = self.blob_list[0].shape[0]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from poseidon.caffe.net import Net
-from poseidon.caffe.solver.report import label_outputs, output_values
+from poseidon.caffe.net import BuiltNet
+from poseidon.caffe.solver.net_outputs import label_outputs, output_values
 
 log = logging.getLogger("poseidon.caffe")
 
 
-def score(net: Net, iterations: int) -> None:
+def score(net: BuiltNet, iterations: int) -> None:
     """Run ``iterations`` batches forward; log the outputs of each, then their means."""
     log.info("Running for %d iterations.", iterations)
     loss, totals = 0.0, torch.zeros(0)
@@ -40,10 +40,10 @@ class LayerTimes:
     total: float = 0.0
 
 
-def benchmark(net: Net, iterations: int) -> LayerTimes:
+def benchmark(net: BuiltNet, iterations: int) -> LayerTimes:
     """Time forward and backward of every layer over ``iterations`` passes and log Caffe's report."""
     log.info("Performing Forward")
-    # One pass before the clock starts: it allocates memory and lets libraries choose their algorithms.
+    # Warm up first: the first pass allocates memory and lets libraries choose their algorithms.
     log.info("Initial loss: %g", net.run_forward())
     log.info("Performing Backward")
     net.run_backward()
@@ -60,7 +60,7 @@ def benchmark(net: Net, iterations: int) -> LayerTimes:
     return times
 
 
-def _time_pass(net: Net, times: LayerTimes) -> None:
+def _time_pass(net: BuiltNet, times: LayerTimes) -> None:
     start = mark = _now()
     for index in range(len(net.layers)):
         net.run_forward(index, index)
@@ -73,7 +73,7 @@ def _time_pass(net: Net, times: LayerTimes) -> None:
     times.total_backward += mark - middle
 
 
-def _log_report(net: Net, times: LayerTimes, iterations: int) -> None:
+def _log_report(net: BuiltNet, times: LayerTimes, iterations: int) -> None:
     log.info("Average time per layer: ")
     for layer, forward, backward in zip(net.layers, times.forward, times.backward, strict=True):
         log.info("%10s\tforward: %g ms.", layer.name, forward / iterations)
@@ -86,7 +86,7 @@ def _log_report(net: Net, times: LayerTimes, iterations: int) -> None:
 
 
 def _now() -> float:
-    """Return milliseconds, once the device has done all that was asked of it."""
+    """Return the time in milliseconds after the device has finished its queued work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() * 1000

@@ -17,11 +17,11 @@ from poseidon.caffe import device
 from poseidon.caffe.distributed import Together
 from poseidon.caffe.drifting import Drifting
 from poseidon.caffe.glog import console
-from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver import Solver, get_solver
-from poseidon.caffe.solver.report import Output
+from poseidon.caffe.solver.net_outputs import NetOutput
 from poseidon.caffe.solver.signals import SignalActions
-from poseidon.caffe.solver.workers import Alone, Workers
+from poseidon.caffe.solver.workers import SoleWorker, Workers
 from poseidon.caffe.upgrade import read_solver
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.errors import ConfigError
@@ -32,16 +32,16 @@ log = logging.getLogger("poseidon.caffe")
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What a run of training does."""
+    """The settings of one training run."""
 
     solver: str
     """The solver's prototxt."""
     snapshot: str = ""
-    """State to resume from; empty: start anew."""
+    """Snapshot to resume from; empty: start from scratch."""
     weights: str = ""
     """Files of parameters to start from, separated by commas."""
     gpus: tuple[int, ...] | None = None
-    """GPUs to use, one per worker; empty: the CPU; None: as the solver says."""
+    """GPUs to use, one per worker; empty: the CPU; None: follow the solver."""
     level: int = 0
     stages: tuple[str, ...] = ("",)
     sigint_effect: str = "stop"
@@ -55,9 +55,9 @@ class TrainSettings:
     cluster: str = ""
     timeout_s: float = 300.0
     staleness: int = 0
-    """Iterations a worker may be ahead of the slowest; 0: all in step."""
+    """How many iterations a worker may be ahead of the slowest; 0 keeps all in step."""
     consistency_model: str = "SSPPush"
-    """How changes travel where there is staleness; see ``drifting.py``."""
+    """How updates travel with staleness; see ``drifting.py``."""
 
     def __post_init__(self) -> None:
         if self.snapshot and self.weights:
@@ -89,7 +89,7 @@ def train(settings: TrainSettings) -> None:
 
 
 def choose_device(gpus: Sequence[int], local_rank: int = 0) -> None:
-    """Compute on the CPU, or on this worker's one of the GPUs."""
+    """Compute on the CPU or on this worker's GPU."""
     if not gpus:
         log.info("Use CPU.")
         device.set_mode_cpu()
@@ -117,18 +117,18 @@ def parse_gpus(text: str) -> tuple[int, ...] | None:
 
 
 def _backend(world: World) -> str | None:
-    """Return gloo where workers have to share a GPU, which NCCL refuses; None: as usual."""
+    """Return "gloo" if workers share a GPU, which NCCL does not support; None means the default."""
     gpus = torch.cuda.device_count()
     return "gloo" if gpus and (world.local_size or 1) > gpus else None
 
 
-def _gpus_for(param: Proto, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
+def _gpus_for(param: SolverParameter, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
     if chosen is not None:
         return chosen
     if param.solver_mode != SolverParameter.GPU:
         return ()
     if not torch.cuda.is_available():
-        # The mode is GPU where a solver does not say: on a machine without one, that can only mean the CPU.
+        # The default mode is GPU: on a machine without one, an unset mode can only mean the CPU.
         log.warning("solver_mode is GPU, but this machine has no usable GPU: training on the CPU")
         return ()
     return (param.device_id,) if param.HasField("device_id") else tuple(range(torch.cuda.device_count()))
@@ -136,7 +136,7 @@ def _gpus_for(param: Proto, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
 
 def _connect(solver: Solver, world: World, settings: TrainSettings) -> Workers:
     if world.size == 1:
-        return Alone()
+        return SoleWorker()
     if settings.staleness:
         return Drifting(solver.net, settings.staleness, settings.consistency_model, settings.timeout_s)
     options = ExchangeOptions(settings.routes, settings.cluster or None, settings.timeout_s)
@@ -177,7 +177,7 @@ class OutputsFile:
         assert self._stream is not None
         self._stream.close()
 
-    def write(self, which: str, iteration: int, outputs: Sequence[Output]) -> None:
+    def write(self, which: str, iteration: int, outputs: Sequence[NetOutput]) -> None:
         """Add the outputs of one display or test."""
         seconds = f"{time.monotonic() - self._began:.3f}"
         self._rows(*[[which, iteration, seconds, output.name, f"{output.value:.8g}"] for output in outputs])

@@ -1,4 +1,4 @@
-"""Bring images into the layout, order and range that a net's input expects, and back."""
+"""Convert images to the layout, order and range that a net's input expects, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Transformer:
     """Prepares images for the inputs of a net; ``inputs`` gives the shape of each, ``{"data": (10, 3, 227, 227)}``.
 
     The steps run in this order, each only where it was set: resize, transpose, channel swap, raw scale, mean, input
-    scale. Scales and means therefore count in the swapped order and after the raw scale.
+    scale. Means and the input scale therefore apply to swapped channels, after the raw scale.
     """
 
     def __init__(self, inputs: Mapping[str, Sequence[int]]) -> None:
@@ -37,7 +37,7 @@ class Transformer:
         raw_scale: float | None = None,
         channel_swap: Sequence[int] | None = None,
     ) -> Transformer:
-        """Return a Transformer for one input that is fed with images having their channels last."""
+        """Return a Transformer for one input whose images have their channels last."""
         transformer = cls({name: shape})
         transformer.set_transpose(name, (2, 0, 1))
         if mean is not None:
@@ -55,7 +55,7 @@ class Transformer:
         return np.stack([self.preprocess(in_, im) for im in images])
 
     def preprocess(self, in_: str, data: NDArray[Any]) -> Image:
-        """Turn an image (height, width, channels) into what the input blob takes for one item."""
+        """Turn an image (height, width, channels) into one item of the input blob."""
         self._check(in_)
         result = data.astype(np.float32, copy=False)
         size = self.inputs[in_][2:]
@@ -104,7 +104,7 @@ class Transformer:
         self.channel_swap[in_] = tuple(order)
 
     def set_raw_scale(self, in_: str, scale: float) -> None:
-        """Set a factor that comes before the mean is subtracted: 255 where means count in 0 to 255."""
+        """Set a factor applied before the mean is subtracted: 255 for means in the range 0 to 255."""
         self._check(in_)
         self.raw_scale[in_] = scale
 
@@ -126,7 +126,7 @@ class Transformer:
         self.mean[in_] = full
 
     def set_input_scale(self, in_: str, scale: float) -> None:
-        """Set a factor that comes last."""
+        """Set a factor applied last."""
         self._check(in_)
         self.input_scale[in_] = scale
 

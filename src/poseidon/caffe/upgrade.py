@@ -1,23 +1,24 @@
-"""Bring nets and solvers written for older Caffe versions into the present form.
+"""Upgrade nets and solvers written for older Caffe versions to the current form.
 
-Order matters and is Caffe's own: V0 layers to V1, data transformations into ``transform_param``, V1 layers to the
-present ones, net-level inputs to an Input layer, then the batch-norm form.
+The order matters and is Caffe's: V0 layers to V1, data transformations into ``transform_param``, V1 layers to current
+ones, net-level inputs to an Input layer, then the batch-norm form.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from poseidon.caffe.schema import LayerParameter, Proto, message
+from poseidon.caffe.schema import LayerParameter, NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_binary, read_text
+from poseidon.caffe.schema.messages import V1LayerParameter
 from poseidon.caffe.upgrade_v0 import upgrade_v0_net
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
-_V1 = message("V1LayerParameter")
 _TRANSFORM_FIELDS = ("scale", "mean_file", "crop_size", "mirror")
 _TRANSFORMED = {"DATA": "data_param", "IMAGE_DATA": "image_data_param", "WINDOW_DATA": "window_data_param"}
 _SOLVER_TYPES = {
@@ -28,7 +29,7 @@ _SOLVER_TYPES = {
     "ADADELTA": "AdaDelta",
     "ADAM": "Adam",
 }
-# Types whose present name is not the old one in CamelCase.
+# Types whose current name is not the old one in CamelCase.
 _IRREGULAR_TYPES = {
     "NONE": "",
     "ABSVAL": "AbsVal",
@@ -47,23 +48,23 @@ _IRREGULAR_TYPES = {
 _FOLDED = {"type", "layer", "param", "blob_share_mode", "blobs_lr", "weight_decay"}
 
 
-def read_net(path: str | os.PathLike[str]) -> Proto:
-    """Read a net from a prototxt of any age and return it in the present form."""
-    net = read_text(path, "NetParameter")
+def read_net(path: str | os.PathLike[str]) -> NetParameter:
+    """Read a net from a prototxt of any version and return it in the current form."""
+    net = read_text(path, NetParameter)
     upgrade_net(net, str(path))
     return net
 
 
-def read_weights(path: str | os.PathLike[str]) -> Proto:
-    """Read a ``.caffemodel`` of any age and return it in the present form."""
-    net = read_binary(path, "NetParameter")
+def read_weights(path: str | os.PathLike[str]) -> NetParameter:
+    """Read a ``.caffemodel`` of any version and return it in the current form."""
+    net = read_binary(path, NetParameter)
     upgrade_net(net, str(path))
     return net
 
 
-def read_solver(path: str | os.PathLike[str]) -> Proto:
-    """Read a solver's prototxt, upgraded, with a snapshot prefix filled in where it has none."""
-    solver = read_text(path, "SolverParameter")
+def read_solver(path: str | os.PathLike[str]) -> SolverParameter:
+    """Read and upgrade a solver's prototxt; a missing snapshot prefix is filled in."""
+    solver = read_text(path, SolverParameter)
     upgrade_solver(solver, str(path))
     if not solver.HasField("snapshot_prefix"):
         solver.snapshot_prefix = str(Path(path).with_suffix(""))
@@ -74,15 +75,15 @@ def read_solver(path: str | os.PathLike[str]) -> Proto:
     return solver
 
 
-def upgrade_net(net: Proto, origin: str = "<net>") -> bool:
-    """Upgrade ``net`` in place; return whether anything had to change."""
+def upgrade_net(net: NetParameter, origin: str = "<net>") -> bool:
+    """Upgrade ``net`` in place; return whether anything changed."""
     before = net.SerializeToString(deterministic=True)
     if any(layer.HasField("layer") for layer in net.layers):
         log.info("Attempting to upgrade input file specified using deprecated V0LayerParameter: %s", origin)
         net.CopyFrom(upgrade_v0_net(net, origin))
-    if any(_has_old_transform(layer) for layer in net.layers):
-        for layer in net.layers:
-            _move_transform(layer)
+    if any(_has_old_transform(old) for old in net.layers):
+        for old in net.layers:
+            _move_transform(old)
     if net.layers:
         _upgrade_v1_layers(net, origin)
     if net.input:
@@ -92,8 +93,8 @@ def upgrade_net(net: Proto, origin: str = "<net>") -> bool:
     return bool(net.SerializeToString(deterministic=True) != before)
 
 
-def upgrade_solver(solver: Proto, origin: str = "<solver>") -> bool:
-    """Replace the old ``solver_type`` enum by the ``type`` string, in place; return whether it was there."""
+def upgrade_solver(solver: SolverParameter, origin: str = "<solver>") -> bool:
+    """Replace the old ``solver_type`` enum by the ``type`` string in place; return whether it was set."""
     if not solver.HasField("solver_type"):
         return False
     if solver.HasField("type"):
@@ -104,18 +105,18 @@ def upgrade_solver(solver: Proto, origin: str = "<solver>") -> bool:
     return True
 
 
-def _v1_type_name(layer: Proto) -> str:
-    return str(_V1.LayerType.Name(layer.type))
+def _v1_type_name(layer: V1LayerParameter) -> str:
+    return str(V1LayerParameter.LayerType.Name(layer.type))
 
 
-def _has_old_transform(layer: Proto) -> bool:
+def _has_old_transform(layer: V1LayerParameter) -> bool:
     settings_name = _TRANSFORMED.get(_v1_type_name(layer))
     if settings_name is None:
         return False
     return any(getattr(layer, settings_name).HasField(name) for name in _TRANSFORM_FIELDS)
 
 
-def _move_transform(layer: Proto) -> None:
+def _move_transform(layer: V1LayerParameter) -> None:
     """Move scale, mean_file, crop_size and mirror from a data layer's settings to ``transform_param``."""
     settings_name = _TRANSFORMED.get(_v1_type_name(layer))
     if settings_name is None:
@@ -129,7 +130,7 @@ def _move_transform(layer: Proto) -> None:
             settings.ClearField(name)
 
 
-def _upgrade_v1_layers(net: Proto, origin: str) -> None:
+def _upgrade_v1_layers(net: NetParameter, origin: str) -> None:
     if net.layer:
         raise ConfigError(
             f"{origin}: holds both 'layer' and the older 'layers' fields; "
@@ -140,8 +141,8 @@ def _upgrade_v1_layers(net: Proto, origin: str) -> None:
     net.ClearField("layers")
 
 
-def upgrade_v1_layer(old: Proto) -> Proto:
-    """Return the present form of one V1 layer."""
+def upgrade_v1_layer(old: V1LayerParameter) -> LayerParameter:
+    """Return the current form of one V1 layer."""
     new = LayerParameter()
     if old.HasField("type"):
         written = _v1_type_name(old)
@@ -157,9 +158,9 @@ def upgrade_v1_layer(old: Proto) -> Proto:
     return new
 
 
-def _add_param_specs(new: Proto, old: Proto) -> None:
+def _add_param_specs(new: LayerParameter, old: V1LayerParameter) -> None:
     """Fold the parallel lists of the old form into one ``param`` entry per parameter."""
-    lists = {
+    lists: dict[str, Sequence[object]] = {
         "name": old.param,
         "share_mode": old.blob_share_mode,
         "lr_mult": old.blobs_lr,
@@ -172,8 +173,8 @@ def _add_param_specs(new: Proto, old: Proto) -> None:
             setattr(spec, field, value)
 
 
-def _upgrade_inputs(net: Proto, origin: str) -> None:
-    """Turn net-level inputs into an Input layer at the front; inputs without a shape (old weights) just go."""
+def _upgrade_inputs(net: NetParameter, origin: str) -> None:
+    """Turn net-level inputs into a leading Input layer; inputs without a shape (old weights) are dropped."""
     if net.input_shape or net.input_dim:
         shapes = [list(shape.dim) for shape in net.input_shape]
         if not shapes:
@@ -191,15 +192,15 @@ def _upgrade_inputs(net: Proto, origin: str) -> None:
         net.ClearField(name)
 
 
-def _input_layer(names: list[str], shapes: list[list[int]]) -> Proto:
+def _input_layer(names: list[str], shapes: list[list[int]]) -> LayerParameter:
     layer = LayerParameter(name="input", type="Input", top=names)
     for shape in shapes[: len(names)]:
         layer.input_param.shape.add(dim=shape)
     return layer
 
 
-def _freeze_batch_norm(layer: Proto) -> None:
-    """Set the multipliers of BatchNorm's three running sums to zero, as the old form wanted them written out."""
+def _freeze_batch_norm(layer: LayerParameter) -> None:
+    """Set the multipliers of BatchNorm's three running sums to zero, which the old form spelled out."""
     if layer.type == "BatchNorm" and len(layer.param) == 3:
         for spec in layer.param:
             spec.lr_mult = 0

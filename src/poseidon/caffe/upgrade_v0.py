@@ -1,15 +1,16 @@
-"""The oldest layers (lower-case type names, all settings in one message) become V1 layers."""
+"""Turn the oldest layers (lower-case type names, all settings in one message) into V1 layers."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from poseidon.caffe.schema import NetParameter, Proto, message
+from poseidon.caffe.schema import NetParameter
+from poseidon.caffe.schema.messages import V1LayerParameter
 from poseidon.errors import ConfigError, unknown_name
 
 log = logging.getLogger("poseidon.caffe")
 
-_V1 = message("V1LayerParameter")
 
 _TYPES = {
     "accuracy": "ACCURACY",
@@ -84,7 +85,7 @@ _MOVES: dict[str, tuple[str, tuple[str, ...]]] = {
 _TRANSFORMS = {"scale": "scale", "meanfile": "mean_file", "cropsize": "crop_size", "mirror": "mirror"}
 
 
-def upgrade_v0_net(net: Proto, origin: str) -> Proto:
+def upgrade_v0_net(net: NetParameter, origin: str) -> NetParameter:
     """Return the net with V1 layers; padding layers are folded into the layer that reads them."""
     result = NetParameter(input=net.input, input_dim=net.input_dim)
     for name in ("name", "force_backward"):
@@ -95,12 +96,12 @@ def upgrade_v0_net(net: Proto, origin: str) -> Proto:
     return result
 
 
-def _without_padding(net: Proto, origin: str) -> list[Proto]:
-    """Drop ``padding`` layers, giving their amount and their input to the convolution or pooling behind them."""
-    producer: dict[str, Proto | None] = dict.fromkeys(net.input)
-    kept: list[Proto] = []
+def _without_padding(net: NetParameter, origin: str) -> list[V1LayerParameter]:
+    """Drop ``padding`` layers; the convolution or pooling that reads one takes over its amount and its input."""
+    producer: dict[str, V1LayerParameter | None] = dict.fromkeys(net.input)
+    kept: list[V1LayerParameter] = []
     for original in net.layers:
-        layer = _V1()
+        layer = V1LayerParameter()
         layer.CopyFrom(original)
         for index, blob in enumerate(layer.bottom):
             if blob not in producer:
@@ -115,7 +116,7 @@ def _without_padding(net: Proto, origin: str) -> list[Proto]:
     return kept
 
 
-def _fold_padding(layer: Proto, index: int, padding: Proto, origin: str) -> None:
+def _fold_padding(layer: V1LayerParameter, index: int, padding: V1LayerParameter, origin: str) -> None:
     single = len(layer.bottom) == 1 and len(padding.bottom) == 1 and len(padding.top) == 1
     if layer.layer.type not in ("conv", "pool") or not single:
         raise ConfigError(
@@ -126,9 +127,9 @@ def _fold_padding(layer: Proto, index: int, padding: Proto, origin: str) -> None
     layer.bottom[index] = padding.bottom[0]
 
 
-def _upgrade_layer(connection: Proto) -> Proto:
+def _upgrade_layer(connection: V1LayerParameter) -> V1LayerParameter:
     old = connection.layer
-    new = _V1(bottom=connection.bottom, top=connection.top)
+    new = V1LayerParameter(bottom=connection.bottom, top=connection.top)
     if not connection.HasField("layer"):
         return new
     if old.HasField("name"):
@@ -136,7 +137,7 @@ def _upgrade_layer(connection: Proto) -> Proto:
     if old.HasField("type"):
         if old.type not in _TYPES:
             raise unknown_name("layer type (V0 format)", old.type, list(_TYPES))
-        new.type = _V1.LayerType.Value(_TYPES[old.type])
+        new.type = V1LayerParameter.LayerType.Value(_TYPES[old.type])
     for name in ("blobs", "blobs_lr", "weight_decay"):
         getattr(new, name).extend(getattr(old, name))
     for field, value in old.ListFields():
@@ -144,7 +145,7 @@ def _upgrade_layer(connection: Proto) -> Proto:
     return new
 
 
-def _move_setting(new: Proto, old_type: str, name: str, value: object) -> None:
+def _move_setting(new: V1LayerParameter, old_type: str, name: str, value: Any) -> None:
     if name in _TRANSFORMS:
         setattr(new.transform_param, _TRANSFORMS[name], value)
     elif name == "hdf5_output_param" and old_type == "hdf5_output":

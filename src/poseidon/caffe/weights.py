@@ -1,29 +1,31 @@
-"""Move learned parameters between nets and files: ``.caffemodel`` and HDF5, in and out."""
+"""Load and save learned parameters as ``.caffemodel`` and HDF5."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from poseidon.caffe.blob import Blob, proto_shape
 from poseidon.caffe.extras import require
 from poseidon.caffe.layers.base import Layer
-from poseidon.caffe.net import Net
-from poseidon.caffe.schema import NetParameter, Proto
+from poseidon.caffe.net import BuiltNet
+from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.caffe.schema.files import replacing, write_binary
 from poseidon.caffe.upgrade import read_weights
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
+SourceLayer = TypeVar("SourceLayer", Layer, LayerParameter)
+
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
-def load(net: Net, path: str | os.PathLike[str]) -> None:
-    """Copy the parameters of layers with the same name from a file of either form."""
+def load(net: BuiltNet, path: str | os.PathLike[str]) -> None:
+    """Copy the parameters of layers with the same name from a file of either format."""
     if is_hdf5(path):
         load_hdf5(net, path)
     else:
@@ -39,46 +41,41 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
         raise ConfigError(f"cannot read weights {path}: {error.strerror}") from None
 
 
-def copy_from_proto(net: Net, source: Proto, origin: str = "<weights>") -> None:
-    """Copy parameters from a NetParameter to the layers of the same name; other layers are left out."""
-    for stored in source.layer:
-        layer = _target(net, stored.name)
-        if layer is None:
-            continue
-        if len(stored.blobs) != len(layer.blobs):
-            raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(stored.blobs)} for it")
+def copy_from_proto(net: BuiltNet, source: NetParameter, origin: str = "<weights>") -> None:
+    """Copy parameters from a NetParameter to the layers of the same name; the others are skipped."""
+    for layer, stored in _matches(net, source.layer, origin):
         for number, (blob, proto) in enumerate(zip(layer.blobs, stored.blobs, strict=True)):
             if not blob.fits(proto):
                 raise _shape_mismatch(layer, number, blob, proto_shape(proto), origin)
             blob.from_proto(proto, reshape=False)
 
 
-def to_proto(net: Net, write_diff: bool = False) -> Proto:
+def to_proto(net: BuiltNet, write_diff: bool = False) -> NetParameter:
     """Return the net's layers with their parameters."""
     result = NetParameter(name=net.name)
     result.layer.extend([layer.to_proto(write_diff) for layer in net.layers])
     return result
 
 
-def save(net: Net, path: str | os.PathLike[str], write_diff: bool = False) -> None:
+def save(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) -> None:
     """Write a ``.caffemodel``; the previous file stays intact until the new one is complete."""
     write_binary(path, to_proto(net, write_diff))
 
 
-def load_hdf5(net: Net, path: str | os.PathLike[str]) -> None:
-    """Copy parameters from an HDF5 file; those a layer shares from another may be missing in it."""
+def load_hdf5(net: BuiltNet, path: str | os.PathLike[str]) -> None:
+    """Copy parameters from an HDF5 file, which may lack those that a layer shares from another."""
     h5py = require("h5py")
     try:
         with h5py.File(path, "r") as file:
             if "data" not in file:
-                raise ConfigError(f"{path}: holds no group 'data'; these are no weights written by Caffe")
+                raise ConfigError(f"{path}: has no group 'data'; Caffe did not write these weights")
             for name, group in file["data"].items():
                 _load_group(net, name, group, str(path))
     except OSError as error:
         raise ConfigError(f"cannot read HDF5 weights {path}: {error}") from None
 
 
-def save_hdf5(net: Net, path: str | os.PathLike[str], write_diff: bool = False) -> None:
+def save_hdf5(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) -> None:
     """Write parameters (each by its owner only) to an HDF5 file, whole or not at all."""
     h5py = require("h5py")
     with replacing(path) as temporary, h5py.File(temporary, "w") as file:
@@ -94,21 +91,27 @@ def save_hdf5(net: Net, path: str | os.PathLike[str], write_diff: bool = False) 
                     diff_group.create_dataset(str(number), data=blob.diff)
 
 
-def share(net: Net, other: Net) -> None:
-    """Let ``net`` use the parameter values of layers of the same name in ``other``, from now on."""
-    for source in other.layers:
-        layer = _target(net, source.name)
-        if layer is None:
-            continue
-        if len(source.blobs) != len(layer.blobs):
-            raise layer.error(f"has {len(layer.blobs)} parameters, the other net's layer {len(source.blobs)}")
+def share(net: BuiltNet, other: BuiltNet) -> None:
+    """Make ``net`` share the parameter values of layers of the same name in ``other`` from now on."""
+    for layer, source in _matches(net, other.layers, "the other net"):
         for number, (blob, owner) in enumerate(zip(layer.blobs, source.blobs, strict=True)):
             if blob.shape != owner.shape:
                 raise _shape_mismatch(layer, number, blob, owner.shape, "the other net")
             blob.share_data(owner)
 
 
-def _load_group(net: Net, name: str, group: Any, origin: str) -> None:
+def _matches(net: BuiltNet, sources: Iterable[SourceLayer], origin: str) -> Iterator[tuple[Layer, SourceLayer]]:
+    """Yield the net's layers with the sources of the same name, which must have as many parameters."""
+    for source in sources:
+        layer = _target(net, source.name)
+        if layer is None:
+            continue
+        if len(source.blobs) != len(layer.blobs):
+            raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(source.blobs)} for it")
+        yield layer, source
+
+
+def _load_group(net: BuiltNet, name: str, group: Any, origin: str) -> None:
     layer = _target(net, name)
     if layer is None:
         return
@@ -122,7 +125,7 @@ def _load_group(net: Net, name: str, group: Any, origin: str) -> None:
         blob.data[...] = stored[()]
 
 
-def _missing_allowed(net: Net, index: int, layer: Layer, group: Any, origin: str) -> Iterator[tuple[int, Blob]]:
+def _missing_allowed(net: BuiltNet, index: int, layer: Layer, group: Any, origin: str) -> Iterator[tuple[int, Blob]]:
     """Yield the parameters that the file holds; only shared ones may be absent."""
     for number, blob in enumerate(layer.blobs):
         if str(number) in group:
@@ -131,7 +134,7 @@ def _missing_allowed(net: Net, index: int, layer: Layer, group: Any, origin: str
             raise layer.error(f"parameter {number} is missing in {origin}")
 
 
-def _target(net: Net, name: str) -> Layer | None:
+def _target(net: BuiltNet, name: str) -> Layer | None:
     for layer in net.layers:
         if layer.name == name:
             return layer

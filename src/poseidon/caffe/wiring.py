@@ -1,4 +1,4 @@
-"""Which blob each layer reads and writes, found while a net is built layer by layer."""
+"""Which blobs each layer reads and writes, resolved while a net is built layer by layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.insert_splits import unknown_bottom
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -23,8 +23,8 @@ class Wiring:
         self._index: dict[str, int] = {}
         self._unread: set[str] = set()
 
-    def add_layer(self, layer: Proto, least_tops: int = 0) -> None:
-        """Connect the next layer; unnamed tops are added where it states fewer than ``least_tops``."""
+    def add_layer(self, layer: LayerParameter, least_tops: int = 0) -> None:
+        """Connect the next layer; unnamed tops are added if it names fewer than ``least_tops``."""
         self.bottom_ids.append([self._bottom(layer, j) for j in range(len(layer.bottom))])
         self.top_ids.append([])
         for j in range(len(layer.top)):
@@ -42,10 +42,10 @@ class Wiring:
         return [self.blobs[i] for i in self.top_ids[layer_index]]
 
     def output_ids(self) -> list[int]:
-        """Return the blobs nobody reads, by name: the outputs of the net."""
+        """Return the blobs that no layer reads, sorted by name: the outputs of the net."""
         return [self._index[name] for name in sorted(self._unread)]
 
-    def _bottom(self, layer: Proto, index: int) -> int:
+    def _bottom(self, layer: LayerParameter, index: int) -> int:
         name = layer.bottom[index]
         if name not in self._unread:
             raise unknown_bottom(layer, index, sorted(self._unread))
@@ -53,7 +53,7 @@ class Wiring:
         self._unread.remove(name)
         return self._index[name]
 
-    def _top(self, layer: Proto, index: int) -> int:
+    def _top(self, layer: LayerParameter, index: int) -> int:
         name = layer.top[index]
         if index < len(layer.bottom) and layer.bottom[index] == name:
             log.info("%s -> %s (in-place)", layer.name, name)

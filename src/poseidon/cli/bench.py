@@ -1,4 +1,4 @@
-"""``poseidon bench``: measure Poseidon beside its peers in labs; print tables, write JSON and a picture."""
+"""``poseidon bench``: compare Poseidon with its peers in labs; print tables, write JSON and a picture."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--paced",
         metavar="FORWARD_MS:BACKWARD_MS",
-        help="let passes take this time without using the CPU (use a small batch with it)",
+        help="make passes take this time without using the CPU (use a small batch)",
     )
     how = parser.add_argument_group("how it is measured")
     how.add_argument("--steps", type=int, default=10, help="timed steps per repetition (default 10)")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; the status is 1 when a system failed or computed something else than DDP."""
+    """Measure and report; the status is 1 if a system failed or its result differs from DDP's."""
     if args.plot:
         cells = [cell for path in args.plot for cell in _read_cells(path)]
         _report(cells, args.picture or args.plot[0].with_suffix(".png"))
@@ -156,7 +156,7 @@ def _read_cells(path: Path) -> list[Cell]:
     try:
         return cells_from_json(json.loads(path.read_text())["cells"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no file of benchmark results ({type(error).__name__}: {error})") from None
+        raise ConfigError(f"{path} is not a file of benchmark results ({type(error).__name__}: {error})") from None
 
 
 def _report(cells: list[Cell], picture: Path) -> None:
@@ -166,7 +166,7 @@ def _report(cells: list[Cell], picture: Path) -> None:
         draw(cells, picture)
         print(f"\npicture: {picture}")
     except ConfigError as error:
-        print(f"\npicture left out: {error}", file=sys.stderr)
+        print(f"\nno picture: {error}", file=sys.stderr)
 
 
 def _say(line: str) -> None:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser = actions.add_parser("run", help="run a job in a lab that lasts as long as the job")
     _add_network_options(run_parser)
     _add_job_options(run_parser)
-    up = actions.add_parser("up", help="make a lab that stays")
+    up = actions.add_parser("up", help="start a lab that stays")
     _add_network_options(up)
     actions.add_parser("status", help="show the labs on this machine")
     down = actions.add_parser("down", help="remove labs, and whatever killed ones left behind")
@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; the status of ``run`` is the job's."""
+    """Perform the action; the status of ``run`` is the job's."""
     actions = {"run": _run, "up": _up, "status": _status, "down": _down, "fault": _fault, "exec": _execute}
     return actions[args.action](args)
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an orderly end of this process, so that the lab is removed."""
+    """Turn SIGTERM and SIGHUP into a clean exit of this process, so that the lab is removed."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -66,7 +66,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _add_network_options(parser: argparse.ArgumentParser) -> None:
-    # No defaults here: what was given must be told from what was not when `run` uses a lab that exists.
+    # No defaults here: when `run` uses an existing lab, given options must be distinguishable from defaults.
     parser.add_argument("--machines", type=int, metavar="N", help="how many machines (default 4)")
     parser.add_argument("--rate", help="link speed for all, or one each: 10gbit,10gbit,1gbit; or none (default 1gbit)")
     parser.add_argument("--delay", help="added to each packet's way, such as 0.1ms")
@@ -84,7 +84,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         "--on-failure",
         choices=("stop", "wait"),
         default="stop",
-        help="when a worker fails: stop the others (default), or wait to see how they take it",
+        help="when a worker fails: stop the others (default), or wait to see how they react",
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write status, time and bytes as JSON")
@@ -107,7 +107,7 @@ def _make_lab(args: argparse.Namespace) -> Lab:
 def _find_lab(args: argparse.Namespace) -> Lab:
     if given := _given(args):
         options = ", ".join(f"--{name}" for name in given)
-        raise ConfigError(f"lab {args.lab!r} exists as it is; leave out {options}, or leave out --lab")
+        raise ConfigError(f"lab {args.lab!r} already exists; leave out {options}, or leave out --lab")
     return Lab.attach(args.lab)
 
 
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
         stop_on_failure=args.on_failure == "stop",
         timeout_s=args.timeout,
     )
-    Job(lab, command, options)  # what is wrong with the command is said before anything is made
+    Job(lab, command, options)  # report a bad command before creating anything
     with ended_by_signals(), lab, gpu.sharing(lab.name, options.share_gpu) as mps_folder:
         print(f"lab: {lab.name}: {lab.spec.describe()}", file=sys.stderr, flush=True)
         options = JobOptions(**{**vars(options), "mps_folder": mps_folder})

@@ -1,7 +1,7 @@
 """The ``poseidon`` command line: finds the subcommand, runs it, turns errors into one line and a status.
 
-A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only when
-asked for, so that ``poseidon plan`` does not wait for what ``poseidon lab`` needs.
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only when it is
+called, so that ``poseidon plan`` does not wait for the imports of ``poseidon lab``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from poseidon.errors import PoseidonError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("poseidon.cli.bench", "measure Poseidon beside its peers on an emulated cluster"),
+    "bench": ("poseidon.cli.bench", "compare Poseidon with its peers on an emulated cluster"),
     "compute-image-mean": ("poseidon.caffe.commands.compute_image_mean", "compute the mean image of a Caffe database"),
     "convert-imageset": ("poseidon.caffe.commands.convert_imageset", "write the images of a list to a Caffe database"),
     "device-query": ("poseidon.caffe.commands.device_query", "show the GPUs of this machine"),
     "doctor": ("poseidon.doctor.command", "check hosts and links before a long job"),
-    "extract-features": ("poseidon.caffe.commands.extract_features", "write what a Caffe net computes to databases"),
+    "extract-features": ("poseidon.caffe.commands.extract_features", "write a Caffe net's blobs to databases"),
     "lab": ("poseidon.cli.lab", "turn this machine into a cluster of emulated machines"),
     "partition-data": (
         "poseidon.caffe.commands.partition_data",
@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "test": ("poseidon.caffe.commands.test", "score a Caffe net"),
     "time": ("poseidon.caffe.commands.time", "time the layers of a Caffe net"),
     "train": ("poseidon.caffe.commands.train", "train a Caffe solver's net, on one worker or many"),
-    "upgrade-net": ("poseidon.caffe.commands.upgrade_net", "rewrite an old Caffe net or solver in the present form"),
+    "upgrade-net": ("poseidon.caffe.commands.upgrade_net", "rewrite an old Caffe net or solver in the current form"),
 }
 
 

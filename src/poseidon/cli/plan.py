@@ -14,14 +14,14 @@ from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
 from poseidon.planning.table import format_bytes
-from poseidon.profiling.source import Source, device_flops, find_profile
+from poseidon.profiling.source import ProfileSource, device_flops, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
 from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA
 from poseidon.sim.setting import Setting
 from poseidon.sim.systems import find_system
 
 GPU_FLOPS = 1e12
-"""A device with a higher matrix rate is taken for a GPU, whose collectives NCCL carries."""
+"""A device with a higher matrix rate counts as a GPU, whose collectives run on NCCL."""
 TYPICAL_GPU_FLOPS = 20e12
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is trained, and on which machines."""
+    """Add the options that describe the model and the machines."""
     parser.add_argument(
         "model",
         help="a network of the zoo (vgg19, resnet152, ...), a .prototxt, a profile's .json, or module:callable; the "
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_source(args: argparse.Namespace, batch: int | None) -> Source:
-    """Return what the options say of the model."""
+def make_source(args: argparse.Namespace, batch: int | None) -> ProfileSource:
+    """Return the model that the options describe."""
     flops = None if args.device_gflops is None else args.device_gflops * 1e9
-    return Source(args.model, batch, args.profile, flops, args.measure)
+    return ProfileSource(args.model, batch, args.profile, flops, args.measure)
 
 
 def make_cluster(args: argparse.Namespace, machines: int, rate_bits: float) -> Cluster:
-    """Return the cluster that the options describe, its device left open."""
+    """Return the cluster that the options describe, without its device."""
     return Cluster(
         machines=machines,
         workers_per_machine=args.workers_per_machine,
@@ -93,7 +93,7 @@ def make_cluster(args: argparse.Namespace, machines: int, rate_bits: float) -> C
     )
 
 
-def with_device(cluster: Cluster, source: Source, profile: Profile) -> Cluster:
+def with_device(cluster: Cluster, source: ProfileSource, profile: Profile) -> Cluster:
     """Return the cluster with the device's matrix rate: as given, else measured here, else implied by the profile."""
     if source.flops is not None:
         return replace(cluster, flops=source.flops)
@@ -107,7 +107,7 @@ def _implied_flops(profile: Profile) -> float:
     linear = [(one, one.load) for one in profile.units if one.unit.kind == "linear" and one.load is not None]
     spent_s = sum(one.forward_s + one.backward_s for one, _ in linear)
     if spent_s > 0:
-        # One product in forward and two in backward, of two operations for each row and value.
+        # One product in forward and two in backward, with two operations per row and value.
         return sum(6 * load.rows * math.prod(one.unit.matrix) for one, load in linear) / spent_s
     return TYPICAL_GPU_FLOPS if profile.device.startswith("cuda") else Cluster(1).flops
 
@@ -125,7 +125,7 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         simulated,
         collectives=MEDIA[transport],
         offers_server=transport == "gloo" or server_beats_nccl(cluster, simulated.overlaps_forward),
-        # A profile says nothing of Triton, which compacts gradients; PyTorch for CUDA brings it along.
+        # A profile does not record Triton, which compacts gradients; PyTorch for CUDA includes it.
         compacts=transport == "nccl",
         payload=1.0 if cluster.source == "measured" else ETHERNET_PAYLOAD,
         gathers_factors=transport == "nccl",
@@ -133,7 +133,7 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
 
 
 def save_profile(args: argparse.Namespace, profile: Profile) -> None:
-    """Write the profile where it was asked for."""
+    """Write the profile if an option asks for it."""
     if args.save_profile:
         profile.save(args.save_profile)
 

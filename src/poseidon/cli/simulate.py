@@ -39,20 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--rate", default="1gbit,10gbit", help="links between machines (default: 1gbit,10gbit)")
     what.add_argument("--batch", help="batches of each worker (default: the profile's, or 32)")
     what.add_argument("--systems", default="ring,ddp,ps,poseidon,distribute", help=f"of: {', '.join(SYSTEMS)}")
-    uneven = parser.add_argument_group("machines that are not alike")
+    uneven = parser.add_argument_group("machines that differ")
     uneven.add_argument(
         "--straggle", type=float, default=0.0, help="spread of random delays, 0.2 is lively (default: 0)"
     )
-    uneven.add_argument("--slow", metavar="FACTOR", type=float, help="one machine computes so much longer")
+    uneven.add_argument("--slow", metavar="FACTOR", type=float, help="one machine takes this many times as long")
     uneven.add_argument("--consistency", default="bsp", help="bsp, ssp or asp, for systems with a parameter server")
     uneven.add_argument("--staleness", type=int, default=0, help="with ssp: clocks between fastest and slowest")
-    uneven.add_argument("--switch", help="what the switch carries in all, as in 40gbit (default: everything)")
+    uneven.add_argument("--switch", help="total capacity of the switch, as in 40gbit (default: unlimited)")
     uneven.add_argument("--seed", type=int, default=0, help="of the random delays")
     uneven.add_argument("--steps", type=int, help="simulated steps (default: 5; 30 with --straggle or --consistency)")
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", type=Path, help="write all figures to this file")
     out.add_argument("--picture", type=Path, help="write speedup curves to this PNG file")
-    out.add_argument("--timeline", type=Path, help="write what device and card do there to this PNG file")
+    out.add_argument(
+        "--timeline", type=Path, help="write the timeline of device and network card there to this PNG file"
+    )
     out.add_argument("--trace", type=Path, help="write a timeline of the largest cluster (Chrome trace, for Perfetto)")
 
 
@@ -119,11 +121,11 @@ def _write(args: argparse.Namespace, base: Setting, axes: Axes, points: list[Poi
             draw_timelines(timelines, args.timeline, f"{base.profile.model}, {largest}, simulated")
             print(f"picture: {args.timeline}")
     except ConfigError as error:
-        print(f"picture left out: {error}", file=sys.stderr)
+        print(f"no picture: {error}", file=sys.stderr)
 
 
 def _timelines(base: Setting, axes: Axes) -> dict[str, Outcome]:
-    """Return every system on the largest cluster with its last link speed, spans kept."""
+    """Return every system's run on the largest cluster at its last link speed, with its spans."""
     count, rate = max(axes.machines), axes.rates_bits[-1]
 
     def setting_of(system: System) -> Setting:

@@ -1,5 +1,5 @@
-"""What it takes to follow a script that knows nothing of workers, in any framework.
+"""Tools to run a script that knows nothing of workers, in any framework.
 
-Replaced functions (``patches``), options, names for what a script makes, random streams, and what the user is told.
-``auto`` follows PyTorch scripts with it, ``tensorflow`` those of TensorFlow.
+Patches, options, names of a script's objects, random streams, and the report to the user. ``auto`` uses them for
+PyTorch scripts, ``tensorflow`` for TensorFlow scripts.
 """

@@ -1,4 +1,4 @@
-"""Learning rates of Keras optimizers, in Keras scripts and in TensorFlow loops alike."""
+"""Learning rates of Keras optimizers, in Keras scripts and in TensorFlow loops."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import keras
 
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 
 
-def scale_rate(optimizer: Any, factor: float, report: Report) -> None:
-    """Multiply an optimizer's learning rate, unless a schedule gives it."""
+def scale_rate(optimizer: Any, factor: float, report: ScriptReport) -> None:
+    """Multiply an optimizer's learning rate, unless it comes from a schedule."""
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         report.say(f"{optimizer.name}: its learning rate comes from a schedule and stays as it is")
     else:

@@ -1,4 +1,4 @@
-"""What does the script call this object, and who is using it? For the report, and for options that name a loader."""
+"""What a script calls an object and who is using it, for the report and for options that name a loader."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LIBRARIES = ("tensorflow.", "keras.")
 
 
 def find_name(wanted: Any) -> str | None:
-    """Return the variable or attribute that holds an object in the code that is using it.
+    """Return the variable or attribute that holds an object in the calling code.
 
-    The outermost one: what a function knows as ``loader`` is ``train_loader`` where it was called.
+    The outermost name wins: a function's ``loader`` is ``train_loader`` in its caller.
     """
     name: str | None = None
     frame: FrameType | None = sys._getframe(1)
@@ -28,7 +28,7 @@ def find_name(wanted: Any) -> str | None:
 
 
 def is_called_by_keras() -> bool:
-    """Tell whether Keras is at work: it reads data in ways of its own, and fit's are dealt out by poseidon.keras."""
+    """Return whether Keras is calling: it reads data in its own way, and ``poseidon.keras`` deals out fit's data."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if f"{frame.f_globals.get('__name__')}.".startswith(("keras.", "poseidon.keras.")):

@@ -19,20 +19,20 @@ USAGE = "python -m poseidon.auto [options] script.py [arguments] | -m module [ar
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """How an unmodified script is distributed, as the user chose it."""
+    """The user's choices of how an unmodified script is distributed."""
 
     batch: Literal["per-worker", "total"] = "per-worker"
     """What a batch size in the script counts: the samples of one worker, or of all workers together."""
     evaluation: Literal["full", "first", "shard"] = "full"
-    """Who computes a model's outputs in evaluation: everybody, worker 0 for all, or each a part."""
+    """Who computes a model's outputs in evaluation: every worker all of them, worker 0 for all, or each a part."""
     loss: Literal["mean", "sum"] = "mean"
     """How the script's loss combines the samples of a batch."""
     scale_lr: bool = False
     """Multiply the optimizers' learning rates by the number of workers."""
     seed: int | None = None
-    """Where all random numbers start in a script that sets no seed; None: worker 0 draws one."""
+    """The seed of a script that sets none; None: worker 0 draws one."""
     files: Literal["first", "each"] = "first"
-    """Whose files are kept: worker 0's, or everybody's."""
+    """Whose files are kept: worker 0's, or every worker's."""
     output: Literal["first", "each"] = "first"
     """Whose output is shown."""
     whole: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class AutoOptions:
             if value not in known:
                 raise unknown_name(what, value, known)
         if twice := sorted(set(self.whole) & set(self.deal)):
-            raise ConfigError(f"{twice[0]} is in --whole and in --deal; it can be in one of them")
+            raise ConfigError(f"{twice[0]} is in both --whole and --deal; name it in one of them")
         if self.timeout_s <= 0:
             raise ConfigError(f"--timeout is {self.timeout_s}; it must be positive")
         if self.seed is not None and self.seed < 0:
@@ -61,7 +61,7 @@ class AutoOptions:
 
 
 @dataclass(frozen=True)
-class Target:
+class ScriptTarget:
     """What to run: a script's path or a module's name, and its arguments."""
 
     name: str
@@ -75,7 +75,7 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval", choices=EVALUATIONS, default="full", help="who computes outputs in evaluation")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="how the loss combines the samples of a batch")
     parser.add_argument("--scale-lr", action="store_true", help="multiply learning rates by the number of workers")
-    parser.add_argument("--seed", type=int, help="start of the random numbers of a script that sets no seed")
+    parser.add_argument("--seed", type=int, help="seed of a script that sets none")
     parser.add_argument("--files", choices=WRITERS, default="first", help="whose files are kept")
     parser.add_argument("--output", choices=WRITERS, default="first", help="whose output is shown")
     parser.add_argument("--whole", default="", metavar="NAMES", help="loaders to leave whole, separated by commas")
@@ -83,7 +83,7 @@ def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for another worker")
 
 
-def parse(arguments: Sequence[str]) -> tuple[AutoOptions, Target]:
+def parse(arguments: Sequence[str]) -> tuple[AutoOptions, ScriptTarget]:
     """Split a command line into our options, the script or module, and its own arguments."""
     parser = argparse.ArgumentParser(prog="poseidon run --auto", usage=USAGE)
     add_auto_arguments(parser)
@@ -93,11 +93,11 @@ def parse(arguments: Sequence[str]) -> tuple[AutoOptions, Target]:
     words = known.module if known.module is not None else known.script
     if not words:
         raise ConfigError(f"there is no script to run; usage: {USAGE}")
-    return options_of(known), Target(words[0], known.module is not None, tuple(words[1:]))
+    return options_of(known), ScriptTarget(words[0], known.module is not None, tuple(words[1:]))
 
 
 def options_of(known: argparse.Namespace) -> AutoOptions:
-    """Return the options that a parser with :func:`add_auto_arguments` has read."""
+    """Return the options read by a parser with :func:`add_auto_arguments`."""
     return AutoOptions(
         batch=known.batch,
         evaluation=known.eval,

@@ -1,4 +1,4 @@
-"""Replacing attributes of other people's modules, so that all of it can be undone."""
+"""Replace attributes of foreign modules such that everything can be undone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Patches:
         self._undo.append(lambda: setattr(owner, name, before))
 
     def on_undo(self, action: Callable[[], None]) -> None:
-        """Have something else undone as well."""
+        """Register another action for :meth:`undo`."""
         self._undo.append(action)
 
     def undo(self) -> None:

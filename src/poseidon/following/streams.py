@@ -1,9 +1,10 @@
-"""Random numbers: alike on all workers where they must be, different where they should be.
+"""Random numbers: equal on all workers where they must be, different where they should be.
 
-Until training starts, all workers draw the same numbers, so that models, splits and vocabularies come out alike. From
-then on there are two streams for each library. *Alike* decides which samples come next; *apart* gives each worker
-noise, dropout and augmentation of its own. torch's generator goes apart in the script's own code too, ``random`` and
-numpy only while samples are fetched: scripts take decisions with them, and workers must decide alike.
+Until training starts, all workers draw the same numbers, so that models, splits and vocabularies are equal. From then
+on each library has two streams. *Alike* decides which samples come next; *apart* gives each worker its own noise,
+dropout and augmentation. The script's own code draws from *apart* with torch's generator, but from *alike* with
+``random`` and numpy, except while samples are fetched: scripts make decisions with them, which must be the same on all
+workers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[i
     "random": (random.getstate, random.setstate, _random_state),
     "numpy": (np.random.get_state, np.random.set_state, _numpy_state),
 }
-"""Per library: read the state of its global generator, write it, and the state that follows from a seed."""
+"""Per library: read the state of its global generator, write it, and derive a state from a seed."""
 
 
 class Streams:
@@ -61,7 +62,7 @@ class Streams:
         self._generators = 0
 
     def install(self, patches: Patches) -> None:
-        """Seed all libraries alike, and see to it that later seeding keeps the workers apart."""
+        """Seed all libraries equally on all workers, and keep the streams apart when the script seeds later."""
         torch.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed % 2**32)
@@ -70,7 +71,7 @@ class Streams:
         patches.wrap(np.random, "default_rng", self._default_rng)
 
     def part(self) -> None:
-        """Training starts: from now on the workers' own noise differs."""
+        """Start training: from now on each worker draws its own noise."""
         if self._has_parted:
             return
         self._has_parted = True
@@ -98,7 +99,7 @@ class Streams:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Leave no trace in any generator of what is drawn inside this context."""
+        """Restore all generators after this context."""
         before = {library: get() for library, (get, _, _) in _LIBRARIES.items()}
         try:
             yield
@@ -127,21 +128,21 @@ class Streams:
     def _default_rng(self, original: Callable[..., Any], seed: Any = None) -> Any:
         if seed is not None:
             return original(seed)
-        # numpy would take a seed of its own for each worker; a split made with it must be the same on all of them.
+        # numpy would draw a different seed on each worker, but a split made with it must be the same on all of them.
         self._generators += 1
         apart = [self._rank] if self._now["numpy"] == APART else []
         return original([self._seed, self._generators, *apart])
 
 
 class WorkerSeeds:
-    """A ``worker_init_fn`` that gives the loader processes of each worker random numbers of their own."""
+    """A ``worker_init_fn`` that gives the loader processes of each worker their own random numbers."""
 
     def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
         self._rank = rank
         self._then = then
 
     def __call__(self, number: int) -> None:
-        """Reseed a loader process, then do what the script wants done."""
+        """Reseed a loader process, then call the script's own function."""
         if self._rank:
             seed = derive(torch.initial_seed(), self._rank)
             torch.default_generator.manual_seed(seed)

@@ -29,14 +29,15 @@ def distribute(
     cluster: Cluster | str | Path | None = None,
     timeout_s: float = 300.0,
 ) -> Distribution | Alone:
-    """Let all workers train a model together; call it on every worker, before ``fit``, before or after ``compile``.
+    """Train a model on all workers; call it on every worker, before ``fit``, before or after ``compile``.
 
-    ``batch`` says what a batch size counts: the samples of one worker, or of all of them; then batches are divided.
-    ``data="own"`` takes what ``fit`` is given as this worker's own part, instead of dealing it out. ``sync_batchnorm``
-    makes every BatchNormalization use the moments of all workers' samples; None leaves it to its ``synchronized``.
+    ``batch`` says what a batch size counts: the samples of one worker, or of all workers together, which then divide
+    each batch. ``data="own"`` takes the arguments of ``fit`` as this worker's own part, instead of dealing them out.
+    ``sync_batchnorm`` makes every BatchNormalization use the moments of all workers' samples; None leaves it to the
+    layer's ``synchronized``.
     ``routes``, ``cluster`` and ``timeout_s`` are those of :class:`poseidon.DistributedDataParallel`.
 
-    Returns what knows the plan. With one worker the model stays as it is.
+    Returns an object that knows the plan. With one worker the model does not change.
     """
     if timeout_s <= 0:
         raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")

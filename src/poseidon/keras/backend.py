@@ -1,7 +1,7 @@
-"""What a Keras backend must do for ``poseidon.keras``: one small contract, one file per backend.
+"""The contract of a Keras backend for ``poseidon.keras``: one small protocol, one file per backend.
 
-``distribution.py`` calls it. The backend alone knows how its framework makes gradients, and so where the exchange can
-happen; everything else (data, metrics, callbacks, files) is the same for all.
+``distribution.py`` calls it. Only the backend knows how its framework computes gradients, and so where the exchange can
+happen; everything else (data, metrics, callbacks, files) is the same for all backends.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What a backend is given to work on."""
+    """The input of a backend."""
 
     model: Any
     """A compiled and built ``keras.Model``; its optimizer is built too."""
     variables: Sequence[Any]
-    """``model.trainable_variables``, each once; positions in the units count here."""
+    """``model.trainable_variables``, each once; the units' positions index into it."""
     units: Sequence[OutsideUnit]
-    """Made from the layers, in forms that the backend says it can deliver."""
+    """Built from the layers, in forms that the backend can deliver."""
     team: Team
     options: ExchangeOptions
     synchronized: Sequence[Any]
-    """BatchNormalization layers that are to take their moments over the samples of all workers."""
+    """BatchNormalization layers whose moments span the samples of all workers."""
     moments: SummingChannel | None
-    """Where those moments are summed; None if there are no such layers."""
+    """The channel that sums those moments; None without such layers."""
 
 
-class Exchange(Protocol):
-    """The exchange of one model's gradients, in place."""
+class KerasExchange(Protocol):
+    """The exchange of one model's gradients, installed in the model."""
 
     @property
     def plan(self) -> Plan | None:
@@ -54,31 +54,31 @@ class Exchange(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong inside the framework's own machinery, which would only show its text."""
+        """The exception raised inside the framework's own machinery, which only passes on its text."""
 
     def detach(self) -> None:
-        """Give model, layers and optimizer back as they were and end the engine, but not the team."""
+        """Restore model, layers and optimizer and close the engine, but not the team."""
 
 
 class Backend(Protocol):
     """One of Keras' backends."""
 
     forms: frozenset[Kind]
-    """Forms in which it can deliver this model's gradients besides ``dense``."""
+    """Forms besides ``dense`` in which it can deliver this model's gradients."""
     has_sparse_means: bool
     """Whether the optimizer can take an embedding's mean as rows."""
     timing: str
-    """When gradients travel, in words for the plan: "during backward", "after backward: the step is compiled"."""
+    """When gradients travel, as the plan prints it: "during backward", "after backward: the step is compiled"."""
 
     def check(self, model: Any) -> None:
-        """Raise :class:`~poseidon.errors.UnsupportedError`, saying what to do, if the model cannot be distributed."""
+        """Raise :class:`~poseidon.errors.UnsupportedError`, with a remedy, if the model cannot be distributed."""
 
-    def attach(self, setup: Setup) -> Exchange:
+    def attach(self, setup: Setup) -> KerasExchange:
         """Make every train step of the model exchange gradients. Collective."""
 
 
 def check_alone(model: Any) -> None:
-    """Raise if Keras distributes by itself, or if gradients would reach an optimizer that nobody watches."""
+    """Raise if Keras itself distributes, or if the model has optimizers whose gradients would not be averaged."""
     active = keras.distribution.distribution()
     if active is not None:
         raise UnsupportedError(
@@ -98,7 +98,7 @@ def check_alone(model: Any) -> None:
 
 
 def load_backend(model: Any) -> Backend:
-    """Return the one that Keras uses, made for a compiled model."""
+    """Return the backend that Keras uses, for a compiled model."""
     name = keras.backend.backend()
     if name not in _MODULES:
         raise unknown_name("Keras backend", name, tuple(_MODULES))

@@ -1,8 +1,8 @@
-"""The data of ``fit``, dealt out: which samples of a batch are this worker's.
+"""The data of ``fit``, divided: which samples of a batch are this worker's.
 
-Every worker goes through the same batches in the same order and keeps its part. A worker for which the end of an epoch
-holds nothing runs a sample of somebody else's, which does not count. How many samples count travels with the batch,
-hidden in its inputs, because frameworks fetch batches ahead on threads of their own.
+Every worker goes through the same batches in the same order and keeps its part. A worker that gets nothing at the end
+of an epoch runs another worker's sample, which does not count. The number of samples that count travels with the batch,
+hidden in its inputs, because frameworks prefetch batches on their own threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pack(batch: Batch, samples: int) -> Batch:
 def unpack(batch: Batch) -> tuple[Batch, Any]:
     """Return the batch as the model expects it and the number of samples that count, in an array of one.
 
-    The number is None for a batch that :func:`pack` has not seen: then all its samples count.
+    The number is None for a batch that :func:`pack` did not make: all its samples count.
     """
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     if not (isinstance(x, dict) and _SAMPLES in x):
@@ -45,21 +45,21 @@ def count_rows(batch: Batch) -> int:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How batches are dealt to ``size`` workers, of which this one is ``rank``. Pure."""
+class BatchDeal:
+    """How batches are divided between ``size`` workers; this one is ``rank``. Pure."""
 
     rank: int
     size: int
     divides: bool
-    """Split each batch between the workers, instead of giving each a batch of its own."""
+    """Split each batch between the workers, instead of giving each worker its own batch."""
 
     def part(self, count: int) -> tuple[slice, int]:
-        """Return this worker's share of ``count`` samples, never empty, and how many of it count."""
+        """Return this worker's share of ``count`` samples, never empty, and how many of them count."""
         start, stop = self.rank * count // self.size, (self.rank + 1) * count // self.size
         return (slice(start, stop), stop - start) if stop > start else (slice(0, 1), 0)
 
     def count_batches(self, batches: int) -> int:
-        """Return how many batches each worker gets of so many."""
+        """Return how many batches each worker gets of that many."""
         return batches if self.divides else math.ceil(batches / self.size)
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -69,7 +69,7 @@ class Deal:
             yield self.of_group(group)
 
     def of_group(self, group: list[Batch]) -> Batch:
-        """Return this worker's part, packed, of batches that all workers train on in one step."""
+        """Return this worker's part, packed, of the batches of one step."""
         if len(group) == self.size and not self.divides:
             mine = group[self.rank]
             return pack(mine, count_rows(mine))
@@ -83,7 +83,7 @@ def _join(*leaves: Any) -> Any:
 
 
 class _Ordered(keras.utils.PyDataset):  # type: ignore[misc]
-    """Something with numbered items that each pass may go through in another order, the same on all workers."""
+    """Numbered items that each pass may visit in another order, the same on all workers."""
 
     def __init__(self, count: int, seed: int | None, workers: int = 1) -> None:
         super().__init__(workers=workers)
@@ -93,7 +93,7 @@ class _Ordered(keras.utils.PyDataset):  # type: ignore[misc]
         self._order = np.arange(count)
 
     def _begin_if_first(self, index: int) -> None:
-        # Not in on_epoch_end: batches are fetched ahead, so that comes in the middle of a pass, here or there.
+        # Not in on_epoch_end: with prefetching that call comes at an arbitrary point of a pass.
         if index == 0 and self._seed is not None:
             self._order = np.random.default_rng([self._seed, self._passes]).permutation(self._count)
             self._passes += 1
@@ -102,7 +102,7 @@ class _Ordered(keras.utils.PyDataset):  # type: ignore[misc]
 class DealtArrays(_Ordered):
     """One worker's parts of arrays, as batches; ``seed`` shuffles, None keeps the order."""
 
-    def __init__(self, data: tuple[Any, ...], batch_size: int, deal: Deal, seed: int | None) -> None:
+    def __init__(self, data: tuple[Any, ...], batch_size: int, deal: BatchDeal, seed: int | None) -> None:
         self._data = keras.tree.map_structure(_as_array, data)
         super().__init__(count_rows(self._data), seed)
         self._deal = deal
@@ -125,14 +125,14 @@ def _as_array(leaf: Any) -> Any:
     if leaf is None:
         return None
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else keras.ops.convert_to_numpy(leaf)
-    # As Keras does with arrays that it is given.
+    # As Keras does with arrays.
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
 class DealtDataset(_Ordered):
     """One worker's parts of the batches of a ``PyDataset``."""
 
-    def __init__(self, source: Any, deal: Deal, seed: int | None) -> None:
+    def __init__(self, source: Any, deal: BatchDeal, seed: int | None) -> None:
         self._source = source
         self._deal = deal
         self._is_endless = source.num_batches is None
@@ -140,7 +140,7 @@ class DealtDataset(_Ordered):
 
     @property
     def num_batches(self) -> int | None:
-        """Steps of one pass; None without end."""
+        """Steps of one pass; None if it is endless."""
         return None if self._is_endless else self._deal.count_batches(self._count)
 
     def __getitem__(self, index: int) -> Batch:
@@ -149,7 +149,7 @@ class DealtDataset(_Ordered):
             return self._deal.of_group([self._load(index)])
         start = index * self._deal.size
         if self._is_endless or start + self._deal.size <= self._count:
-            # Only this worker's own batch is loaded where every worker has one.
+            # If every worker has a batch, load only this worker's.
             mine = self._load(start + self._deal.rank)
             return pack(mine, count_rows(mine))
         return self._deal.of_group([self._load(number) for number in range(start, self._count)])
@@ -170,7 +170,7 @@ class DealtDataset(_Ordered):
 class DealtLoader(_Ordered):
     """One worker's parts of the batches of a sized iterable, such as a torch ``DataLoader``."""
 
-    def __init__(self, source: Any, deal: Deal) -> None:
+    def __init__(self, source: Any, deal: BatchDeal) -> None:
         super().__init__(len(source), None)
         self._source = source
         self._deal = deal
@@ -192,8 +192,8 @@ def _plain(batch: Batch) -> Batch:
     return keras.tree.map_structure(np.asarray, batch)
 
 
-def deal_tf_dataset(source: Any, deal: Deal) -> Any:
-    """Return a ``tf.data.Dataset`` of this worker's parts of another one's batches."""
+def deal_tf_dataset(source: Any, deal: BatchDeal) -> Any:
+    """Return a ``tf.data.Dataset`` of this worker's parts of a dataset's batches."""
     import tensorflow as tf
 
     spec = keras.tree.map_structure(_unsized, source.element_spec)

@@ -1,4 +1,4 @@
-"""Callbacks of a distributed ``fit``: who may write, who hears what, and that all stop together."""
+"""Callbacks of a distributed ``fit``: worker 0 alone writes, all see the same logs, and all stop together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WRITERS = (
 
 
 class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Takes weights and optimizer state from worker 0 when training begins.
+    """Copies weights and optimizer state from worker 0 when training begins.
 
-    ``distribute`` does so by itself; this one is for a loop of your own that loads a checkpoint on worker 0 alone.
+    ``distribute`` does this itself; the callback is for your own loop that loads a checkpoint on worker 0 alone.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -30,7 +30,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._timeout_s = timeout_s
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras' own signature
-        """Take the state over. Collective."""
+        """Copy the state from worker 0. Collective."""
         if join_workers() > 1:
             team = Team(None, self._timeout_s)
             share(team, state_of(self.model), "the initial state")
@@ -38,7 +38,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _First(keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes before all others: they see worker 0's logs, and so decide alike."""
+    """Runs before all others: they see worker 0's logs, and so make the same decisions."""
 
     def __init__(self, team: Team) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Last(keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes after all others: takes over what they restored on worker 0, and stops if any wants to stop."""
+    """Runs after all others: copies what they restored on worker 0, and stops if any worker wants to stop."""
 
     def __init__(self, team: Team) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras' own signature
         share(self._team, state_of(self.model), "the restored state")
-        # Where a backup was restored, Keras goes on from there.
+        # After restoring a backup Keras continues from there.
         epoch = self._team.gather_ints([getattr(self.model, "_initial_epoch", None) or 0], "the first epoch")[0][0]
         self.model._initial_epoch = epoch or None
 
@@ -68,7 +68,7 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def with_ours(callbacks: Any, team: Team) -> list[Any]:
-    """Return a worker's callbacks with ours around them; those that write files stay on worker 0 alone."""
+    """Return a worker's callbacks with ours around them; only worker 0 keeps those that write files."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     elif not isinstance(callbacks, Sequence):

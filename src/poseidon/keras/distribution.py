@@ -1,7 +1,7 @@
-"""A Keras model trained by all workers: what ``distribute`` puts in place around it.
+"""A Keras model trained by all workers: what ``distribute`` installs around it.
 
-``fit`` gets this worker's part of the data and the callbacks that make workers decide alike; the backend
-(``backend.py``) makes each train step exchange gradients; at the end of an epoch metrics are added up over the workers.
+``fit`` gets this worker's part of the data and callbacks that make all workers take the same decisions; the backend
+(``backend.py``) makes each train step exchange gradients; at the end of an epoch metrics are summed over the workers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import SummingChannel, check_alike, end_steps
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup, load_backend
-from poseidon.keras.batches import Deal, unpack
+from poseidon.keras.backend import Backend, KerasExchange, Setup, load_backend
+from poseidon.keras.batches import BatchDeal, unpack
 from poseidon.keras.callbacks import with_ours
 from poseidon.keras.inputs import deal_inputs, symbolic_batch
 from poseidon.keras.sharing import add_up_metrics, share, state_of
@@ -36,17 +36,17 @@ _SEED_STRIDE = 7919
 
 
 _DISTRIBUTED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models that workers hold at present."""
+"""Models that are currently distributed."""
 
 
 @dataclass(frozen=True)
 class DistributeOptions:
-    """How a model is distributed, as the user chose it."""
+    """The user's choices of how a model is distributed."""
 
     batch: Literal["per-worker", "total"] = "per-worker"
     """What a batch size counts: the samples of one worker, or of all workers together."""
     data: Literal["shard", "own"] = "shard"
-    """Deal out what ``fit`` is given, or take it as this worker's own part."""
+    """Divide the data given to ``fit``, or take them as this worker's own part."""
     sync_batchnorm: bool | None = None
     """Moments over all workers in every BatchNormalization (True), in none, or in those made with synchronized=True."""
     exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
@@ -58,7 +58,7 @@ class DistributeOptions:
 
 
 class Alone:
-    """What takes the place of :class:`Distribution` where there is only one worker."""
+    """Stands in for :class:`Distribution` if there is only one worker."""
 
     rank = 0
     size = 1
@@ -72,21 +72,23 @@ class Alone:
         """Do nothing: there is one."""
 
     def close(self) -> None:
-        """Do nothing: the model is as it was."""
+        """Do nothing: the model was not changed."""
 
 
 class Distribution:
-    """The workers' hold on one model. Making one is collective; :meth:`close` gives the model back as it was."""
+    """One model distributed over the workers. The constructor is collective; :meth:`close` restores the model."""
 
     def __init__(self, model: Any, options: DistributeOptions) -> None:
         if model in _DISTRIBUTED:
-            raise ConfigError(f"{model.name} is distributed already; call close() on what distribute() returned first")
+            raise ConfigError(
+                f"{model.name} is already distributed; first call close() on the object that distribute() returned"
+            )
         self.model = model
         self._options = options
         self._team = Team(None, options.exchange.timeout_s)
-        self._deal = Deal(self._team.rank, self._team.size, options.batch == "total")
+        self._deal = BatchDeal(self._team.rank, self._team.size, options.batch == "total")
         self._backend: Backend | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: KerasExchange | None = None
         self._attached: tuple[Any, ...] = ()
         self._moments: SummingChannel | None = None
         self._is_seeded = False
@@ -125,7 +127,7 @@ class Distribution:
     def summary(self) -> str:
         """Say in words how gradients travel."""
         if self.plan is None or self._backend is None:
-            return "no plan yet: it is made at the end of the first step"
+            return "no plan yet: the end of the first step makes it"
         return f"{self.plan}\nGradients travel {self._backend.timing}."
 
     def verify_replicas(self) -> None:
@@ -138,7 +140,7 @@ class Distribution:
         check_same_bits(self._team, weights)
 
     def close(self) -> None:
-        """Stop exchanging and give the model back as it was."""
+        """Stop exchanging and restore the model."""
         self._detach()
         for name in self._originals:
             vars(self.model).pop(name, None)
@@ -146,10 +148,10 @@ class Distribution:
         _DISTRIBUTED.discard(self.model)
         self._team.close()
 
-    # Inside: putting the exchange in place.
+    # Inside: installing the exchange.
 
     def attach(self) -> None:
-        """Put the exchange in place for the model as it is now compiled, unless it is. Collective."""
+        """Install the exchange for the model as it is now compiled, if it is not yet installed. Collective."""
         model = self.model
         backend = load_backend(model)
         backend.check(model)
@@ -161,7 +163,7 @@ class Distribution:
         self._detach()
         self._backend = backend
         if not model.trainable_variables:
-            raise UnsupportedError(f"{model.name} has no trainable variable: nothing to exchange")
+            raise UnsupportedError(f"{model.name} has no trainable variables: there is nothing to exchange")
         self._agree()
         self._exchange = backend.attach(self._setup(backend))
         self._attached = state
@@ -180,7 +182,7 @@ class Distribution:
         return Setup(model, variables, units, self._team, options.exchange, layers, self._moments)
 
     def _agree(self) -> None:
-        """Check that all workers hold the same model, take its state from worker 0, and let random numbers part."""
+        """Check that all workers hold the same model, copy worker 0's state, and give each its own random numbers."""
         check_alike(self._team, describe_model(self.model))
         share(self._team, state_of(self.model), "the initial state")
         if not self._is_seeded and self.rank > 0:
@@ -200,12 +202,12 @@ class Distribution:
         self._originals[name] = original
         setattr(self.model, name, lambda *args, **kwargs: ours(original, *args, **kwargs))
 
-    # Inside: what the model's own methods do now.
+    # Inside: the replacements of the model's own methods.
 
     def _fit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         settings = inspect.signature(original).bind(*args, **kwargs).arguments
         self.model._assert_compile_called("fit")
-        # From the generator that keras.utils.set_random_seed sets, so that a run can be repeated.
+        # From the generator that keras.utils.set_random_seed seeds, so that a run can be repeated.
         seed = self._team.gather_ints([np.random.randint(2**31)], "the seed")[0][0]
         settings = deal_inputs(settings, self._deal, seed, is_own=self._options.data == "own")
         self._build(settings)
@@ -216,7 +218,7 @@ class Distribution:
         return self._with_true_cause(lambda: original(**settings))
 
     def _build(self, settings: dict[str, Any]) -> None:
-        """Make the variables of a model, or of its metrics, that learn their shapes from the first batch."""
+        """Create the variables of a model, or of its metrics, whose shapes follow from the first batch."""
         if self._is_complete() or (self.model.built and type(self.model).train_step is not keras.Model.train_step):
             return
         if self.model.built and isinstance(settings["x"], types.GeneratorType):
@@ -229,7 +231,7 @@ class Distribution:
         return all(part is None or part.built for part in parts)
 
     def _symbolic_build(self, original: Callable[..., Any], iterator: Any = None, data_batch: Any = None) -> Any:
-        """Let Keras see plain batches where it makes variables from the first one."""
+        """Show Keras an unpacked batch when it creates variables from the first one."""
         if data_batch is None and not self._is_complete():
             _, _, data = next(iter(iterator))
             data_batch = data[0] if isinstance(data, list | tuple) else next(data)
@@ -253,7 +255,7 @@ class Distribution:
             self._is_evaluating = False
 
     def _end_epoch(self, original: Callable[..., Any], logs: Any) -> Any:
-        """Add up the metrics of an epoch, and let moving averages be worker 0's before anything is evaluated."""
+        """Sum the metrics of an epoch, and copy worker 0's moving averages before any evaluation."""
         if not self._is_evaluating and self._exchange is not None:
             end_steps(self._team)
             share(self._team, self.model.non_trainable_weights, "the moving averages")
@@ -264,7 +266,7 @@ class Distribution:
         return original(*args, **kwargs) if self.rank == 0 else None
 
     def _with_true_cause(self, train: Callable[[], Any]) -> Any:
-        """Raise an error of the exchange as itself, not as what the framework made of it."""
+        """Raise an error of the exchange itself, not the framework's version of it."""
         try:
             return train()
         except Exception as error:

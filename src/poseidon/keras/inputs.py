@@ -1,4 +1,4 @@
-"""The arguments of ``fit`` that hold data, and how each kind of data is dealt out."""
+"""The arguments of ``fit`` that hold data, and how each kind of data is divided."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import keras
 import numpy as np
 
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.keras.batches import Batch, Deal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset, unpack
+from poseidon.keras.batches import Batch, BatchDeal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset, unpack
 
 _KERAS_BATCH = 32
-"""What Keras takes where no batch size is given."""
+"""Keras' default batch size."""
 
 
-def deal_inputs(settings: dict[str, Any], deal: Deal, seed: int, is_own: bool) -> dict[str, Any]:
+def deal_inputs(settings: dict[str, Any], deal: BatchDeal, seed: int, is_own: bool) -> dict[str, Any]:
     """Return arguments of ``fit`` in which the data are this worker's part; validation data stay whole.
 
-    ``is_own`` data are taken as they are. ``seed``, the same on all workers, shuffles where ``fit`` would.
+    ``is_own`` data are not divided. ``seed``, the same on all workers, shuffles where ``fit`` would.
     """
     settings = dict(settings)
     if is_own:
@@ -37,13 +37,13 @@ def deal_inputs(settings: dict[str, Any], deal: Deal, seed: int, is_own: bool) -
         settings = _deal_arrays(settings, deal, seed if shuffle else None)
     if settings.get("steps_per_epoch"):
         settings["steps_per_epoch"] = deal.count_batches(settings["steps_per_epoch"])
-    # The order is ours now.
+    # We have shuffled already.
     settings["shuffle"] = False
     return settings
 
 
 def symbolic_batch(x: Any, y: Any) -> Batch:
-    """Return the shapes and types of what the model will see, as a batch without values."""
+    """Return the shapes and types of the model's inputs, as a batch without values."""
     return keras.tree.map_structure(_symbol, unpack(_example(x, y))[0])
 
 
@@ -60,7 +60,7 @@ def _example(x: Any, y: Any) -> Batch:
         return x[0]
     if isinstance(x, types.GeneratorType):
         raise ConfigError(
-            "the model has no weights yet, and a look at the generator would take a batch from it; call "
+            "the model has no weights yet, and peeking at the generator would take a batch from it; call "
             "model.build(input_shape) before fit()"
         )
     if hasattr(x, "element_spec"):
@@ -70,7 +70,7 @@ def _example(x: Any, y: Any) -> Batch:
     return keras.tree.map_structure(lambda leaf: leaf[:1], (x,) if y is None else (x, y))
 
 
-def _deal_arrays(settings: dict[str, Any], deal: Deal, seed: int | None) -> dict[str, Any]:
+def _deal_arrays(settings: dict[str, Any], deal: BatchDeal, seed: int | None) -> dict[str, Any]:
     x, y, weight = (settings.pop(name, None) for name in ("x", "y", "sample_weight"))
     _check_arrays(x)
     batch_size = settings.pop("batch_size", None) or _KERAS_BATCH
@@ -88,7 +88,7 @@ def _deal_arrays(settings: dict[str, Any], deal: Deal, seed: int | None) -> dict
 
 
 def _split_off(data: tuple[Any, ...], share: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return all but the last ``share`` of the samples, and those, as Keras splits."""
+    """Split off the last ``share`` of the samples, as Keras does; return the rest and the split-off part."""
     count = len(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None))
     kept = int(count * (1.0 - share))
     if not 0 < kept < count:
@@ -113,5 +113,5 @@ def _check_arrays(x: Any) -> None:
 
 
 def _is_from(value: Any, package: str, name: str) -> bool:
-    """Whether a value's class is, or derives from, a class of that name; without importing the package."""
+    """Whether a value's class is, or derives from, a class of that name, without importing the package."""
     return any(c.__name__ == name and c.__module__.partition(".")[0] == package for c in type(value).__mro__)

@@ -1,12 +1,12 @@
 """Keras on JAX: gradients are exchanged between backward and the optimizer, inside the jitted train step.
 
-The host takes part through callbacks, which JAX runs in the order of the program: begin the step, moments of
-synchronized layers, factors and rows as backward makes them, and one that hands over everything and waits for the
-means. A compiled step leaves no room for overlap, but the factors of a Dense kernel and the rows of an Embedding travel
-as such: their backward gives them to a callback and leaves the local gradient zero.
+The host takes part through callbacks, which JAX runs in program order: begin the step, moments of synchronized layers,
+factors and rows as backward computes them, and one that hands over everything and waits for the means. A compiled step
+leaves no room for overlap, but the factors of a Dense kernel and the rows of an Embedding still travel in short form:
+their backward passes them to a callback and leaves the local gradient zero.
 
-Which layers do so is fixed when a step is traced. The first step asks all of them, because the plan needs to see what
-they give; then the step is traced again for the plan.
+Tracing fixes which layers do so. The first step taps all of them, because the plan needs their loads; then the step is
+retraced for the plan.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import keras
 from poseidon.engine.moments import MomentsExchange
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
+from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
 from poseidon.keras.batches import count_rows, unpack
-from poseidon.keras.jax_callbacks import Host
+from poseidon.keras.jax_callbacks import HostCallbacks
 from poseidon.keras.moments import replace_moments
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.keras.units import describe_variables
@@ -48,15 +48,15 @@ class JaxBackend:
         self.timing = f"after backward: {why} no room for overlap"
 
     def check(self, model: Any) -> None:
-        """Raise if something else distributes the model already, or trains it past the optimizer."""
+        """Raise if something else already distributes the model, or trains it without its optimizer."""
         check_alone(model)
         if keras.config.is_nnx_enabled():
             raise UnsupportedError(
-                f"{model.name} uses Flax NNX variables, which cannot be followed; unset KERAS_NNX_ENABLED"
+                f"{model.name} uses Flax NNX variables, which are not supported; unset KERAS_NNX_ENABLED"
             )
 
-    def attach(self, setup: Setup) -> Exchange:
-        """Put the exchange into the train step. Collective."""
+    def attach(self, setup: Setup) -> KerasExchange:
+        """Install the exchange in the train step. Collective."""
         return JaxExchange(setup)
 
 
@@ -72,12 +72,12 @@ class JaxExchange:
         self._layers = find_short_layers(setup)
         self._tapped = {setup.units[number].positions[0] for number in self._layers}
         self._followed: Plan | None = None
-        """The plan for which the step was traced; None: the first kind of step, which taps all it can."""
+        """The plan for which the step was traced; None: the first step, which taps all layers it can."""
         for number, layer in self._layers.items():
             tap(layer, self._tap(layer, setup.units[number]))
         self._synchronized = setup.synchronized
         self._row_weight: Any = None
-        """Samples that a row of the batch counts for; None outside of a step."""
+        """How many samples one row of the batch counts for; None outside a step."""
         for layer in self._synchronized:
             replace_moments(layer, self._combined)
         self._is_averaged = False
@@ -100,7 +100,7 @@ class JaxExchange:
         return self._host.error
 
     def detach(self) -> None:
-        """Give model, layers and optimizer back as they were."""
+        """Restore model, layers and optimizer."""
         for layer in self._layers.values():
             del layer.call
         for layer in self._synchronized:
@@ -117,8 +117,8 @@ class JaxExchange:
     # Between steps.
 
     def _trace_anew(self) -> None:
-        """Forget what was traced."""
-        # JAX knows a function again by equality, and a bound method would equal itself.
+        """Drop the traced step."""
+        # JAX caches functions by equality, and a bound method equals itself.
         self._model.train_step = functools.partial(self._step)
         self._model.train_function = None
 
@@ -140,7 +140,7 @@ class JaxExchange:
         self._model.train_function = train_function
 
     def _follow_plan(self) -> None:
-        """Leave those layers as they are whose gradients travel in full, and trace the step anew if that matters."""
+        """Untap the layers whose gradients travel in full, and retrace the step if that changes it."""
         is_first, self._followed = self._followed is None, self.plan
         routes = {} if self._followed is None else self._followed.routes
         short = {u.positions[0] for u in self._units if routes.get(u.name) in ("factors", "rows")} - self._host.tied
@@ -164,7 +164,7 @@ class JaxExchange:
         if not self._is_averaged:
             raise UnsupportedError(
                 f"the train_step of {type(self._model).__name__} did not call self.optimizer.stateless_apply, so its "
-                "gradients cannot be followed; let it update the model through self.optimizer"
+                "gradients cannot be intercepted; let it update the model through self.optimizer"
             )
         # A batch that does not count must leave no trace in the metrics.
         *others, metrics = after
@@ -201,9 +201,9 @@ class JaxExchange:
         return self._host.combine(mean, variance, jnp.asarray(count * self._row_weight, mean.dtype), name)
 
 
-def _make_host(setup: Setup) -> Host:
+def _make_host(setup: Setup) -> HostCallbacks:
     front = OutsideFrontEnd(setup.team, describe_variables(setup.variables), setup.units, setup.options)
     moments = None
     if setup.moments is not None:
         moments = MomentsExchange(setup.team, setup.moments, lambda: front.weight)
-    return Host(front, setup.units, moments)
+    return HostCallbacks(front, setup.units, moments)

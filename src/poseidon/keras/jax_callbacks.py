@@ -1,7 +1,7 @@
-"""What a train step on JAX does on the host, and the differentiable operations that call it.
+"""The host's part of a train step on JAX, and the differentiable operations that call it.
 
-All callbacks are ordered: JAX runs them one after the other, in the order of the program, on threads of its own. None
-of them waits for anything but the other workers.
+All callbacks are ordered: JAX runs them one after the other, in program order, on its own threads. They wait for
+nothing but the other workers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from poseidon.engine.outside import Array, OutsideFrontEnd, OutsideUnit, Rows
 from poseidon.errors import UnsupportedError
 
 
-class Host:
+class HostCallbacks:
     """The host's part of the steps of one model; the public methods are called while a step is traced."""
 
     def __init__(self, front: OutsideFrontEnd, units: Sequence[OutsideUnit], moments: MomentsExchange | None) -> None:
         self.front = front
         self.error: BaseException | None = None
-        """The first error of a callback, of which JAX would show nothing but the text."""
+        """The first error of a callback; JAX would only pass on its text."""
         self.tied: set[int] = set()
-        """Positions of variables that are used outside of their layer too, so that no short form says everything."""
+        """Positions of variables that are also used outside their layer, so a short form would be incomplete."""
         self._unit_at = {position: unit for unit in units for position in unit.positions}
         self._moments = moments
         self._taken: defaultdict[int, list[tuple[Array, Array]]] = defaultdict(list)
 
     def begin(self, samples: Any) -> None:
-        """Begin a step to which this worker adds ``samples`` samples, an array of one."""
+        """Begin a step to which this worker adds ``samples`` samples (an array of one)."""
 
         def begin(count: Array) -> None:
             self._taken.clear()
@@ -43,7 +43,7 @@ class Host:
         self._call(begin, None, samples)
 
     def multiply(self, position: int, x: Any, kernel: Any) -> Any:
-        """Return ``x @ kernel``, whose backward takes the factors of the kernel's gradient and leaves it zero."""
+        """Return ``x @ kernel``, whose backward collects the factors of the kernel's gradient and leaves it zero."""
 
         @jax.custom_vjp
         def product(x: Any, kernel: Any) -> Any:
@@ -58,9 +58,9 @@ class Host:
         return product(x, kernel)
 
     def look_up(self, position: int, table: Any, numbers: Any, dtype: Any) -> Any:
-        """Return rows of a table; backward takes their numbers and gradients and leaves the table's gradient zero.
+        """Return rows of a table; backward collects their numbers and gradients and leaves the table's gradient zero.
 
-        ``dtype`` is the variable's own type, in which gradients are added up; the table may come in a shorter one.
+        ``dtype`` is the variable's own type, in which gradients are summed; the table may have a shorter one.
         """
 
         @jax.custom_vjp
@@ -101,10 +101,10 @@ class Host:
     def average(
         self, positions: Sequence[int], gradients: Sequence[Any], tapped: Collection[int], is_first: bool
     ) -> Any:
-        """Return the means of gradients, handing over all of them and waiting.
+        """Hand over all gradients, wait for the means and return them.
 
-        The gradient of a ``tapped`` variable is what its short form leaves out. The first kind of step copes if it is
-        not zero, and :attr:`tied` knows from then on; later kinds do not let the host look at so much memory.
+        The gradient of a ``tapped`` variable is what its short form leaves out. The first step checks whether it is
+        zero and records in :attr:`tied` where it is not; later steps do not copy that much memory to the host.
         """
         operands = [
             jnp.any(gradient != 0) if position in tapped and not is_first else gradient
@@ -140,10 +140,10 @@ class Host:
         return io_callback(guarded, results, *operands, ordered=True)
 
     def _take(self, position: int, weight: Any, left: Any, right: Any) -> Any:
-        """Keep a short form of a weight's gradient until the end of backward; return zeros in place of the full one."""
+        """Keep a short form of a weight's gradient until the end of backward; return zeros for the full one."""
 
         def take(left: Array, right: Array) -> Array:
-            # Copied: JAX may use the memory again once this returns.
+            # Copy: JAX may reuse the memory once this returns.
             self._taken[position].append((left.copy(), right.copy()))
             return np.zeros((), weight.dtype)
 
@@ -161,7 +161,7 @@ class Host:
         self.front.give_rows(position, np.concatenate(numbers), np.concatenate(values))
 
     def _full(self, position: int) -> Array:
-        """Return the gradient that has been taken in short form."""
+        """Return the gradient that was collected in short form."""
         taken = self._taken.pop(position, [])
         if self._unit_at[position].kind == "linear":
             return sum((x.T @ g for x, g in taken), start=np.zeros((), np.float32))

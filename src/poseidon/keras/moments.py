@@ -1,4 +1,4 @@
-"""BatchNormalization over the samples of all workers: where it takes effect in a Keras layer."""
+"""BatchNormalization over the samples of all workers: the hook in a Keras layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Combined = Callable[[Any, Any, Any, str], tuple[Any, Any]]
 
 
 def replace_moments(layer: Any, combined: Combined) -> None:
-    """Let a BatchNormalization layer use combined moments; ``del layer._moments`` undoes it."""
+    """Make a BatchNormalization layer use combined moments; ``del layer._moments`` undoes it."""
     plain = type(layer)._moments
 
     def moments(inputs: Any, mask: Any) -> Any:

@@ -1,4 +1,4 @@
-"""State that all workers are to hold alike: variables from worker 0, totals of metrics, one set of logs."""
+"""State that must be equal on all workers: variables from worker 0, totals of metrics, one set of logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poseidon.team.team import Team
 
 
 def join_workers() -> int:
-    """Join the job that the environment describes, unless this process has; return the number of workers."""
+    """Join the job that the environment describes, if not yet done; return the number of workers."""
     return dist.get_world_size() if dist.is_initialized() else init().size
 
 
@@ -29,7 +29,7 @@ def state_of(model: Any) -> list[Any]:
 
 
 def share(team: Team, variables: Sequence[Any], what: str) -> None:
-    """Make variables equal to worker 0's, as far as they differ. Collective."""
+    """Make variables equal to worker 0's; only those that differ travel. Collective."""
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable), order="C") for variable in variables]
     if not arrays:
         return
@@ -43,8 +43,8 @@ def share(team: Team, variables: Sequence[Any], what: str) -> None:
 def add_up_metrics(team: Team, metrics: Sequence[Any]) -> None:
     """Replace the state of metrics by its sum over all workers. Collective.
 
-    Keras' own metrics keep sums and counts, so that the result is that of one worker with all samples. Of a metric that
-    is not Keras' nobody knows what its state means; it stays as it is.
+    Keras' own metrics keep sums and counts, so the result is that of one worker with all samples. The meaning of a
+    foreign metric's state is unknown, so it does not change.
     """
     variables = [v for metric in metrics if _adds_up(metric) for v in metric.variables]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
@@ -61,12 +61,12 @@ def _adds_up(metric: Any) -> bool:
 
 
 def sum_floats(team: Team, values: Sequence[float], what: str) -> list[float]:
-    """Return sums over all workers, added in rank order and so the same bits everywhere. Collective."""
+    """Return sums over all workers, added in rank order and so bit-identical on all of them. Collective."""
     return [sum(column) for column in zip(*_gather_floats(team, values, what), strict=True)]
 
 
 def same_logs(team: Team, logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return worker 0's logs, so that callbacks decide alike everywhere. Collective."""
+    """Return worker 0's logs, so that callbacks make the same decisions on all workers. Collective."""
     numbers = {name: float(logs[name]) for name in sorted(logs) if np.ndim(logs[name]) == 0}
     names = [row[0] for row in team.gather_ints([zlib.crc32(repr(list(numbers)).encode())], "the logs")]
     if len(set(names)) > 1:

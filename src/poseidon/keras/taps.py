@@ -1,4 +1,4 @@
-"""Dense and Embedding layers whose product, or look-up, goes through a function that knows how to differentiate it."""
+"""Dense and Embedding layers whose product or lookup goes through a function of ours with its own derivative."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 from poseidon.keras.backend import Setup
 
 Tap = Callable[[Any], Any]
-"""From a layer's inputs to their product with its kernel, or to rows of its table; None: do as the layer does."""
+"""From a layer's inputs to their product with its kernel, or to rows of its table; None: use the layer's own code."""
 
 
 def find_short_layers(setup: Setup) -> dict[int, Any]:
@@ -28,7 +28,7 @@ def find_short_layers(setup: Setup) -> dict[int, Any]:
 
 
 def tap(layer: Any, function: Tap) -> None:
-    """Let a layer's call go through ``function``; ``del layer.call`` undoes it."""
+    """Route a layer's call through ``function``; ``del layer.call`` undoes it."""
     plain = type(layer).call
 
     def call_dense(inputs: Any, training: Any = None) -> Any:

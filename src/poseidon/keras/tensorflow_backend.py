@@ -1,7 +1,7 @@
 """Keras on TensorFlow: the exchange is part of the graph of the train step and overlaps backward.
 
-The optimizer's ``apply`` is where gradients are known, whatever ``train_step`` the model has; there each is replaced by
-its mean (``poseidon/tensorflow/exchange.py``).
+All gradients reach the optimizer's ``apply``, whatever ``train_step`` the model has; there each is replaced by its mean
+(``poseidon/tensorflow/exchange.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from poseidon.engine.outside import OutsideFrontEnd
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup, check_alone
+from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
 from poseidon.keras.batches import unpack
 from poseidon.keras.tensorflow_moments import Moments
 from poseidon.keras.units import describe_variables
@@ -37,12 +37,12 @@ class TensorFlowBackend:
     has_sparse_means = True
 
     def __init__(self, is_eager: bool) -> None:
-        # Eagerly there is no graph in which to find the factors of a gradient.
+        # Eager mode has no graph in which to find the factors of a gradient.
         self.forms: frozenset[Kind] = frozenset(("embedding",) if is_eager else ("linear", "embedding"))
         self.timing = "after backward: run_eagerly leaves no room for overlap" if is_eager else "during backward"
 
     def check(self, model: Any) -> None:
-        """Raise if something else distributes the model already, or trains it past the optimizer."""
+        """Raise if something else already distributes the model, or trains it without its optimizer."""
         strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else model._distribute_strategy
         if strategy is not None:
             raise UnsupportedError(
@@ -54,8 +54,8 @@ class TensorFlowBackend:
             log.warning("jit_compile is turned off: XLA cannot exchange gradients in the middle of a step")
             model.jit_compile = False
 
-    def attach(self, setup: Setup) -> Exchange:
-        """Put the exchange into the train step. Collective."""
+    def attach(self, setup: Setup) -> KerasExchange:
+        """Install the exchange in the train step. Collective."""
         return TensorFlowExchange(setup)
 
 
@@ -76,7 +76,7 @@ class TensorFlowExchange:
         self._apply: Callable[..., Any] = self._optimizer.apply
         setup.model.train_step = self._step
         self._optimizer.apply = self._average_and_apply
-        # What Keras may have traced already knows nothing of us.
+        # Keras may have traced a step without us.
         setup.model.train_function = None
 
     @property
@@ -90,7 +90,7 @@ class TensorFlowExchange:
         return self._graph.error or self._moments.error
 
     def detach(self) -> None:
-        """Give model, layers and optimizer back as they were."""
+        """Restore model, layers and optimizer."""
         self._moments.detach()
         del self._optimizer.apply
         if self._has_own_step:
@@ -101,7 +101,7 @@ class TensorFlowExchange:
         self._front.detach()
 
     def _step(self, data: Any) -> Any:
-        """Stand in for ``model.train_step``; in graph mode it runs once per kind of batch, to be traced."""
+        """Stand in for ``model.train_step``; in graph mode it runs once per kind of batch, for tracing."""
         data, samples = unpack(data)
         rows = _rows(data)
         samples = rows if samples is None else tf.reshape(samples, ())
@@ -114,14 +114,14 @@ class TensorFlowExchange:
         if not self._is_averaged:
             raise UnsupportedError(
                 f"the train_step of {type(self._model).__name__} did not call self.optimizer.apply or apply_gradients, "
-                "so its gradients cannot be followed; let it update the model through self.optimizer"
+                "so its gradients cannot be intercepted; let it update the model through self.optimizer"
             )
         self._forget(before, samples)
         return logs
 
     def _forget(self, before: Sequence[Any], samples: Any) -> None:
-        """Undo what a batch that does not count has done to the metrics."""
-        # Metrics made in this very step have nothing to go back to; they come after the others.
+        """Undo the effect on the metrics of a batch that does not count."""
+        # Metrics created in this step have no earlier state; they come after the others.
         for variable, value in zip(self._model.metrics_variables, before, strict=False):
             variable.assign(tf.where(samples > 0, variable.value, value))
 

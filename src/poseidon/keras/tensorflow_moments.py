@@ -1,7 +1,7 @@
 """BatchNormalization over the samples of all workers, on TensorFlow.
 
-The callbacks that exchange moments block, so they must come in one order on all workers: they are
-stateful operations, which TensorFlow runs in the order of the program.
+The callbacks that exchange moments block, so all workers must run them in the same order: they are stateful operations,
+which TensorFlow runs in program order.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Moments:
             layer._moments = self._moments_of(layer)
 
     def begin(self, row_weight: Any, token: Any) -> None:
-        """Take note, in each step, for how many samples a row of the batch counts; ``token`` says that it has begun."""
+        """Record, in each step, how many samples a row of the batch counts for; ``token`` marks its beginning."""
         if token is not None:
             with tf.control_dependencies([token]):
                 row_weight = tf.identity(row_weight)
         self._row_weight = row_weight
 
     def detach(self) -> None:
-        """Give the layers back as they were."""
+        """Restore the layers."""
         for layer in self._layers:
             del layer._moments
 

@@ -17,7 +17,7 @@ from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.moments import MomentsExchange, differentiate
 from poseidon.engine.outside import OutsideUnit, step_weight
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, Exchange, Setup
+from poseidon.keras.backend import Backend, KerasExchange, Setup
 from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.moments import replace_moments
 from poseidon.keras.taps import Tap, find_short_layers, tap
@@ -43,18 +43,18 @@ class TorchBackend:
     timing = "during backward"
 
     def check(self, model: Any) -> None:
-        """Turn off what cannot be followed."""
+        """Turn off what the hooks do not support."""
         if model.jit_compile:
-            log.warning("jit_compile is turned off: a compiled train step has no place for hooks on gradients")
+            log.warning("jit_compile is turned off: a compiled train step does not call gradient hooks")
             model.jit_compile = False
 
-    def attach(self, setup: Setup) -> Exchange:
+    def attach(self, setup: Setup) -> KerasExchange:
         """Put hooks on the variables. Collective."""
         return TorchExchange(setup)
 
 
 class StepWeight:
-    """How much a worker counts in each step: its samples, compared with everybody's."""
+    """A worker's weight in each step: its share of all samples."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -63,7 +63,7 @@ class StepWeight:
         self._value = 1.0
 
     def begin(self, samples: int) -> None:
-        """Tell the others how many samples this worker adds in a new step; never blocks."""
+        """Announce how many samples this worker adds in a new step; never blocks."""
         self._samples = samples
         self._counts = self._team.start_gather([samples])
 
@@ -87,14 +87,14 @@ class TorchExchange:
         self._engine = _make_engine(setup)
         self._front = AutogradFrontEnd(self._engine, turns=self)
         self._parameters: list[nn.Parameter] = [p for unit in self._engine.units for p in unit.parameters]
-        # Gradients are weighted where they arise, not through the loss: a train_step of the user's may never ask us.
+        # Weight gradients at the parameters, not through the loss: a custom train_step computes its own loss.
         self._handles = [parameter.register_hook(self._weighted) for parameter in self._parameters]
         self._layers = find_short_layers(setup)
         for number, layer in self._layers.items():
             tap(layer, self._tap(layer, self._engine.units[number]))
         self._synchronized = setup.synchronized
         self._row_weight: float | None = None
-        """Samples that a row of the batch counts for; None outside of a step."""
+        """How many samples one row of the batch counts for; None outside a step."""
         if setup.moments is not None:
             self._moments = MomentsExchange(setup.team, setup.moments, self._weight.get)
         for layer in self._synchronized:
@@ -109,7 +109,7 @@ class TorchExchange:
         return self._engine.plan
 
     def detach(self) -> None:
-        """Give model, layers and optimizer back as they were."""
+        """Restore model, layers and optimizer."""
         for handle in self._handles:
             handle.remove()
         for layer in self._layers.values():
@@ -137,20 +137,20 @@ class TorchExchange:
         before = [] if samples else [v.value.detach().clone() for v in self._model.metrics_variables]
         step = self._engine.step
         logs = self._train_step(data)
-        # A backward outside of a step is the user's own affair.
+        # Backward passes outside a train step are not exchanged.
         self._engine.is_armed, self._row_weight = False, None
         if self._engine.step == step:
             raise UnsupportedError(
                 f"the train_step of {type(self._model).__name__} did not call backward() on a loss of its variables, "
-                "so its gradients cannot be followed; let autograd compute them"
+                "so its gradients cannot be intercepted; let autograd compute them"
             )
-        # A batch that does not count must leave no trace. Metrics made in this very step come after the others.
+        # A batch that does not count must leave no trace. Metrics created in this step come after the others.
         for variable, value in zip(self._model.metrics_variables, before, strict=False):
             variable.assign(value)
         return logs
 
     def _combined(self, mean: Tensor, variance: Tensor, count: Any, name: str) -> tuple[Tensor, Tensor]:
-        if self._row_weight is None:  # a call of the user's own, which the other workers may not make
+        if self._row_weight is None:  # the user's own call, which the other workers may not make
             return mean, variance
         function: Any = _CombinedMoments
         found: tuple[Tensor, Tensor] = function.apply(
@@ -161,7 +161,7 @@ class TorchExchange:
     # What the hooks call when a backward begins and ends.
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> bool:
-        """Start the exchange, unless it has; what backward does not reach gets no gradient, as in Keras."""
+        """Start the exchange if it has not begun; parameters out of backward's reach get no gradient, as in Keras."""
         if self._engine.in_backward:
             return False
         unused = [parameter for parameter in self._parameters if not self._front.will_accumulate(parameter)]
@@ -176,7 +176,7 @@ class TorchExchange:
         self._engine.detach()
 
     def _weighted(self, gradient: Tensor | None) -> Tensor | None:
-        """Weight a gradient on its way into ``.grad``; there is none where factors have been given."""
+        """Weight a gradient on its way into ``.grad``; it is None where factors were handed over."""
         weight = self._weight.get() if self._engine.is_armed else 1.0
         return None if gradient is None or weight == 1.0 else gradient * weight
 
@@ -184,7 +184,7 @@ class TorchExchange:
         def product(inputs: Any) -> Any:
             if not self._is_followed(inputs):
                 return None
-            # As Keras multiplies, but for float16 on the CPU, which it widens and narrows again.
+            # Multiply as Keras does; float16 on the CPU is left to Keras, which widens and narrows it.
             dtype = keras.backend.result_type(inputs.dtype, layer._kernel.value.dtype)
             if dtype == "float16" and inputs.device.type == "cpu":
                 return None
@@ -203,7 +203,7 @@ class TorchExchange:
         return product if unit.spec.kind == "linear" else look_up
 
     def _is_followed(self, inputs: Any) -> bool:
-        # Keras finds out shapes by running layers on the meta device.
+        # Keras infers shapes by running layers on the meta device.
         return isinstance(inputs, Tensor) and torch.is_grad_enabled() and not inputs.is_meta
 
 
@@ -245,7 +245,7 @@ class _Product(torch.autograd.Function):
 
 
 class _CombinedMoments(torch.autograd.Function):
-    """A worker's moments turned into those over all workers; differentiated, it sums over all workers again."""
+    """Turns a worker's moments into those over all workers; its backward sums over all workers too."""
 
     @staticmethod
     def forward(

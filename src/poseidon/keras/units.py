@@ -14,12 +14,12 @@ from poseidon.units import Kind
 
 
 def describe_variables(variables: Sequence[Any]) -> list[OutsideVariable]:
-    """Return plain descriptions in which the variables of two equal models agree."""
+    """Return plain descriptions, equal for the variables of two equal models."""
     return [OutsideVariable(v.path, tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
 
 
 def describe_model(model: Any) -> list[OutsideVariable]:
-    """Return the same for a model's weights and its optimizer's variables, whatever numbers Keras gave to names."""
+    """Describe a model's weights and its optimizer's variables, independent of the numbers in Keras' names."""
     trainable = {id(variable) for variable in model.trainable_variables}
     names: dict[str, str] = {}
     described = []
@@ -34,7 +34,7 @@ def describe_model(model: Any) -> list[OutsideVariable]:
 
 
 def _renumbered(part: str, names: dict[str, str]) -> str:
-    """Return what Keras would call a part of a path if nothing else had been made before this model."""
+    """Return the name Keras would give to a part of a path if this model were the first one created."""
     if part not in names:
         base = re.sub(r"_\d+$", "", part)
         count = sum(re.sub(r"_\d+$", "", other) == base for other in names)
@@ -45,8 +45,8 @@ def _renumbered(part: str, names: dict[str, str]) -> str:
 def find_units(model: Any, forms: Collection[Kind], has_sparse_means: bool) -> list[OutsideUnit]:
     """Return units that together hold every trainable variable once; positions count in ``trainable_variables``.
 
-    ``forms`` are those in which the backend can deliver gradients. A layer that is no plain Dense or Embedding, and one
-    whose weight is penalised (its gradient is then no pure product), travels in full.
+    ``forms`` are those in which the backend can deliver gradients. A layer that is not a plain Dense or Embedding, or
+    whose weight has a regularizer (so its gradient is not a pure product), travels in full.
     """
     position_of = {id(variable): position for position, variable in enumerate(model.trainable_variables)}
     left = dict(position_of)
@@ -66,7 +66,7 @@ def find_units(model: Any, forms: Collection[Kind], has_sparse_means: bool) -> l
 
 
 def _split(layer: Any, variables: list[Any], forms: Collection[Kind]) -> Iterator[tuple[Kind, list[Any]]]:
-    """Yield a layer's variables as they travel: a weight in its short form, and what does not fit it."""
+    """Yield a layer's variables as they travel: a weight in its short form, the rest dense."""
     if not variables:
         return
     kind = _kind(layer, variables[0])
@@ -78,7 +78,7 @@ def _split(layer: Any, variables: list[Any], forms: Collection[Kind]) -> Iterato
 
 
 def _kind(layer: Any, weight: Any) -> Kind:
-    # Exactly these classes: a subclass may use its weight in ways that nobody here knows of.
+    # Exactly these classes: a subclass may use its weight in other ways.
     if getattr(layer, "lora_enabled", False) or getattr(weight, "regularizer", None) is not None:
         return "dense"
     if type(layer) is keras.layers.Dense and weight is layer._kernel:
@@ -89,6 +89,6 @@ def _kind(layer: Any, weight: Any) -> Kind:
 
 
 def _name(variable: Any, kind: Kind, is_rest: bool) -> str:
-    """Name a unit after its layer, and what is left of a layer after the variable itself."""
+    """Name a unit after its layer, or after its variable if it holds the rest of a layer."""
     path: str = variable.path
     return path if kind == "dense" and is_rest else path.rpartition("/")[0] or path

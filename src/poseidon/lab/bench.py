@@ -21,7 +21,7 @@ import torch
 from poseidon.lab import gpu
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.cluster import Lab, own_environment
-from poseidon.lab.environment import Place
+from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
@@ -35,7 +35,7 @@ KEPT_LINES = 30
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure, and how."""
+    """What to measure and how."""
 
     models: tuple[str, ...]
     machines: tuple[int, ...]
@@ -43,11 +43,11 @@ class BenchSettings:
     worker: WorkerSettings
     """Shared by all cells; its model and batch are replaced in each."""
     batches: dict[str, int] = field(default_factory=dict)
-    """Batch for models that need another than the common one."""
+    """Batch sizes of models that differ from the common one."""
     cell_timeout_s: float = 600.0
 
     def cells(self) -> Iterator[tuple[WorkerSettings, int, int]]:
-        """Yield a worker's settings, the machines and the rate for each cell, in the order they are measured."""
+        """Yield a worker's settings, the machines and the rate of each cell, in the order of measurement."""
         for model in self.models:
             batch = self.batches.get(model, self.worker.batch)
             for rate in self.rates_bits:
@@ -56,7 +56,7 @@ class BenchSettings:
 
 
 def run_bench(settings: BenchSettings, say: Callable[[str], None], save: Callable[[list[Cell]], None]) -> list[Cell]:
-    """Measure every cell; ``save`` is called after each, so that nothing measured is lost."""
+    """Measure every cell; ``save`` is called after each, so that no measurement is lost."""
     cells: list[Cell] = []
     for worker, machines, rate in settings.cells():
         say(f"{worker.model}: {machines} machines at {format_rate(rate)}")
@@ -66,11 +66,11 @@ def run_bench(settings: BenchSettings, say: Callable[[str], None], save: Callabl
 
 
 def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> None:
-    """Write all that was measured, with what is needed to measure it again."""
+    """Write all measurements, with everything needed to repeat them."""
     data = {
         "poseidon": __version__,
         "date": time.strftime("%Y-%m-%d"),
-        # Without folders: where this machine keeps its files says nothing on another one.
+        # Without folders: paths on this machine mean nothing on another.
         "command": shlex.join(["poseidon", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])]),
         "hardware": describe_hardware(),
         "settings": asdict(settings),
@@ -81,7 +81,7 @@ def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> Non
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Return the machine under the lab: processor, memory, GPU, versions."""
+    """Describe the machine that runs the lab: processor, memory, GPU, versions."""
     model = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     memory = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
     gpu_name = _gpu_name()
@@ -98,7 +98,7 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def _gpu_name() -> str | None:
-    """Ask the driver's own tool: this process must not hold the GPU that the workers are to share."""
+    """Ask the driver's own tool: this process must not hold the GPU that the workers share."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -114,28 +114,28 @@ def _read(path: str) -> str:
 
 
 def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Callable[[str], None]) -> Cell:
-    """Measure one cell; when a system takes the whole job down, measure the others again without it."""
+    """Measure one cell; if a system takes the whole job down, measure the others again without it."""
     lost: dict[str, str] = {}
     while True:
         left = tuple(system for system in worker.systems if system not in lost)
-        listener = Listener(replace(worker, systems=left), spec, say)
+        events = RankEvents(replace(worker, systems=left), spec, say)
         if lost and set(left) <= {LINEAR}:
             break
-        result = _run_workers(listener, spec, timeout_s)
+        result = _run_workers(events, spec, timeout_s)
         if result.status == 0:
             break
         say(f"  the job failed: {result.reason}")
-        for line in listener.lines:
+        for line in events.lines:
             say(f"    {line}")
-        if listener.current is None:
+        if events.current is None:
             lost |= dict.fromkeys(left, result.reason)
         else:
-            lost[listener.current] = result.reason
-    return listener.cell(lost, order=worker.systems)
+            lost[events.current] = result.reason
+    return events.cell(lost, order=worker.systems)
 
 
-def _run_workers(listener: Listener, spec: LabSpec, timeout_s: float) -> JobResult:
-    worker = listener.worker
+def _run_workers(events: RankEvents, spec: LabSpec, timeout_s: float) -> JobResult:
+    worker = events.worker
     on_gpu = worker.device == "cuda"
     env = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -145,16 +145,16 @@ def _run_workers(listener: Listener, spec: LabSpec, timeout_s: float) -> JobResu
     command = [sys.executable, "-m", "poseidon.lab.bench_worker", json.dumps(asdict(worker))]
     with Lab.from_spec(spec) as lab, gpu.sharing(lab.name, on_gpu) as mps_folder:
         options = JobOptions(share_gpu=on_gpu, mps_folder=mps_folder, timeout_s=timeout_s)
-        return Job(lab, command, options, env, listener.hear).run()
+        return Job(lab, command, options, env, events.hear).run()
 
 
-class Listener:
-    """Collects what the ranks say into a cell, and passes progress on."""
+class RankEvents:
+    """Collects the ranks' messages into a cell, and passes progress on."""
 
     def __init__(self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None]) -> None:
         self.worker = worker
         self.current: str | None = None
-        """The system being measured now; the one to blame when the job dies."""
+        """The system being measured now, to blame if the job dies."""
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         """The latest other output of the ranks."""
         self._spec = spec
@@ -165,8 +165,8 @@ class Listener:
         self._notes: dict[str, str] = {}
         self._profile: tuple[Profile, float] | None = None
 
-    def hear(self, place: Place, line: str) -> None:
-        """Take in one line of a rank's output."""
+    def hear(self, place: WorkerPlace, line: str) -> None:
+        """Handle one line of a rank's output."""
         if not line.startswith(MARK):
             self.lines.append(f"{place.label} | {line}")
             return
@@ -174,7 +174,7 @@ class Listener:
         getattr(self, f"_on_{event.pop('event')}")(**event)
 
     def cell(self, lost: dict[str, str], order: tuple[str, ...]) -> Cell:
-        """Return what was measured; ``lost`` names the systems that took a job down, with the reason."""
+        """Return the measurements; ``lost`` names the systems that took a job down, with the reason."""
         failures = self._failures | lost
         measured = {
             system: Measured(
@@ -203,7 +203,7 @@ class Listener:
         self._profile = (Profile.from_dict(profile), flops)
 
     def _predict(self, system: str, measured: dict[str, Measured]) -> float | None:
-        """Return what the simulator expects of a system, from the linear one's time and the units' shares of it."""
+        """Return the simulator's prediction for a system, from the linear one's time and the units' shares of it."""
         linear = measured.get(LINEAR)
         if self._profile is None or linear is None or not linear.repetitions:
             return None

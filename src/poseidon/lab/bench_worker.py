@@ -1,8 +1,8 @@
-"""What every rank of a benchmark runs: all systems in turn, several times over, in one process group.
+"""The program of every rank of a benchmark: all systems in turn, several times, in one process group.
 
-Started by :mod:`poseidon.lab.bench` inside a lab. Rank 0 says what happens in lines that begin with
-:data:`MARK`, as JSON: ``model`` and ``profile`` once, ``begin`` before a system's repetition, ``repetition`` or
-``failure`` after it.
+Started by :mod:`poseidon.lab.bench` inside a lab. Rank 0 reports progress as JSON in lines that begin with
+:data:`MARK`: ``model`` and ``profile`` once, ``begin`` before a system's repetition, ``repetition`` or ``failure``
+after it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROFILED_STEPS = 2
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Everything a rank needs to know; travels as JSON in the command line."""
+    """Everything a rank needs to know; passed as JSON on the command line."""
 
     model: str
     systems: tuple[str, ...]
@@ -51,9 +51,9 @@ class WorkerSettings:
     width: float | None = None
     image_size: int | None = None
     paced_ms: tuple[float, float] | None = None
-    """Forward and backward time of the whole model, instead of the real ones."""
+    """Forward and backward time of the whole model in place of the real ones."""
     timeout_s: float = 120.0
-    """How long collectives wait for a rank that does not come."""
+    """How long collectives wait for a missing rank."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Block:
 
 
 def main(settings: WorkerSettings) -> None:
-    """Measure every system in turn, ``repetitions`` times over."""
+    """Measure every system in turn, ``repetitions`` times."""
     device = _prepare(settings)
     tell = _tell if dist.get_rank() == 0 else _tell_nobody
     torch.manual_seed(0)
@@ -90,12 +90,12 @@ def main(settings: WorkerSettings) -> None:
                 tell("failure", system=system, failure=failure)
             else:
                 tell("repetition", system=system, note=blocks[0].note, **asdict(_combine(blocks)))
-    # Nobody leaves before all are done; the group itself ends with the process, since taking it down may hang.
+    # No rank leaves before all are done; the group ends with the process, since destroying it may hang.
     _settle(device)
 
 
 def build(settings: WorkerSettings) -> zoo.Network:
-    """Return the network to train, without dropout so that all systems compute the same."""
+    """Return the network to train, without dropout so that all systems compute the same thing."""
     return zoo.build(
         settings.model, tiny=settings.tiny, width=settings.width, image_size=settings.image_size, dropout=0.0
     )
@@ -117,7 +117,7 @@ def _prepare(settings: WorkerSettings) -> torch.device:
 def _measure_together(
     settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device
 ) -> tuple[list[_Block], str]:
-    """Measure one system once; return what every rank saw, and what went wrong on the first that failed."""
+    """Measure one system once; return every rank's view, and the error of the first that failed."""
     try:
         mine: _Block | str = _measure(settings, system, original, device)
     except Exception as error:
@@ -131,7 +131,7 @@ def _measure_together(
 
 
 def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> tuple[Profile, float]:
-    """Time every unit while all ranks compute at once, and the device's matrix rate: what predictions rest on."""
+    """Time every unit while all ranks compute at once, and the device's matrix rate: the basis of predictions."""
     network = _own_copy(settings, original, device)
     inputs, targets = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
     optimizer = torch.optim.SGD(network.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
@@ -169,7 +169,7 @@ def _measure(settings: WorkerSettings, system: str, original: zoo.Network, devic
 
 
 def _own_copy(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> zoo.Network:
-    """Return a copy to train: the original stays on the CPU as it was, so that all begin from the same weights."""
+    """Return a copy to train: the original stays unchanged on the CPU, so that all start from the same weights."""
     network = replace(original, model=copy.deepcopy(original.model).to(device))
     if settings.paced_ms is not None:
         paced(network.model, *settings.paced_ms)
@@ -177,7 +177,7 @@ def _own_copy(settings: WorkerSettings, original: zoo.Network, device: torch.dev
 
 
 def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device) -> _Block:
-    """Time a block of steps as a whole: a system may let one step's exchange run into the next."""
+    """Time a block of steps as a whole: a system may overlap one step's exchange with the next step."""
     first = trainer.step()
     for _ in range(settings.warmup - 1):
         trainer.step()
@@ -196,22 +196,22 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
 
 
 def _settle(device: torch.device) -> None:
-    """Wait until all ranks have done what they had to do."""
+    """Wait until all ranks are done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # A tensor on the CPU, so that gloo carries it and NCCL's own threads stay out of it.
+    # A tensor on the CPU, so that gloo carries it and NCCL's threads are not involved.
     dist.all_reduce(torch.zeros(1))
 
 
 def _free(device: torch.device) -> None:
-    """Give a system's memory back before the next one; ranks may share one GPU."""
+    """Free a system's memory before the next one; ranks may share one GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def bytes_sent(interface: str = "eth0") -> int:
-    """Return the bytes this machine has sent so far; 0 where there is no such interface."""
+    """Return the bytes this machine has sent so far; 0 without such an interface."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
@@ -236,7 +236,7 @@ def _from_json(text: str) -> WorkerSettings:
 
 
 def _run() -> None:
-    """Run and leave at once: libraries' threads may hang at the interpreter's end, when all has been said."""
+    """Run and exit at once: libraries' threads may hang in the interpreter's shutdown."""
     status = 1
     try:
         main(_from_json(sys.argv[1]))

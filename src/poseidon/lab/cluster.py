@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class Lab:
-    """Several emulated machines; a context manager that makes them and removes them with all their processes.
+    """Several emulated machines; a context manager that creates them and removes them with all their processes.
 
-    ``Lab(machines=4, rate="1gbit", delay="0.1ms")`` takes the words of ``poseidon lab``; :meth:`from_spec`
-    takes a checked spec, :meth:`attach` finds a lab another process made. The lab ends with ``with``, or with
-    this process however it dies, unless :meth:`keep` was called. Needs root or the like; else
-    :class:`ConfigError` says what.
+    ``Lab(machines=4, rate="1gbit", delay="0.1ms")`` takes the options of ``poseidon lab``; :meth:`from_spec`
+    takes a checked spec, :meth:`attach` finds another process's lab. The lab ends with ``with``, or with this
+    process however it dies, unless :meth:`keep` was called. Needs root or equivalent capabilities; otherwise
+    :class:`ConfigError` says which are missing.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Lab:
 
     @classmethod
     def attach(cls, name: str | None = None) -> Lab:
-        """Return the running lab of this name (or the only one), made by another process and left to it."""
+        """Return the running lab of this name (or the only one), which another process owns."""
         found = state.choose(name, state.load_all())
         lab = cls.from_spec(found.spec, found.name)
         lab._is_attached = True
@@ -84,7 +84,7 @@ class Lab:
 
     @property
     def state(self) -> state.LabState:
-        """The lab as it is written down now."""
+        """The lab's current record."""
         found = state.load(self.name)
         if found is None:
             raise ConfigError(f"lab {self.name!r} is not running")
@@ -96,7 +96,7 @@ class Lab:
         return machine_address(machine)
 
     def up(self) -> None:
-        """Make the machines and their links."""
+        """Create the machines and their links."""
         existing = state.load(self.name)
         if existing is not None and not existing.is_abandoned:
             raise ConfigError(f"a lab named {self.name!r} is already running; choose another name or take it down")
@@ -122,17 +122,17 @@ class Lab:
             raise
 
     def keep(self) -> None:
-        """Let the lab outlive this process, until ``poseidon lab down``."""
+        """Keep the lab beyond this process, until ``poseidon lab down``."""
         state.save(replace(self.state, owner=None))
         self._tell_warden(warden.KEEP)
         assert self._warden is not None
         _lifeline(self._warden).close()
-        # Popen would complain about a child that is still running, which is the point here.
+        # Popen would warn about a child that is still running, which is intended here.
         self._warden.returncode = 0
         self._is_attached = True
 
     def down(self) -> None:
-        """Kill every process of the lab and remove it; fine when it is already gone."""
+        """Kill every process of the lab and remove it; a no-op if it is already gone."""
         found = state.load(self.name)
         if found is not None:
             remove(found)
@@ -145,7 +145,7 @@ class Lab:
     def spawn(
         self, machine: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a process on a machine, in a session of its own; options go to :class:`subprocess.Popen`."""
+        """Start a process on a machine, in its own session; options go to :class:`subprocess.Popen`."""
         check_machine(machine, self.machines)
         marked = {**(os.environ if env is None else env), members.LAB_MARK: self.name}
         here = self.state.machines[machine]
@@ -162,7 +162,7 @@ class Lab:
         return self.state.processes(machine)
 
     def traffic(self) -> list[Traffic]:
-        """Return the bytes each machine has sent and received since the lab began."""
+        """Return the bytes each machine has sent and received since the lab started."""
         return self._in_switch(lambda switch: network.read_traffic(switch, self.machines))
 
     def cut(self, machine: int) -> None:
@@ -173,14 +173,14 @@ class Lab:
         state.save(replace(now, cut=tuple(sorted({*now.cut, machine}))))
 
     def pause(self, machine: int) -> None:
-        """Stop a machine's processes where they are, as a hung or swapping machine would."""
+        """Stop a machine's processes, as on a hung or swapping machine."""
         check_machine(machine, self.machines)
         now = self.state
         state.save(replace(now, paused=tuple(sorted({*now.paused, machine}))))
         members.send_signal(self.processes(machine), signal.SIGSTOP)
 
     def heal(self, machine: int) -> None:
-        """Plug the cable in again and let the machine's processes go on."""
+        """Plug the cable back in and resume the machine's processes."""
         check_machine(machine, self.machines)
         self._in_switch(lambda switch: network.set_link(switch, machine, is_up=True))
         now = self.state
@@ -190,7 +190,7 @@ class Lab:
         members.send_signal(self.processes(machine), signal.SIGCONT)
 
     def kill(self, machine: int) -> None:
-        """Pull a machine's plug: the link goes first, so that no connection is closed in good order."""
+        """Power a machine off: the link goes first, so that no connection is closed cleanly."""
         self.cut(machine)
         members.kill_all(lambda: self.processes(machine))
 
@@ -221,7 +221,7 @@ def own_environment() -> dict[str, str]:
 
 
 def _lifeline(process: subprocess.Popen[bytes] | None) -> IO[bytes]:
-    assert process is not None, "only the process that made a lab may talk to its warden"
+    assert process is not None, "only the process that created a lab may talk to its warden"
     assert process.stdin is not None
     return process.stdin
 
@@ -267,7 +267,7 @@ def _read_places(process: subprocess.Popen[bytes]) -> list[state.Namespace]:
     with process.stdout as pipe:
         answer = pipe.read()
     if not answer:
-        raise ConfigError(f"the lab's warden ended with status {process.wait()} before it made any machine")
+        raise ConfigError(f"the lab's warden ended with status {process.wait()} before it created any machine")
     message = json.loads(answer)
     if "error" in message:
         raise ConfigError(message["error"])

@@ -1,4 +1,4 @@
-"""The environment of a worker, as torchrun would give it, plus what keeps its traffic on the lab's links."""
+"""The environment of a worker, as torchrun would set it, plus variables that keep its traffic on the lab's links."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ INTERFACE = "eth0"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one worker stands in a job."""
+class WorkerPlace:
+    """One worker's place in a job."""
 
     machine: int
     machines: int
@@ -21,7 +21,7 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """The worker's number in the whole job; machine by machine, as torchrun counts."""
+        """The worker's global rank; machine by machine, as torchrun counts."""
         return self.machine * self.workers_per_machine + self.local_rank
 
     @property
@@ -31,21 +31,21 @@ class Place:
 
     @property
     def label(self) -> str:
-        """How the worker's output is marked: ``machine2``, or ``machine2.1`` where there are several."""
+        """The prefix of the worker's output: ``machine2``, or ``machine2.1`` if a machine has several."""
         return f"machine{self.machine}" + (f".{self.local_rank}" if self.workers_per_machine > 1 else "")
 
 
-def places(machines: int, workers_per_machine: int) -> list[Place]:
+def places(machines: int, workers_per_machine: int) -> list[WorkerPlace]:
     """Return every worker's place, by rank."""
     return [
-        Place(machine, machines, local_rank, workers_per_machine)
+        WorkerPlace(machine, machines, local_rank, workers_per_machine)
         for machine in range(machines)
         for local_rank in range(workers_per_machine)
     ]
 
 
-def worker_environment(place: Place, port: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Return a worker's environment; what the caller set of threads and buffering stays."""
+def worker_environment(place: WorkerPlace, port: int, base: Mapping[str, str]) -> dict[str, str]:
+    """Return a worker's environment; the caller's own settings of threads and buffering win."""
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {
         **defaults,
@@ -66,11 +66,11 @@ def worker_environment(place: Place, port: int, base: Mapping[str, str]) -> dict
     }
 
 
-def shared_gpu_environment(place: Place, job: str, mps_folder: str | None) -> dict[str, str]:
-    """Return what lets workers share one GPU and still talk over the lab's links.
+def shared_gpu_environment(place: WorkerPlace, job: str, mps_folder: str | None) -> dict[str, str]:
+    """Return the variables that let workers share one GPU and still talk over the lab's links.
 
-    NCCL takes ranks with different host ids for different hosts, accepts that they use the same GPU, and,
-    with its shortcuts off, sends everything by TCP.
+    NCCL treats ranks with different host ids as different hosts, accepts that they use the same GPU and, with its
+    shortcuts disabled, sends everything by TCP.
     """
     variables = {
         "NCCL_HOSTID": f"{job}-{place.rank}",

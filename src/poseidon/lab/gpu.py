@@ -1,7 +1,7 @@
 """Sharing one GPU between the workers of a lab, through NVIDIA's multi-process service (MPS).
 
-Without MPS the workers take turns on the GPU in slices of time; with it their kernels run side by side, and N
-workers get about 1/N of the GPU each.
+Without MPS the workers take turns on the GPU in time slices; with it their kernels run side by side, and each of N
+workers gets about 1/N of the GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ LIMIT_S = 20.0
 
 @contextlib.contextmanager
 def sharing(lab: str, wanted: bool = True) -> Iterator[str | None]:
-    """Run MPS for the length of a ``with``; give the folder its clients must know, or None without it.
+    """Run MPS for the length of a ``with``; yield the folder that its clients need, or None without it.
 
-    One that cannot start is reported on stderr and done without. Start a new one after a worker was killed:
-    the old one may refuse new workers. The service bears the lab's mark, so removing the lab ends it whatever
-    happened.
+    If MPS cannot start, a line on stderr says so and the job runs without it. Start a new one after a worker was
+    killed: the old one may refuse new workers. The service carries the lab's mark, so removing the lab always ends it.
     """
     if not wanted:
         yield None
@@ -53,13 +52,13 @@ def sharing(lab: str, wanted: bool = True) -> Iterator[str | None]:
         finally:
             _control(env, "quit")
     finally:
-        # It does not quit while a killed client's context is stuck, and may fail with parts of it started.
+        # It does not quit while a killed client's context is stuck, and a failed start may leave parts running.
         kill_all(lambda: pids_marked(FOLDER_VARIABLE, folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(env: dict[str, str]) -> str:
-    """Start the service; return what went wrong, or nothing."""
+    """Start the service; return the problem, or an empty string."""
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not installed"
     try:
@@ -80,7 +79,7 @@ def _start(env: dict[str, str]) -> str:
 
 
 def _control(env: dict[str, str], command: str) -> str:
-    """Give the service one command; return what went wrong, or nothing."""
+    """Send the service one command; return the problem, or an empty string."""
     try:
         answer = subprocess.run(
             [CONTROL],

@@ -1,4 +1,4 @@
-"""One distributed job in a lab: a worker on every machine, their output, their end, the bytes they moved."""
+"""One distributed job in a lab: a worker on every machine, their output, their exit, the bytes they moved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO
 from poseidon.errors import ConfigError
 from poseidon.job import members
 from poseidon.lab.cluster import Lab
-from poseidon.lab.environment import Place, places, shared_gpu_environment, worker_environment
+from poseidon.lab.environment import WorkerPlace, places, shared_gpu_environment, worker_environment
 from poseidon.lab.network import Traffic
 
 TIMED_OUT = 124
@@ -32,13 +32,13 @@ class JobOptions:
 
     workers_per_machine: int = 1
     share_gpu: bool = False
-    """Let all workers use the same GPU, through MPS where ``mps_folder`` says that it runs."""
+    """Let all workers use the same GPU, through MPS if ``mps_folder`` is set."""
     mps_folder: str | None = None
     stop_on_failure: bool = True
-    """End the others as soon as one worker fails; else wait for all, to see how they take it."""
+    """End the others as soon as one worker fails; otherwise wait for all, to see how they react."""
     timeout_s: float | None = None
     grace_s: float = 3.0
-    """Time between asking workers to end (SIGTERM) and killing them."""
+    """Time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class JobResult:
     """How a job ended."""
 
     status: int
-    """0 when every worker ended with 0; else that of the first that did not; 124 past the time limit."""
+    """0 if every worker ended with 0, otherwise that of the first that did not; 124 past the time limit."""
     reason: str
-    """Empty, or one line saying which worker failed and what became of the others."""
+    """Empty, or one line that says which worker failed and what happened to the others."""
     seconds: float
     statuses: tuple[int | None, ...]
     """Each worker's exit status by rank, negative for a signal; None for one that had to be killed."""
@@ -59,9 +59,8 @@ class JobResult:
 class Job:
     """Run one command as a worker on every machine of a lab.
 
-    ``Job(lab, ["python", "train.py"]).run()`` blocks until all workers have ended and nothing of the job is
-    left. ``show`` receives each line of output with the worker's place; it is called from several threads,
-    one at a time.
+    ``Job(lab, ["python", "train.py"]).run()`` blocks until all workers have ended and nothing of the job is left.
+    ``show`` receives each line of output with the worker's place; several threads call it, one at a time.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Job:
         command: Sequence[str],
         options: JobOptions | None = None,
         env: Mapping[str, str] | None = None,
-        show: Callable[[Place, str], None] | None = None,
+        show: Callable[[WorkerPlace, str], None] | None = None,
     ) -> None:
         self._lab = lab
         self._command = resolve_command(command)
@@ -85,7 +84,7 @@ class Job:
         self.places = places(lab.machines, self._options.workers_per_machine)
 
     def run(self) -> JobResult:
-        """Start the workers, wait for them, end what is left, and say how it went."""
+        """Start the workers, wait for them, end what is left, and return the result."""
         before = self._lab.traffic()
         began = time.monotonic()
         workers: list[subprocess.Popen[bytes]] = []
@@ -116,14 +115,14 @@ class Job:
             pump.start()
             self._pumps.append(pump)
 
-    def _pump(self, place: Place, pipe: IO[bytes]) -> None:
+    def _pump(self, place: WorkerPlace, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
                 with self._output_lock:
                     self._show(place, line.decode(errors="replace").rstrip("\r\n"))
 
     def _watch(self, workers: Sequence[subprocess.Popen[bytes]], began: float) -> int | None:
-        """Wait until all have ended, or one has failed and shall end the job, or time is up.
+        """Wait until all have ended, or one has failed and must end the job, or time is up.
 
         Return the rank that failed first, None for none.
         """
@@ -142,15 +141,15 @@ class Job:
             time.sleep(POLL_S)
 
     def _end(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
-        """End the workers still there, then everything they started, and print what they had written."""
+        """End the remaining workers, then everything they started, and print their remaining output."""
 
         def left() -> list[int]:
-            # A worker may have dropped the mark with the rest of its environment.
+            # A worker may have dropped the mark by replacing its environment.
             unmarked = [worker.pid for worker in workers if worker.poll() is None]
             return [*unmarked, *members.pids_marked(members.JOB_MARK, self._id)]
 
         running = [worker.pid for worker in workers if worker.poll() is None]
-        # A paused worker must go on before it can end.
+        # A paused worker must be resumed before it can end.
         members.send_signal(running, signal.SIGTERM)
         members.send_signal(running, signal.SIGCONT)
         deadline = time.monotonic() + self._options.grace_s
@@ -179,7 +178,7 @@ class Job:
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """Return the command to start, checked; a script alone is run by this Python."""
+    """Return the checked command; a bare script is run by this Python."""
     if not command:
         raise ConfigError("no command given; write it after --, as in: poseidon lab run -- python train.py")
     words = [sys.executable, *command] if command[0].endswith(".py") else list(command)
@@ -193,7 +192,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
 
 
 def exit_status(status: int) -> int:
-    """Return a worker's status the way a shell reports it: 128 + signal for one killed."""
+    """Return a worker's status as a shell reports it: 128 + signal if it was killed."""
     return 128 - status if status < 0 else status
 
 
@@ -202,6 +201,6 @@ def describe_status(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def print_line(place: Place, line: str) -> None:
-    """Print a worker's line behind its machine's name."""
+def print_line(place: WorkerPlace, line: str) -> None:
+    """Print a worker's line after its machine's name."""
     print(f"{place.label} | {line}", flush=True)

@@ -1,4 +1,4 @@
-"""Network namespaces without ``ip``: make them, hold them by file descriptor, call functions inside them."""
+"""Network namespaces without ``ip``: create them, hold them by file descriptor, call functions inside them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ HOW_TO_GET_PERMISSION = (
 
 
 def make_namespace(hostname: str) -> tuple[int, int]:
-    """Make a network and a host-name namespace; return their file descriptors, which keep them alive.
+    """Create a network and a host-name namespace; return their file descriptors, which keep them alive.
 
-    The calling process stays where it is.
+    The calling process does not enter them.
     """
     return _in_thread(lambda: _unshare_here(hostname))
 
 
 def call_inside(namespaces: Sequence[int], function: Callable[[], T]) -> T:
-    """Call a function in a thread that has entered the namespaces, and return what it returns.
+    """Call a function in a thread that has entered the namespaces, and return its result.
 
-    Sockets it opens and processes it starts belong to the namespaces for good; the caller's threads never
-    move.
+    Sockets it opens and processes it starts stay in the namespaces; the caller's threads never enter them.
     """
 
     def enter_and_call() -> T:
@@ -64,7 +63,7 @@ def _unshare_here(hostname: str) -> tuple[int, int]:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """Run a function in a thread of its own, since threads are what enters namespaces; and return its result."""
+    """Run a function in its own thread, because namespaces are per thread, and return its result."""
     results: list[T] = []
     errors: list[BaseException] = []
 

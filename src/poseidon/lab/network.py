@@ -1,8 +1,7 @@
 """Links, addresses, shaping and byte counters of a lab, by netlink alone (no ``ip`` or ``tc`` needed).
 
-Each machine's ``eth0`` is one end of a veth pair; the other end, ``portN``, sits in a bridge. The bridge has
-a namespace of its own, so that nothing of a lab is ever visible on the host, and labs cannot collide in names
-or addresses.
+Each machine's ``eth0`` is one end of a veth pair; the other end, ``portN``, is in a bridge. The bridge has its own
+namespace, so nothing of a lab is visible on the host, and labs cannot collide in names or addresses.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from poseidon.errors import ConfigError
 from poseidon.lab.namespace import HOW_TO_GET_PERMISSION, call_inside
-from poseidon.lab.spec import LabSpec, Shape, machine_address
+from poseidon.lab.spec import LabSpec, LinkShape, machine_address
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
 NETEM_HANDLE = 0x10000
-# Packets netem may hold while it delays them: ample, since the queue that matters is the token bucket's.
+# Packets netem may hold while it delays them: plenty, since the queue that matters is the token bucket's.
 NETEM_LIMIT = 100_000
 
 
@@ -43,12 +42,12 @@ def wire(spec: LabSpec, switch: int, machines: Sequence[int]) -> None:
 
 
 def read_traffic(switch: int, machines: int) -> list[Traffic]:
-    """Return each machine's bytes since the lab began, read from its port at the switch."""
+    """Return each machine's bytes since the lab started, read from its port at the switch."""
     return call_inside([switch], lambda: _read_ports(machines))
 
 
 def set_link(switch: int, machine: int, is_up: bool) -> None:
-    """Plug or unplug a machine's cable: without carrier, packets vanish and no connection is told."""
+    """Plug or unplug a machine's cable: without carrier packets vanish, and no connection is notified."""
     call_inside([switch], lambda: _set_port(machine, is_up))
 
 
@@ -96,7 +95,7 @@ def _wire_machine(spec: LabSpec, machine: int) -> None:
         _shape(netlink, index, spec.shape(machine), parent=NETEM_HANDLE + 1)
 
 
-def _shape(netlink: IPRoute, index: int, shape: Shape | None, **place: int) -> None:
+def _shape(netlink: IPRoute, index: int, shape: LinkShape | None, **place: int) -> None:
     if shape is None:
         return
     _request(
@@ -112,7 +111,7 @@ def _shape(netlink: IPRoute, index: int, shape: Shape | None, **place: int) -> N
 
 
 def _request(call: Any, *words: str, **options: Any) -> None:
-    """Make one netlink request; say in words what a refusal means."""
+    """Make one netlink request; explain a refusal in words."""
     from pyroute2 import NetlinkError
 
     try:

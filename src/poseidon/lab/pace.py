@@ -1,8 +1,8 @@
 """Paced compute: layers that take a given time while the CPU stays free.
 
-On a few cores, several machines' worth of real computation would starve the communication that is to be
-measured. A paced model keeps its arithmetic, so results can still be compared, but is given little of it (a
-small batch), and waits for the rest of the time a real device would need.
+On a few cores, several machines' worth of real computation would starve the communication being measured. A paced
+model keeps its arithmetic, so results can still be compared, but gets little of it (a small batch), and waits for the
+rest of the time a real device would need.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def paced(
 ) -> nn.Module:
     """Make one forward pass of a model take ``forward_ms`` and one backward pass ``backward_ms``; return the model.
 
-    The time is divided over the modules that own parameters: equally, or as ``shares`` says (module name ->
-    weight; those not named take none). Each waits for its share, less the CPU time spent since the last wait;
-    a layer's gradients appear after its backward share, in the usual order. It holds for models on the CPU,
-    as long as the real work is less than the time given. Call it before wrapping the model, and once.
+    The time is divided over the modules that own parameters: equally, or by ``shares`` (module name -> weight; modules
+    not named take none). Each waits for its share, less the CPU time spent since the last wait; a layer's gradients
+    appear after its backward share, in the usual order. This works for models on the CPU, as long as the real work
+    takes less than the given time. Call it once, before wrapping the model.
     """
     if forward_ms < 0 or backward_ms < 0:
         raise ConfigError(f"a pass takes 0 ms or more, not {forward_ms} forward and {backward_ms} backward")
@@ -40,19 +40,19 @@ def paced(
 
 
 class _Clock:
-    """Waits for given times, less what the thread has computed meanwhile."""
+    """Waits for given times, less the CPU time of the thread in between."""
 
     def __init__(self) -> None:
         self._worked_from_s = 0.0
         self._ahead_s = 0.0
 
     def restart(self) -> None:
-        """Forget what was computed so far; it belonged to something else, such as the optimizer."""
+        """Ignore the CPU time so far; it belonged to something else, such as the optimizer."""
         self._worked_from_s = time.thread_time()
         self._ahead_s = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Let ``seconds`` pass; work beyond them is taken off the next waits."""
+        """Let ``seconds`` pass; excess work is deducted from the next waits."""
         left_s = seconds - self._ahead_s - (time.thread_time() - self._worked_from_s)
         self._ahead_s = max(0.0, -left_s)
         if left_s > 0:
@@ -64,7 +64,7 @@ def _pace_layer(layer: nn.Module, clock: _Clock, forward_s: float, backward_s: f
     def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         clock.spend(forward_s)
         # A hook on the output fires when its gradient is known, just before the layer's own backward; unlike a
-        # module's backward hook it allows the output to be changed in place afterwards, as ReLU does.
+        # module's backward hook it allows in-place changes of the output afterwards, as by ReLU.
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda *_: clock.spend(backward_s))

@@ -26,7 +26,7 @@ FURTHER = ("tab:orange", "tab:brown", "tab:pink", "black")
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Write a picture of the cells; raises :class:`ConfigError` where matplotlib is missing."""
+    """Write a picture of the cells; raises :class:`ConfigError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -49,14 +49,14 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 
 def speedup_lines(cells: Sequence[Cell]) -> dict[str, list[tuple[int, float]]]:
-    """Return for each system its speedups by number of machines, in order; the linear bound comes first."""
+    """Return each system's speedups by number of machines, in order; the linear bound comes first."""
     systems = list(dict.fromkeys(system for cell in cells for system in cell.systems))
     lines: dict[str, list[tuple[int, float]]] = {}
     for system in sorted(systems, key=lambda system: system != LINEAR):
         points = [(cell.machines, cell.speedup(system)) for cell in cells if system in cell.systems]
         known = sorted((machines, speedup) for machines, speedup in points if speedup is not None)
         if known:
-            # One machine alone has nothing to exchange: every line begins there.
+            # A single machine has nothing to exchange: every line starts there.
             lines[system] = [(1, 1.0), *known]
     return lines
 

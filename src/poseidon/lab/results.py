@@ -1,4 +1,4 @@
-"""What a benchmark found, as pure data: medians, bounds, speedups, whether losses agree, and the table of it all."""
+"""The results of a benchmark, as pure data: medians, bounds, speedups, whether losses agree, and the table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from poseidon.lab.spec import UNSHAPED, format_rate
 
 LINEAR = "linear"
 LOSSY = frozenset({"ddp-bf16", "ddp-powersgd"})
-# How far two exact systems may end apart, as a share of the way the loss has come: additions in another order and
-# TF32 grow with every step, while a wrong mean gradient is off by about the whole way.
+# How far the losses of two exact systems may end apart, as a fraction of the loss's total change: rounding differences
+# from another order of additions and from TF32 grow with every step, while a wrong mean gradient is off by about 1.
 LOSS_TOLERANCE = 0.05
 
 
@@ -37,9 +37,9 @@ class Measured:
     repetitions: tuple[Repetition, ...] = ()
     failure: str = ""
     note: str = ""
-    """What the system says about itself, such as the routes it chose."""
+    """The system's own remarks, such as the routes it chose."""
     predicted_ms: float | None = None
-    """What the simulator expected of it, knowing only the linear system's computation."""
+    """The simulator's prediction, from the linear system's computation alone."""
 
     @property
     def step_ms(self) -> float:
@@ -78,18 +78,18 @@ class Cell:
 
     @property
     def wire_bound_ms(self) -> float:
-        """Time an allreduce of all gradients needs at the link's speed, with nothing lost."""
+        """Time of an allreduce of all gradients at full link speed."""
         return wire_bound_ms(self.parameter_bytes, self.machines, self.rate_bits)
 
     def speedup(self, system: str) -> float | None:
-        """Return how many machines' worth of work a system gets done; the linear bound gives all of them."""
+        """Return how many machines' worth of work a system does; the linear bound is all of them."""
         linear, measured = self.systems.get(LINEAR), self.systems.get(system)
         if linear is None or measured is None or not linear.repetitions or not measured.repetitions:
             return None
         return self.machines * linear.step_ms / measured.step_ms
 
     def verdict(self, system: str) -> str:
-        """Return ``ok``, ``lossy``, ``WRONG`` or ``failed``; empty where there is nothing to compare with."""
+        """Return ``ok``, ``lossy``, ``WRONG`` or ``failed``; empty without a reference."""
         measured = self.systems[system]
         if not measured.repetitions:
             return "failed"
@@ -103,7 +103,7 @@ class Cell:
         return "ok" if losses_agree(measured.repetitions, reference) else "WRONG"
 
     def _reference(self, system: str) -> Repetition | None:
-        """Return what an exact system's loss is compared with: plain DDP, or else the first other exact one."""
+        """Return the reference for an exact system's loss: plain DDP, or else the first other exact system."""
         exact = [name for name in self.systems if name != LINEAR and name not in LOSSY]
         for name in sorted(exact, key=lambda name: name != "ddp"):
             if (name != system or name == "ddp") and self.systems[name].repetitions:
@@ -119,7 +119,7 @@ def wire_bound_ms(parameter_bytes: int, machines: int, rate_bits: int) -> float:
 
 
 def losses_agree(repetitions: Iterable[Repetition], reference: Repetition) -> bool:
-    """Say whether all repetitions began and ended where the reference did, within the tolerance."""
+    """Return whether all repetitions began and ended at the reference's losses, within the tolerance."""
     way = abs(reference.last_loss - reference.first_loss)
     room = LOSS_TOLERANCE * way + 1e-4 * abs(reference.first_loss)
     return all(
@@ -130,12 +130,12 @@ def losses_agree(repetitions: Iterable[Repetition], reference: Repetition) -> bo
 
 
 def cells_to_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return plain data for a file: the measurements, and beside them what is derived, for readers."""
+    """Return plain data for a file: the measurements and, for readers, the figures derived from them."""
     return [_cell_to_json(cell) for cell in cells]
 
 
 def cells_from_json(data: Iterable[Mapping[str, Any]]) -> list[Cell]:
-    """Return the cells a file holds; derived figures are derived anew."""
+    """Return the cells in a file; derived figures are recomputed."""
     return [_cell_from_json(entry) for entry in data]
 
 

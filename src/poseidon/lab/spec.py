@@ -1,4 +1,4 @@
-"""What a lab shall be, as pure data: rates, delays, losses, addresses, and the words users write for them."""
+"""The description of a lab, as pure data: rates, delays, losses, addresses, and how users write them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NUMBER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How one end of a link is shaped: a token bucket as the kernel's ``tbf`` wants it."""
+class LinkShape:
+    """The shape of one end of a link: a token bucket in the terms of the kernel's ``tbf``."""
 
     rate_bytes: int
     """Bytes per second."""
     burst_bytes: int
-    """Bytes that may leave at once after silence."""
+    """Bytes that may leave at once after an idle time."""
     queue_bytes: int
     """Bytes that may wait, the burst included; more are dropped, as by a switch port."""
 
@@ -40,7 +40,7 @@ class LabSpec:
     delay_s: float = 0.0
     """Added to every packet a machine sends, so a round trip takes twice this."""
     loss: float = 0.0
-    """Fraction of packets lost on a machine's way out."""
+    """Fraction of packets lost as they leave a machine."""
     queue_s: float = 0.005
     """Depth of every port's queue; 5 ms is about what a switch port holds."""
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class LabSpec:
         """How many machines the lab has."""
         return len(self.rates_bits)
 
-    def shape(self, machine: int) -> Shape | None:
-        """Return how both ends of a machine's link are shaped; None for an unshaped one."""
+    def shape(self, machine: int) -> LinkShape | None:
+        """Return the shape of both ends of a machine's link; None if it is unshaped."""
         rate = self.rates_bits[machine]
         return None if rate == UNSHAPED else link_shape(rate, self.queue_s)
 
@@ -87,7 +87,7 @@ class LabSpec:
         return "".join(words)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data from which :meth:`from_json` makes an equal spec."""
+        """Return plain data from which :meth:`from_json` builds an equal spec."""
         return {
             "rates_bits": list(self.rates_bits),
             "delay_s": self.delay_s,
@@ -116,7 +116,7 @@ def make_spec(
     queue: str = "5ms",
     slow: Sequence[str] = (),
 ) -> LabSpec:
-    """Return the spec for options in the words of the command line; empty words mean none."""
+    """Return the spec for options as written on the command line; empty words mean none."""
     if not 1 <= machines <= MAX_MACHINES:
         raise ConfigError(f"a lab has 1 to {MAX_MACHINES} machines, not {machines}")
     return LabSpec(
@@ -128,16 +128,16 @@ def make_spec(
     )
 
 
-def link_shape(rate_bits: int, queue_s: float) -> Shape:
+def link_shape(rate_bits: int, queue_s: float) -> LinkShape:
     """Return the token bucket for a rate.
 
-    The burst covers the time a busy kernel may be late in handing out tokens: 2 ms of the rate, 5 ms of a slow one.
-    It is kept above one 64 KB segment (larger packets would be cut again in software) and below 1 MB.
+    The burst covers the time a busy kernel may be late with tokens: 2 ms of the rate, 5 ms of a slow one. It stays
+    above one 64 KB segment (larger packets would be segmented in software) and below 1 MB.
     """
     rate_bytes = rate_bits // 8
     burst = max(int(rate_bytes * 0.002), min(int(rate_bytes * 0.005), 1 << 17))
     burst = min(max(burst, 1 << 16), 1 << 20)
-    return Shape(rate_bytes, burst, burst + max(int(rate_bytes * queue_s), burst))
+    return LinkShape(rate_bytes, burst, burst + max(int(rate_bytes * queue_s), burst))
 
 
 def parse_rate(word: str) -> int:
@@ -158,7 +158,7 @@ def spread_rates(words: str, machines: int) -> tuple[int, ...]:
 
 
 def format_rate(rate_bits: int) -> str:
-    """Return a rate the way users write it."""
+    """Return a rate as users write it."""
     if rate_bits == UNSHAPED:
         return "none"
     for unit, bits in (("gbit", 10**9), ("mbit", 10**6)):
@@ -216,5 +216,5 @@ def machine_name(machine: int) -> str:
 
 
 def machine_address(machine: int) -> str:
-    """Return a machine's address; every lab is a network of its own, so all labs use the same ones."""
+    """Return a machine's address; every lab is its own network, so all labs use the same addresses."""
     return f"10.77.0.{machine + 1}"

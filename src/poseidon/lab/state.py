@@ -1,4 +1,4 @@
-"""What is written down about each running lab, so that another process can find, use and remove it."""
+"""The record of each running lab, by which other processes can find, use and remove it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER_VARIABLE = "POSEIDON_LAB_FOLDER"
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process named so that its number's reuse cannot fool anyone."""
+    """A process identified such that a reused pid is not mistaken for it."""
 
     pid: int
     start: int
@@ -48,14 +48,14 @@ class Namespace:
 
 @dataclass(frozen=True)
 class LabState:
-    """One lab as the state file holds it."""
+    """One lab, as stored in its state file."""
 
     name: str
     spec: LabSpec
     warden: ProcessId
     """The process that holds the namespaces."""
     owner: ProcessId | None
-    """The process whose end is the lab's end; None for a lab that stays until ``poseidon lab down``."""
+    """The process that the lab ends with; None for a lab that stays until ``poseidon lab down``."""
     switch: Namespace
     machines: tuple[Namespace, ...]
     cut: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class LabState:
     def processes(self, machine: int | None = None) -> list[int]:
         """Return the processes on one machine, or everything that belongs to the lab.
 
-        Once the warden is gone the namespaces' numbers may belong to others, and only the mark is trusted.
+        Once the warden is gone, the namespaces' numbers may be reused, and only the mark is trusted.
         """
         chosen = self.machines if machine is None else (self.machines[machine],)
         inside = pids_in({place.inode for place in chosen}) if self.warden.is_alive else []
@@ -78,9 +78,9 @@ class LabState:
 
 
 def state_folder() -> Path:
-    """Return where state files live.
+    """Return the folder of state files.
 
-    In order: ``POSEIDON_LAB_FOLDER``, /run where it may be written, the user's runtime folder, the temp folder.
+    In order: ``POSEIDON_LAB_FOLDER``, /run if it is writable, the user's runtime folder, the temp folder.
     """
     if FOLDER_VARIABLE in os.environ:
         return Path(os.environ[FOLDER_VARIABLE])
@@ -97,7 +97,7 @@ def state_file(name: str) -> Path:
 
 
 def save(state: LabState) -> None:
-    """Write a lab down, replacing the file in one step."""
+    """Write a lab's record atomically."""
     path = state_file(state.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     data = asdict(replace(state, spec=LabSpec((0,)))) | {"spec": state.spec.to_json()}
@@ -107,7 +107,7 @@ def save(state: LabState) -> None:
 
 
 def load(name: str) -> LabState | None:
-    """Return the lab of this name, or None when there is none."""
+    """Return the lab of this name, or None."""
     try:
         data = json.loads(state_file(name).read_text())
     except FileNotFoundError:
@@ -116,12 +116,12 @@ def load(name: str) -> LabState | None:
 
 
 def forget(name: str) -> None:
-    """Remove a lab's state file; a missing one is fine."""
+    """Remove a lab's state file, if it exists."""
     state_file(name).unlink(missing_ok=True)
 
 
 def load_all() -> list[LabState]:
-    """Return every lab written down, by name."""
+    """Return every recorded lab, by name."""
     names = sorted(path.stem for path in state_folder().glob("*.json"))
     return [state for state in map(load, names) if state is not None]
 

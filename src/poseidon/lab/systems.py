@@ -1,4 +1,4 @@
-"""The systems a benchmark compares, each through its public interface alone.
+"""The systems that a benchmark compares, each through its public interface alone.
 
 Every system trains the same network from the same seed with the same optimizer on the same batch; they differ
 only in how gradients become a mean. A new one is a function that wraps a model, added to :data:`SYSTEMS`.
@@ -39,7 +39,7 @@ class Trainer:
     targets: Tensor
 
     def step(self) -> Tensor:
-        """Train one step on the batch; return the loss before the update, which may still be on its way."""
+        """Train one step on the batch; return the loss before the update, which may still be pending."""
         self.optimizer.zero_grad()
         loss = self.network.loss(self.module(*self.inputs), self.targets)
         loss.backward()
@@ -47,13 +47,13 @@ class Trainer:
         return loss.detach()
 
     def note(self) -> str:
-        """Return what a system that plans has planned: how many layers go by which route."""
+        """Return the plan of a system that has one: how many layers take which route."""
         routes = getattr(getattr(self.module, "plan", None), "routes", {})
         counts = Counter(routes.values())
         return ", ".join(f"{count} x {route}" for route, count in sorted(counts.items()))
 
     def close(self) -> None:
-        """Let the system stop its threads and close its connections, where it has any."""
+        """Stop the system's threads and close its connections, if any."""
         close = getattr(self.module, "close", None)
         if callable(close):
             close()
@@ -129,7 +129,7 @@ def check_system(name: str, device: str) -> None:
     if options and not system.startswith("poseidon"):
         raise ConfigError(f"{name}: {system} takes no options here; those of Poseidon's systems do")
     if system == "ddp-bf16" and device != "cuda":
-        raise ConfigError("ddp-bf16 needs --device cuda: torch's bf16 hook refuses to work over gloo")
+        raise ConfigError("ddp-bf16 needs --device cuda: torch's bf16 hook does not work over gloo")
 
 
 def _read_system(text: str) -> tuple[str, dict[str, Any]]:

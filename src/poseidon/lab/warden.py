@@ -1,9 +1,9 @@
 """The one process that keeps a lab alive: it holds the namespaces and cleans up when the lab's owner dies.
 
-Started by :mod:`poseidon.lab.cluster` with a pipe as standard input. The pipe's end without the word ``keep``
-means that the owner is gone, however it died: every process of the lab is killed, the state file removed, and
-with this process go the last references to the namespaces, so the kernel removes them and the links in them.
-Slow machines are slowed here too, because this process has nothing else to do and wakes up on time.
+Started by :mod:`poseidon.lab.cluster` with a pipe as standard input. If the pipe closes without the word ``keep``, the
+owner is gone, however it died: this process kills every process of the lab, removes the state file and exits. The last
+references to the namespaces go with it, so the kernel removes them and their links. It also slows down slow machines,
+because it has nothing else to do and wakes up on time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESCAN_S = 0.1
 
 
 def main(name: str, machines: int) -> None:
-    """Make the namespaces, say where they are, and hold them until told to go."""
+    """Create the namespaces, report them, and hold them until told to exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -57,7 +57,7 @@ def _tell(message: dict[str, object]) -> None:
 
 
 def _let_go_of(stream: TextIO) -> None:
-    """Close a stream for whoever reads it to the end; its number stays taken, so that no namespace gets it."""
+    """Close a stream for its reader; its number stays in use, so that no namespace gets it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -10,7 +10,7 @@ _WIDTH = 28
 
 
 class Progress:
-    """Shows how far a loop of known length is; use as a context manager and call :meth:`update` once per round."""
+    """Shows the progress of a loop of known length; a context manager: call :meth:`update` once per round."""
 
     def __init__(self, total: int, label: str, stream: TextIO | None = None, is_shown: bool = True) -> None:
         self._total = max(total, 1)
@@ -31,7 +31,7 @@ class Progress:
             self._stream.flush()
 
     def update(self, note: str = "") -> None:
-        """Count one round and draw, at most ten times a second (elsewhere than on a terminal: every quarter)."""
+        """Count one round and draw, at most ten times a second (not on a terminal: every quarter)."""
         self._done += 1
         if not self._is_shown:
             return
@@ -47,7 +47,7 @@ class Progress:
             self._stream.flush()
 
     def line(self, elapsed_s: float, note: str) -> str:
-        """Return the text for the present state."""
+        """Return the text for the current state."""
         filled = round(_WIDTH * self._done / self._total)
         bar = "#" * filled + "." * (_WIDTH - filled)
         left_s = elapsed_s / self._done * (self._total - self._done) if self._done else 0.0

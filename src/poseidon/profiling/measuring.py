@@ -1,8 +1,9 @@
 """Profiles of real models: measured on a device, or estimated from counted operations. Needs torch.
 
-Measured: marks are set as forward reaches each unit and as each gradient becomes final, by the clock on the CPU and by
-events on CUDA. Estimated: one forward on torch's meta device, which computes nothing, while every operation is counted;
-an operation takes the longer of its arithmetic at the device's matrix rate and its traffic at the memory's.
+Measured: hooks take a timestamp when forward reaches each unit and when each gradient is final, from the clock on the
+CPU and from events on CUDA. Estimated: one forward on torch's meta device, which computes nothing, counts every
+operation; an operation takes its arithmetic at the device's matrix rate or its traffic at the memory's, whichever is
+longer.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def profile_model(
     update: Callable[[], object] | None = None,
     repetitions: int = 3,
 ) -> Profile:
-    """Measure forward and backward of every unit where the model is; one pass more than ``repetitions`` runs.
+    """Measure forward and backward of every unit on the model's device, in ``repetitions`` passes after a warm-up.
 
-    ``loss`` makes a scalar of the outputs (default: their mean). ``update`` is the optimizer's step, called after each
-    backward and timed; without it the traffic of a plain SGD is timed, and weights stay as they are. Running statistics
-    (BatchNorm) move as in any training forward. Gradients are dropped.
+    ``loss`` turns the outputs into a scalar (default: their mean). ``update`` is the optimizer's step, called and timed
+    after each backward; without it the traffic of plain SGD is timed and the weights do not change. Running statistics
+    (BatchNorm) change as in any training forward. Gradients are dropped.
     """
     from poseidon.engine.discover import find_units
 
@@ -131,7 +132,7 @@ class _Watch:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _plain_update_s(self) -> float:
-        """Time what any optimizer does at least: read weights and gradients, write weights; nothing is changed."""
+        """Time the least any optimizer does: read weights and gradients, write weights; the values do not change."""
         import torch
 
         pairs = [(p, p.grad) for unit in self._units for p in unit.parameters if p.grad is not None]
@@ -175,13 +176,13 @@ class _Watch:
 def _assemble(
     name: str, device: str, batch: int, units: list[LiveUnit], loads: Any, run: _Run, runs: list[_Run], memory: int
 ) -> Profile:
-    """Turn marks into spans: each unit's lasts from its mark to the next one's."""
+    """Turn marks into spans: a unit's span lasts from its mark to the next one's."""
     count = len(units)
     forward_order = sorted(range(count), key=lambda i: (run.first_use_s.get(i, run.forward_s), i))
     ready_order = sorted(range(count), key=lambda i: (run.ready_s.get(i, run.backward_s), -i))
     forward = [0.0] * count
     begins = [run.first_use_s.get(i, run.forward_s) for i in forward_order]
-    # What comes before the first unit (moving a batch, say) counts as the first one's.
+    # Time before the first unit (e.g. moving a batch) counts as the first unit's.
     for place, i in enumerate(forward_order):
         begin = 0.0 if place == 0 else begins[place]
         end = begins[place + 1] if place + 1 < count else run.forward_s
@@ -311,10 +312,10 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _mean(outputs: Any) -> torch.Tensor:
-    """Return a scalar that depends on every output, for models whose own loss is not known."""
+    """Return a scalar that depends on every output, for models whose loss is unknown."""
     total = sum(t.float().mean() for t in _tensors(outputs) if t.requires_grad)
     if isinstance(total, int):
-        raise ConfigError("no output of the model needs a gradient; return its (model, inputs) in training form")
+        raise ConfigError("no output of the model requires a gradient; return the model in training mode")
     return total
 
 

@@ -14,7 +14,7 @@ from poseidon.planning.profile import Profile, UnitProfile
 from poseidon.profiling.measuring import BACKWARD_RATIO, MEMORY_PER_FLOP, UPDATE_PASSES
 
 if TYPE_CHECKING:
-    from poseidon.caffe.net import Net
+    from poseidon.caffe.net import BuiltNet
 
 _COLOURS = 3
 _ITEM_BYTES = 4
@@ -30,15 +30,15 @@ def profile_prototxt(path: str | Path, batch: int, flops: float, is_measured: bo
     net = _build(path, batch if is_measured else 1)
     units = find_net_units(net)
     if not units:
-        # A deploy net has no loss, so by itself nothing in it learns.
+        # A deploy net has no loss, so nothing in it would learn.
         net = _build(path, batch if is_measured else 1, force_backward=True)
         units = find_net_units(net)
     if not units:
-        raise ConfigError(f"{path}: no layer of this net learns anything, so there is nothing to exchange")
+        raise ConfigError(f"{path}: no layer of this net learns, so there is nothing to exchange")
     forward, backward = _measure(net) if is_measured else _estimate(net, flops)
     made = []
     for place, unit in enumerate(units):
-        # A unit answers for the layers from its own up to the next unit's, which have no parameters.
+        # A unit accounts for all layers from its own up to the next unit's, which have no parameters.
         begin = unit.layer_index if place else 0
         end = units[place + 1].layer_index if place + 1 < len(units) else len(net.layers)
         load = unit.load(net) if unit.kind != "dense" else None
@@ -57,8 +57,8 @@ def profile_prototxt(path: str | Path, batch: int, flops: float, is_measured: bo
     return profile if is_measured else replace(profile.with_batch(batch), source="estimated")
 
 
-def _build(path: str | Path, batch: int, force_backward: bool = False) -> Net:
-    from poseidon.caffe.net import Net
+def _build(path: str | Path, batch: int, force_backward: bool = False) -> BuiltNet:
+    from poseidon.caffe.net import BuiltNet
     from poseidon.caffe.schema import TRAIN
     from poseidon.caffe.upgrade import read_net
 
@@ -68,15 +68,13 @@ def _build(path: str | Path, batch: int, force_backward: bool = False) -> Net:
     for layer in param.layer:
         _take_input(layer, batch)
     try:
-        return Net(param)
+        return BuiltNet(param)
     except ConfigError as error:
-        raise ConfigError(
-            f"{path}: {error}; a net whose data are elsewhere can be planned by its deploy form"
-        ) from error
+        raise ConfigError(f"{path}: {error}; if its data are not here, plan the deploy form of the net") from error
 
 
 def _take_input(layer: Any, batch: int) -> None:
-    """Give an input layer the batch, and make one of a data layer that says how large its images are."""
+    """Set the batch of an input layer, and replace a data layer whose image size is known by an input layer."""
     if layer.type == "Input":
         for shape in layer.input_param.shape:
             if shape.dim:
@@ -91,7 +89,7 @@ def _take_input(layer: Any, batch: int) -> None:
         layer.input_param.shape.add().dim.extend(dims)
 
 
-def _measure(net: Net) -> tuple[list[float], list[float]]:
+def _measure(net: BuiltNet) -> tuple[list[float], list[float]]:
     from poseidon.caffe.scoring import benchmark
 
     passes = 2
@@ -99,7 +97,7 @@ def _measure(net: Net) -> tuple[list[float], list[float]]:
     return [ms / passes / 1e3 for ms in times.forward], [ms / passes / 1e3 for ms in times.backward]
 
 
-def _estimate(net: Net, flops: float) -> tuple[list[float], list[float]]:
+def _estimate(net: BuiltNet, flops: float) -> tuple[list[float], list[float]]:
     """Return every layer's seconds: the longer of its arithmetic and its traffic."""
     forward = [_layer_s(net, index, flops) for index in range(len(net.layers))]
     backward = [
@@ -109,7 +107,7 @@ def _estimate(net: Net, flops: float) -> tuple[list[float], list[float]]:
     return forward, backward
 
 
-def _layer_s(net: Net, index: int, flops: float) -> float:
+def _layer_s(net: BuiltNet, index: int, flops: float) -> float:
     layer = net.layers[index]
     tops, bottoms = net.tops_of(index), net.bottoms_of(index)
     traffic = _ITEM_BYTES * sum(blob.count for blob in (*tops, *bottoms, *layer.blobs))

@@ -1,4 +1,4 @@
-"""From what a user names (a network, a callable, a prototxt, a profile) to a profile."""
+"""From a user's description (a network, a callable, a prototxt, a profile) to a profile."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ DEFAULT_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Source:
-    """What is known of a model and of the device that is to train it."""
+class ProfileSource:
+    """A model and the device that will train it."""
 
     model: str
     """A network of the zoo, ``module:callable``, a prototxt, or a profile's JSON file."""
     batch: int | None = None
     """Samples per worker; None: the profile's own, or 32."""
     profile: Path | None = None
-    """A profile of the model; its times are taken instead of an estimate."""
+    """A profile of the model, whose times replace the estimate."""
     flops: float | None = None
-    """The device's matrix rate; None: of this machine's device, measured."""
+    """The device's matrix rate; None: that of this machine's device, measured."""
     is_measured: bool = False
     """Train a few steps here and time every unit."""
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch < 1:
-            raise ConfigError(f"--batch is {self.batch}; it takes at least 1")
+            raise ConfigError(f"--batch is {self.batch}; it must be at least 1")
         if self.flops is not None and not self.flops > 0:
             raise ConfigError(f"the device's matrix rate is {self.flops} flop/s; it must be positive")
         if self.profile is not None and self.is_measured:
             raise ConfigError("a profile is either read (--profile) or measured (--measure), not both")
 
 
-def find_profile(source: Source) -> Profile:
-    """Return the profile that a source stands for."""
+def find_profile(source: ProfileSource) -> Profile:
+    """Return the profile of a source."""
     if source.model.endswith(".json"):
         profile = Profile.load_file(source.model)
         return profile.with_batch(source.batch or profile.batch)
@@ -55,8 +55,8 @@ def find_profile(source: Source) -> Profile:
     return _measured(source, batch) if source.is_measured else _estimated(source, batch)
 
 
-def device_flops(source: Source) -> float:
-    """Return the device's matrix rate: as given, or of this machine's GPU or CPU."""
+def device_flops(source: ProfileSource) -> float:
+    """Return the device's matrix rate: the given one, or that of this machine's GPU or CPU."""
     if source.flops is not None:
         return source.flops
     import torch
@@ -67,13 +67,13 @@ def device_flops(source: Source) -> float:
 
 
 def device_here() -> str:
-    """Return the name of the device that models would train on here."""
+    """Return the name of the device on which models train here."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _measured(source: Source, batch: int) -> Profile:
+def _measured(source: ProfileSource, batch: int) -> Profile:
     from poseidon.profiling.measuring import moved_to, profile_model
 
     model, inputs = load_model(source.model, batch)
@@ -81,14 +81,14 @@ def _measured(source: Source, batch: int) -> Profile:
     return profile_model(model.train(), inputs, name=source.model, batch=batch)
 
 
-def _estimated(source: Source, batch: int) -> Profile:
+def _estimated(source: ProfileSource, batch: int) -> Profile:
     from poseidon.profiling.measuring import estimate_profile
 
     model, inputs = _on_meta(source.model, batch)
     return estimate_profile(model, inputs, name=source.model, batch=batch, flops=device_flops(source))
 
 
-def _units_of(source: Source) -> list[Any]:
+def _units_of(source: ProfileSource) -> list[Any]:
     if source.model.endswith(".prototxt"):
         from poseidon.profiling.prototxt import profile_prototxt
 
@@ -100,7 +100,7 @@ def _units_of(source: Source) -> list[Any]:
 
 
 def _on_meta(name: str, batch: int) -> tuple[Any, Any]:
-    """Return model and inputs without contents: a network of the zoo is then built in no time."""
+    """Return model and inputs on the meta device: building a network of the zoo then takes no time."""
     import torch
 
     from poseidon import zoo

@@ -1,7 +1,7 @@
-"""Batch normalisation of TensorFlow 1 graphs over the rows of all workers, wherever a script makes its moments.
+"""Batch normalisation of TensorFlow 1 graphs over the rows of all workers, wherever a script computes its moments.
 
-Layers and hand-written code get them from two functions, ``tf.nn.moments`` and ``fused_batch_norm``, which are replaced
-here. Moments count as a batch's if they run over the first axis of something that is not made from variables alone.
+Layers and hand-written code compute them by two functions, ``tf.nn.moments`` and ``fused_batch_norm``, which are
+replaced here. Moments are a batch's if they run over the first axis of a tensor that depends on more than variables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from poseidon.engine.moments import MomentsExchange, combine
 from poseidon.engine.outside import Array
 from poseidon.errors import ConfigError, MismatchError
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.graphs import rests_on_variables
 from poseidon.tensorflow.moments import combine_moments
@@ -32,12 +32,12 @@ from poseidon.tensorflow.waiting import Run, WaitingCalls
 v1 = tf.compat.v1
 
 VARIABLE = "POSEIDON_SYNC_BATCHNORM"
-"""Set to 1 in the environment to have batch moments over all workers."""
+"""Set to 1 in the environment for batch moments over all workers."""
 _NARROW = (tf.float16, tf.bfloat16)
 
 
 def is_asked_for() -> bool:
-    """Tell whether the environment asks for moments over all workers; they are each worker's own by default."""
+    """Return whether the environment requests moments over all workers; by default each worker uses its own."""
     text = os.environ.get(VARIABLE, "0")
     if text not in ("0", "1"):
         raise ConfigError(f"environment variable {VARIABLE} is {text!r}, expected 1 (over all workers) or 0")
@@ -45,19 +45,19 @@ def is_asked_for() -> bool:
 
 
 def check_choices(choices: Sequence[bool]) -> None:
-    """Raise unless the environments of all workers, by rank, ask for the same. Pure."""
+    """Raise unless the environments of all workers, by rank, agree. Pure."""
     if len(set(choices)) > 1:
         on, off = ([rank for rank, choice in enumerate(choices) if choice is wanted] for wanted in (True, False))
         raise MismatchError(
-            f"environment variable {VARIABLE} is 1 on ranks {on} and 0 or not set on ranks {off}; set it alike on all "
-            "workers"
+            f"environment variable {VARIABLE} is 1 on ranks {on} and 0 or unset on ranks {off}; set it to the same "
+            "value on all workers"
         )
 
 
 class BatchMoments:
-    """Replaces the functions that make moments."""
+    """Replaces the functions that compute moments."""
 
-    def __init__(self, team: Team, calls: WaitingCalls, report: Report, sync_batchnorm: bool) -> None:
+    def __init__(self, team: Team, calls: WaitingCalls, report: ScriptReport, sync_batchnorm: bool) -> None:
         self._team = team
         self._calls = calls
         self._report = report
@@ -65,10 +65,10 @@ class BatchMoments:
         self._is_agreed = False
         self._sums: TaggedSums | None = None
         self._tags = itertools.count()
-        """Graphs are built alike on all workers, so what is made at the same point has the same tag."""
+        """All workers build the same graphs, so operations created at the same point have the same tag."""
 
     def install(self, patches: Patches) -> None:
-        """Put the replacements in place."""
+        """Install the replacements."""
         if self._team.size > 1:
             replace_everywhere(patches, nn_impl.moments, self._moments)
             replace_everywhere(patches, nn_impl.fused_batch_norm, self._fused)
@@ -113,7 +113,7 @@ class BatchMoments:
         shape = mean.shape
         scale, offset = (tf.reshape(given[name], shape) for name in ("scale", "offset"))
         y = tf.nn.batch_normalization(wide, mean, variance, offset, scale, given["epsilon"])
-        # The variance that it gives out, unlike the one it divides by, is that of a sample (Bessel's correction).
+        # The variance it returns, unlike the one it divides by, is the sample variance (Bessel's correction).
         unbiased = variance * tf.cast(total / tf.maximum(total - 1.0, 1.0), variance.dtype)
         factor, size = given["exponential_avg_factor"], [-1]
         given_out = []
@@ -125,7 +125,7 @@ class BatchMoments:
     # Inside.
 
     def _concerns(self, x: Any, axes: Sequence[int]) -> bool:
-        """Tell whether moments over some axes are a batch's, and are wanted over all workers."""
+        """Return whether moments over these axes are a batch's and should span all workers."""
         if 0 not in axes or not x.dtype.is_floating:
             return False
         is_known = all(size is not None for axis, size in enumerate(x.shape.as_list()) if axis not in axes)
@@ -139,10 +139,10 @@ class BatchMoments:
         return self._is_on
 
     def _agree(self) -> None:
-        """Raise unless all workers want the same.
+        """Raise unless the settings of all workers agree.
 
-        Asked when a graph first makes moments, which all workers come to, not when TensorFlow is imported, which the
-        logger of one worker may do.
+        Checked when a graph first computes moments, which all workers do, not when TensorFlow is imported, which a
+        logger may do on one worker alone.
         """
         if not self._is_agreed:
             choices = self._team.gather_ints([int(self._is_on)], VARIABLE)
@@ -189,11 +189,11 @@ class _GraphMoments:
         return whole
 
     def backward(self, by_mean: Any, by_variance: Any, share: Any) -> list[Any]:
-        """Return the sums of everybody's gradients. Every call of tf.gradients has its own."""
+        """Return the sums of all workers' gradients. Every call of tf.gradients has its own."""
         tag = next(self._tags)
 
         def exchange(run: Run, by_mean: Array, by_variance: Array, share: Array) -> Sequence[Array]:
-            # Without a weight, samples are rows of a dataset: a worker has the same share of them as of these rows.
+            # Without a weight, samples are rows of a dataset: a worker's share of them is its share of these rows.
             weight = run.weight or float(share) * self._team.size
             channel = self._sums.of(tag, run.number)
             return MomentsExchange(self._team, channel, lambda: weight).backward(by_mean, by_variance, self._name)
@@ -202,17 +202,17 @@ class _GraphMoments:
 
 
 def count_rows(parts: Array, is_divided: bool) -> Array:
-    """Return how many rows everybody's moments stand for. Pure.
+    """Return how many rows the moments of all workers cover. Pure.
 
-    Unless a batch ``is_divided`` for certain, workers with the very same moments have the very same rows: there are
-    batches that stay whole on every worker.
+    Unless the batch is known to be divided (``is_divided``), workers with identical moments have identical rows: some
+    batches stay whole on every worker.
     """
     counts = parts[:1, 0] if not is_divided and (parts == parts[0]).all() else parts[:, 0]
     return np.asarray(counts.sum())
 
 
 def find_axes(x: Any, axes: Any) -> list[int] | None:
-    """Return axes counted from the first, as far as the graph says which they are."""
+    """Return axes counted from the front, if the graph determines them."""
     if x.shape.rank is None:
         return None
     known = tensor_util.constant_value(tf.convert_to_tensor(axes)) if tf.is_tensor(axes) else np.asarray(axes)
@@ -224,7 +224,7 @@ def _count(x: Any, axes: Sequence[int]) -> Any:
 
 
 def is_session_graph() -> bool:
-    """Tell whether operations go into a session's graph, or a branch in it: no loop, no function of a dataset."""
+    """Return whether operations go into a session's graph or a branch of it, not a loop or a dataset's function."""
     if tf.executing_eagerly():
         return False
     graph = v1.get_default_graph()

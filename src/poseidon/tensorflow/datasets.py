@@ -1,8 +1,8 @@
-"""tf.data pipelines that train: each worker gets its part of every batch, however the pipeline was made.
+"""tf.data pipelines for training: each worker gets its part of every batch, however the pipeline was built.
 
-All workers build the same pipeline with the same seeds; the part is cut out at its end, where an iterator takes it.
-With ``--batch per-worker`` as many batches as there are workers are joined first, so that everybody gets one of the
-script's size. The end of an epoch is split as evenly as can be, and counts of samples weigh the gradients.
+All workers build the same pipeline with the same seeds; each takes its part at the end, where an iterator is created.
+With ``--batch per-worker`` one batch per worker is joined first, so that each gets a batch of the script's size. The
+end of an epoch is split as evenly as possible, and sample counts weight the gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tensorflow.python.framework import tensor_util
 from poseidon.following.naming import find_name, is_called_by_keras
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.tensorflow.graphs import length_of
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")
@@ -28,16 +28,16 @@ _TRAINING = ("_ShuffleDataset", "_RepeatDataset")
 class Datasets:
     """Replaces how graphs take datasets."""
 
-    def __init__(self, rank: int, size: int, options: AutoOptions, report: Report) -> None:
+    def __init__(self, rank: int, size: int, options: AutoOptions, report: ScriptReport) -> None:
         self._rank = rank
         self._size = size
         self._options = options
         self._report = report
         self.rows = 1
-        """Rows of the last batch that an eager loop was given."""
+        """Rows of the last batch of an eager loop."""
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(dataset_ops.DatasetV1, "_make_one_shot_iterator", self._iterate)
         patches.wrap(dataset_ops.DatasetV1, "_make_initializable_iterator", self._iterate)
         patches.wrap(iterator_ops.Iterator, "make_initializer", self._initialize)
@@ -45,7 +45,7 @@ class Datasets:
 
     def deal(self, dataset: Any) -> Any:
         """Return this worker's part of a dataset, or all of it if it is not for training."""
-        # What a graph takes is wrapped for it; the script may have either.
+        # Graphs wrap their datasets; the script may hold either form.
         name = find_name(dataset) or find_name(getattr(dataset, "_dataset", None) or dataset)
         label = name or "a dataset"
         if not self._is_for_training(dataset, name):
@@ -92,7 +92,7 @@ class Datasets:
         return not is_evaluation and any(type(step).__name__ in _TRAINING for step in pipeline(dataset))
 
     def _cut(self, dataset: Any, rows: int | None) -> Any:
-        """Return a dataset of this worker's rows; those of a batch that is too small for all are everybody's."""
+        """Return a dataset of this worker's rows; all workers keep a batch that is too small to divide."""
 
         def cut(*element: Any) -> Any:
             count = tf.shape(tf.nest.flatten(element)[0])[0]
@@ -121,12 +121,12 @@ def pipeline(dataset: Any) -> Iterator[Any]:
 
 
 def is_batched(dataset: Any) -> bool:
-    """Tell whether elements are batches."""
+    """Return whether elements are batches."""
     return any("BatchDataset" in type(step).__name__ for step in pipeline(dataset))
 
 
 def find_batch_size(dataset: Any) -> int | None:
-    """Return the size of the batches, if they are of one that is known and can be joined."""
+    """Return the size of the batches, if it is fixed, known, and the batches can be joined."""
     for step in pipeline(dataset):
         if type(step).__name__ in _BATCHES:
             size = tensor_util.constant_value(step._batch_size)

@@ -1,13 +1,12 @@
-"""TensorFlow 2 loops of a script's own: gradients from a tape, applied by a Keras optimizer, eagerly or traced.
+"""A script's own TensorFlow 2 loops: gradients from a tape, applied by a Keras optimizer, eagerly or traced.
 
-Gradients are averaged where they are applied. What a script did to them before (clipping, say) was done to each
-worker's own; an optimizer's clipping sees the means.
+Gradients are averaged where they are applied. What a script does to them before (e.g. clipping) acts on each worker's
+own gradients; an optimizer's clipping sees the means.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -24,28 +23,28 @@ from poseidon.engine.outside import (
     check_alike,
     take_from_first,
 )
-from poseidon.errors import UnsupportedError
 from poseidon.following.keras_rates import scale_rate
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.tensorflow.datasets import Datasets
-from poseidon.tensorflow.exchange import GraphExchange
+from poseidon.tensorflow.exchange import GraphExchange, check_no_strategy
 
 
 class EagerLoops:
-    """Averages what Keras optimizers are given outside of ``fit``."""
+    """Averages the gradients that Keras optimizers get outside ``fit``."""
 
-    def __init__(self, team: Team, datasets: Datasets, report: Report, rate: float = 1.0) -> None:
+    def __init__(self, team: Team, datasets: Datasets, report: ScriptReport, rate: float = 1.0) -> None:
         self._team = team
         self._rate = rate
         """Factor for learning rates."""
         self._datasets = datasets
         self._report = report
         self._exchanges: dict[tuple[int, ...], tuple[GraphExchange, Sequence[Any]]] = {}
-        """By the identities of an optimizer and its variables, which are kept."""
-        self._is_inside = False
+        """By the ids of an optimizer and its variables, which are kept alive."""
+        self._nesting = Nesting()
 
     @property
     def has_trained(self) -> bool:
@@ -53,7 +52,7 @@ class EagerLoops:
         return bool(self._exchanges)
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         kinds = {kind for found in vars(keras.optimizers).values() if isinstance(found, type) for kind in found.__mro__}
         for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
             if "apply" in vars(kind):
@@ -74,25 +73,20 @@ class EagerLoops:
         self._exchanges.clear()
 
     def _apply(self, original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        # A model that poseidon.keras distributes has an `apply` of its own on its optimizer.
-        if self._is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
+        # The optimizer of a model that poseidon.keras distributes has its own `apply`.
+        if self._nesting.is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
             return original(optimizer, grads, trainable_variables)
-        if tf.distribute.has_strategy():
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} is used inside tf.distribute's "
-                f"{type(tf.distribute.get_strategy()).__name__}: two systems cannot distribute one script; remove the "
-                "strategy, or run without --auto"
-            )
+        check_no_strategy(optimizer)
         variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
         exchange = self._exchange_of(optimizer, variables)
         means = exchange.average(list(grads), exchange.begin(self._samples()))
-        with self._inside():
+        with self._nesting.enter():
             return original(optimizer, means, trainable_variables)
 
     def _exchange_of(self, optimizer: Any, variables: Sequence[Any]) -> GraphExchange:
         key = (id(optimizer), *map(id, variables))
         if key not in self._exchanges:
-            # A loop may be in the middle of being traced.
+            # The loop may be in the middle of tracing.
             with tf.init_scope():
                 self._exchanges[key] = (self._make(optimizer, variables), (optimizer, *variables))
         return self._exchanges[key][0]
@@ -124,11 +118,3 @@ class EagerLoops:
         if tf.executing_eagerly():
             return self._datasets.rows
         return tf.numpy_function(lambda: np.int64(self._datasets.rows), [], tf.int64, stateful=True)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = False

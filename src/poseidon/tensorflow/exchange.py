@@ -1,9 +1,9 @@
 """Gradients exchanged inside a TensorFlow graph, or eagerly.
 
-An operation per unit hands its gradients to the engine. It is declared stateless, so TensorFlow runs it as soon as the
-gradients are there, while backward goes on below; a stateful one would have to keep its place among all others. One
-more operation, after all of these, waits for the means. It is the only one that waits for exchanges: were there one per
-variable, they could hold all of TensorFlow's threads while a gradient that others wait for is still to be computed.
+One operation per unit hands its gradients to the engine. It is declared stateless, so TensorFlow runs it as soon as the
+gradients exist, while backward continues below; stateful operations would run in program order. One more operation,
+after all of these, waits for the means. Only this one waits for exchanges: one per variable could block all of
+TensorFlow's threads while a gradient that other workers wait for has yet to be computed.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import numpy as np
 import tensorflow as tf
 
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit, Rows
+from poseidon.errors import UnsupportedError
 
 Gradient = Any
 """A tf.Tensor, tf.IndexedSlices or None."""
 
 
 class GraphExchange:
-    """Connects gradients in TensorFlow to a front end. Its callbacks run on TensorFlow's threads."""
+    """Connects TensorFlow's gradients to a front end. Its callbacks run on TensorFlow's threads."""
 
     def __init__(self, front: OutsideFrontEnd, units: Sequence[OutsideUnit]) -> None:
         self.front = front
         self._units = units
         self._tables = {position for unit in units if unit.kind == "embedding" for position in unit.positions}
         self._unused: list[int] = []
-        """Positions without a gradient in the step that is being traced."""
+        """Positions without a gradient in the step being traced."""
         self._has_begun = False
         self.error: BaseException | None = None
-        """The first error of a callback, of which TensorFlow would show nothing but the text."""
+        """The first error of a callback; TensorFlow would only pass on its text."""
 
     def begin(self, samples: Any) -> Any:
         """Start a step to which this worker adds ``samples`` samples; return a token for :meth:`average`."""
@@ -45,11 +46,11 @@ class GraphExchange:
             self.front.begin(int(count), unused)
             return np.int32(0)
 
-        # Stateful: the number may be a constant, and what only depends on constants is run once, when it is optimized.
+        # Stateful: the number may be a constant, and TensorFlow folds stateless operations on constants into one run.
         return tf.numpy_function(self._guarded(begin), [samples], tf.int32, stateful=True)
 
     def average(self, gradients: Sequence[Gradient], token: Any = None) -> list[Gradient]:
-        """Return the means of gradients, which are in the order of the front end's variables; None stays None."""
+        """Return the means of gradients given in the order of the front end's variables; None stays None."""
         gradients = [self._plain(position, gradient) for position, gradient in enumerate(gradients)]
         if tf.executing_eagerly():
             return self._average_now(gradients)
@@ -64,7 +65,7 @@ class GraphExchange:
         return self._await(gradients, tokens)
 
     def _plain(self, position: int, gradient: Gradient) -> Gradient:
-        """Return a gradient in full where it is no embedding's, whose rows could travel alone."""
+        """Return a gradient in dense form, unless it is an embedding's, whose rows can travel alone."""
         if not isinstance(gradient, tf.IndexedSlices) or position in self._tables:
             return gradient
         return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, self.front.shape(position)[0])
@@ -90,7 +91,7 @@ class GraphExchange:
         return tf.convert_to_tensor(mean)
 
     def _give(self, unit: OutsideUnit, given: Sequence[int], gradients: Sequence[Gradient], token: Any) -> Any:
-        """Return an operation that hands over the gradients of a unit in the shortest form that the graph shows."""
+        """Return an operation that hands over a unit's gradients in the shortest form found in the graph."""
         gradient = gradients[given[0]]
         factors = find_factors(gradient) if unit.kind == "linear" else []
         if isinstance(gradient, tf.IndexedSlices):
@@ -148,9 +149,9 @@ class GraphExchange:
 
 
 def find_factors(gradient: Gradient) -> list[tuple[Any, Any]]:
-    """Return tensors (x, g) whose products ``x^T g`` add up to a gradient; nothing if the graph makes it otherwise.
+    """Return tensors (x, g) whose products ``x^T g`` sum to a gradient; empty if the graph computes it otherwise.
 
-    What makes the gradient itself is then needed no more, and TensorFlow leaves it out.
+    The operations that compute the gradient itself are then unused, and TensorFlow prunes them.
     """
     if not isinstance(gradient, tf.Tensor):
         return []
@@ -165,3 +166,13 @@ def find_factors(gradient: Gradient) -> list[tuple[Any, Any]]:
     if not is_product or operation.get_attr("transpose_b"):
         return []
     return [tuple(operation.inputs)]
+
+
+def check_no_strategy(optimizer: Any) -> None:
+    """Raise if TensorFlow itself distributes the code that uses an optimizer."""
+    if tf.distribute.has_strategy():
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is used inside tf.distribute's "
+            f"{type(tf.distribute.get_strategy()).__name__}: two systems cannot distribute one script; remove the "
+            "strategy, or run without --auto"
+        )

@@ -1,8 +1,8 @@
-"""Batches that a script feeds: each worker computes its rows, and what a step returns is put together again.
+"""Batches that a script feeds: each worker computes its rows, and the results of a step are combined.
 
-All workers run the same script, so all feed the same batch. Divided by rows it is one worker's work shared by all, and
-the result is that of one worker: sample counts weigh the gradients, fetched scalars are means over all samples, fetched
-rows are collected from all workers.
+All workers run the same script, so all feed the same batch. They divide it by rows, and the result is that of one
+worker: sample counts weight the gradients, fetched scalars are means over all samples, fetched rows are gathered from
+all workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Division:
     shares: tuple[int, ...]
     """Rows of each worker; empty if the batch stays whole."""
     reason: str = ""
-    """Why it stays whole, in words for the report."""
+    """Why it stays whole, for the report."""
 
     def rows(self, rank: int) -> slice:
         """Return the rows of a worker."""
@@ -39,9 +39,9 @@ class Division:
 
 
 def plan_division(fed: Mapping[str, tuple[int | None, Array]], size: int) -> Division:
-    """Decide how to divide the fed values: by name, the length that a placeholder asks for, and the value. Pure.
+    """Decide how to divide the fed values, given by name as (length required by the placeholder, value). Pure.
 
-    Only what has any length by its placeholder is divided, and only if all of it has the same.
+    Only values whose placeholder accepts any length are divided, and only if all have the same length.
     """
     arrays = {name: (length, value) for name, (length, value) in fed.items() if value.ndim}
     lengths = {len(value) for length, value in arrays.values() if length is None}
@@ -54,7 +54,7 @@ def plan_division(fed: Mapping[str, tuple[int | None, Array]], size: int) -> Div
     (count,) = lengths
     odd = [name for name, (length, value) in arrays.items() if length is not None and len(value) == count]
     if odd:
-        return Division((), f"{odd[0]} has as many rows as the batch, but must have them all")
+        return Division((), f"{odd[0]} has as many rows as the batch, but needs all of them")
     if count < size:
         return Division((), f"{count} rows are fewer than the workers")
     return Division(tuple((rank + 1) * count // size - rank * count // size for rank in range(size)))
@@ -72,14 +72,14 @@ def join_results(
 ) -> list[Any]:
     """Return the results of a step as one worker would see them. Collective.
 
-    ``has_open_rows`` tells of each result whether the graph leaves its length open, as it does for a batch's rows.
+    ``has_open_rows`` says for each result whether the graph leaves its length open, as for a batch's rows.
     """
     scalars = [i for i, result in enumerate(results) if _is_scalar(result)]
     kinds = zlib.crc32(repr((scalars, list(has_open_rows))).encode())
     rows = team.gather_ints([count, kinds], "the others' results of the step")
     joined = list(results)
     if len({row[1] for row in rows}) > 1:
-        return joined  # the workers have not fetched the same
+        return joined  # the workers have fetched different results
     counts = [row[0] for row in rows]
     if scalars:
         words = team.gather_ints([_to_word(float(results[i])) for i in scalars], "the others' results of the step")
@@ -106,7 +106,7 @@ def _divided(team: Team, results: Sequence[Any], has_open_rows: Sequence[bool], 
 
 
 def _collect(team: Team, mine: Array, division: Division) -> Array:
-    """Return everybody's rows in order."""
+    """Return all workers' rows in order."""
     width = mine.dtype.itemsize * int(np.prod(mine.shape[1:]))
     padded = torch.zeros(max(division.shares) * width, dtype=torch.uint8)
     padded[: mine.nbytes] = as_tensor(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))

@@ -1,7 +1,7 @@
 """Files that TensorFlow writes itself: worker 0 writes and reads them, the others follow.
 
-TensorFlow opens files in C++, where ``--auto``'s overlay (``auto/files.py``) cannot see them. So the others
-save nothing, write summaries and other files to a scratch folder, and take what worker 0 restores and finds.
+TensorFlow opens files in C++, out of reach of ``--auto``'s overlay (``auto/files.py``). So the others save nothing,
+write summaries and other files to a scratch folder, and copy what worker 0 restores and finds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from tensorflow.python.summary.writer import writer
 from tensorflow.python.training import saver
 
 from poseidon.errors import ConfigError
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.replacing import replace_everywhere
 from poseidon.tensorflow.sessions import Sessions
@@ -40,22 +41,22 @@ _CHANGING = (
     "copy",
     "copy_v2",
 )
-"""Functions of TensorFlow's file system that leave traces."""
+"""Functions of TensorFlow's file system that change files."""
 
 
 class Files:
-    """Keeps all workers but the first from writing, and has all of them find what the first one finds."""
+    """Stops all workers but worker 0 from writing, and makes all of them find what worker 0 finds."""
 
-    def __init__(self, team: Team, sessions: Sessions, report: Report) -> None:
+    def __init__(self, team: Team, sessions: Sessions, report: ScriptReport) -> None:
         self._team = team
         self._sessions = sessions
         self._report = report
         self._scratch: Path | None = None
-        self._is_inside = False
-        """Whether worker 0 is at it: what TensorFlow asks itself meanwhile, the others do not ask."""
+        self._nesting = Nesting()
+        """Whether worker 0 is inside a call: the others do not make the calls that TensorFlow nests in it."""
 
     def install(self, patches: Patches) -> None:
-        """Put the replacements in place."""
+        """Install the replacements."""
         patches.wrap(saver.Saver, "save", self._save)
         patches.wrap(saver.Saver, "restore", self._restore)
         for name in ("latest_checkpoint", "checkpoint_exists", "checkpoint_exists_internal"):
@@ -82,7 +83,7 @@ class Files:
         return f"{path}-{tf.compat.v1.train.global_step(session, step) if is_in_graph else int(step)}"
 
     def _restore(self, original: Callable[..., Any], one: Any, session: Any, path: str) -> None:
-        """Restore on worker 0 and take its values; a failure there is everybody's."""
+        """Restore on worker 0 and copy its values; if that fails, it fails on all workers."""
         error: Exception | None = None
         if self._team.rank == 0:
             try:
@@ -97,13 +98,13 @@ class Files:
         self._sessions.take_over(session, _variables_of(one))
 
     def _ask_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside:
+        if self._nesting.is_inside:
             return original(*args, **kwargs)
         mine = self._alone(original, *args, **kwargs) if self._team.rank == 0 else None
         return self._team.gather_json(mine)[0]
 
     def _ask_first_for_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside:
+        if self._nesting.is_inside:
             return original(*args, **kwargs)
         mine = self._alone(original, *args, **kwargs) if self._team.rank == 0 else None
         text = self._team.gather_json(None if mine is None else mine.SerializeToString().hex())[0]
@@ -112,11 +113,8 @@ class Files:
         return checkpoint_management.CheckpointState.FromString(bytes.fromhex(text))
 
     def _alone(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_inside = True
-        try:
+        with self._nesting.enter():
             return original(*args, **kwargs)
-        finally:
-            self._is_inside = False
 
     # Other files.
 
@@ -144,7 +142,7 @@ class Files:
 
 
 def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Leave to worker 0 what changes folders."""
+    """Leave changes of folders to worker 0."""
 
 
 def _variables_of(one: Any) -> list[Any]:

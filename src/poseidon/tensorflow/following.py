@@ -1,25 +1,25 @@
-"""A TensorFlow 1 script under ``--auto``: everything that is put in place once it imports TensorFlow."""
+"""A TensorFlow 1 script under ``--auto``: everything that is installed when it imports TensorFlow."""
 
 from __future__ import annotations
 
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.batch_moments import BatchMoments, is_asked_for
 from poseidon.tensorflow.datasets import Datasets
 from poseidon.tensorflow.files import Files
-from poseidon.tensorflow.gradients import Gradients
+from poseidon.tensorflow.gradients import GraphGradients
 from poseidon.tensorflow.seeds import Seeds
 from poseidon.tensorflow.sessions import Sessions
 from poseidon.tensorflow.waiting import WaitingCalls
 
 
 class Following:
-    """The hooks in TensorFlow, and what is checked at the end."""
+    """The hooks in TensorFlow, and the checks at the end."""
 
-    def __init__(self, team: Team, options: AutoOptions, seed: int, report: Report) -> None:
-        gradients = Gradients(team, report, float(team.size) if options.scale_lr else 1.0)
+    def __init__(self, team: Team, options: AutoOptions, seed: int, report: ScriptReport) -> None:
+        gradients = GraphGradients(team, report, float(team.size) if options.scale_lr else 1.0)
         calls = WaitingCalls()
         self._sessions = Sessions(team, gradients, calls, report)
         self.datasets = Datasets(team.rank, team.size, options, report)
@@ -34,11 +34,11 @@ class Following:
 
     @property
     def has_trained(self) -> bool:
-        """Whether any step was taken together."""
+        """Whether the workers have taken any step together."""
         return self._sessions.has_trained
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         for part in self._parts:
             if part is not None:
                 part.install(patches)

@@ -14,17 +14,17 @@ from poseidon.tensorflow.graphs import rests_on_variables
 from poseidon.tensorflow.variables import describe
 
 _LEAST_MATRIX = 2**14
-"""Values of a matrix below which its factors are not worth looking at: it fits in a packet or two."""
+"""Size of a matrix below which factors do not pay: it fits in a packet or two."""
 
 
 class Form:
-    """As it is, as factors, or as rows of a matrix, whatever the shape of the variable."""
+    """In full, as factors, or as rows of a matrix, whatever the shape of the variable."""
 
     def __init__(self, gradient: Any, variable: Any) -> None:
         if not variable.shape.is_fully_defined():
             raise UnsupportedError(
                 f"{variable.op.name} has shape {variable.shape}; gradients of variables without a fixed shape cannot "
-                "be averaged: give it one when it is made"
+                "be averaged: set its shape when you create it"
             )
         self._gradient = gradient
         self._shape = tuple(variable.shape.as_list())
@@ -44,13 +44,13 @@ class Form:
             self._is_linear = bool(find_factors(self.flat))
 
     def unit(self, position: int) -> OutsideUnit:
-        """Return the variable as a unit of its own."""
+        """Return the variable as its own unit."""
         if self._is_sparse:
             return OutsideUnit(self.variable.name, "embedding", (position,), is_sparse=True)
         return OutsideUnit(self.variable.name, "linear" if self._is_linear else "dense", (position,))
 
     def complete(self, mean: Any) -> Any:
-        """Return the mean of what has travelled as the mean of the gradient, in its shape and with its types."""
+        """Convert the mean of what travelled to the mean of the gradient, in its shape and type."""
         if not self._is_sparse:
             return tf.add_n([mean, *self._rest]) if self._rest else mean
         values = tf.reshape(mean.values, [-1, *self._shape[1:]])
@@ -59,10 +59,10 @@ class Form:
 
 
 def split_products(gradient: Any) -> tuple[Any, list[Any]]:
-    """Return a gradient as a sum of products of factors, and terms that are the same on all workers.
+    """Return a gradient as a sum of products of factors, and terms that are equal on all workers.
 
-    Weight decay is such a term; it need not travel, and the rest can as factors. A gradient that is made otherwise is
-    returned as it is.
+    Weight decay is such a term: it need not travel, and the rest can travel as factors. A gradient of any other form is
+    returned unchanged.
     """
     if gradient.op.type not in ("AddN", "AddV2") or any(part.shape != gradient.shape for part in gradient.op.inputs):
         return gradient, []

@@ -1,18 +1,17 @@
-"""Where TensorFlow 1 scripts get gradients for training, and how the means take their place.
+"""Where TensorFlow 1 scripts get gradients for training, and how means replace them.
 
-An optimizer's ``compute_gradients`` gives means, so whatever a script does next (clipping, logging) sees them.
-Many scripts use ``tf.gradients`` instead and treat the results before ``apply_gradients``; then the exchange is put in
-later, right behind the gradients, and all that leads from there to the optimizer reads means. Gradients that never
-reach an optimizer are left alone.
+An optimizer's ``compute_gradients`` returns means, so whatever a script does next (clipping, logging) sees them. Many
+scripts use ``tf.gradients`` instead and process the results before ``apply_gradients``; then the exchange is inserted
+later, right after the gradients, and every operation between there and the optimizer reads means. Gradients that never
+reach an optimizer are not exchanged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +24,12 @@ from tensorflow.python.training import server_lib, sync_replicas_optimizer
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import OutsideFrontEnd, check_alike
 from poseidon.errors import UnsupportedError
+from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.planning.cluster import Cluster
 from poseidon.team.team import Team
-from poseidon.tensorflow.exchange import GraphExchange
+from poseidon.tensorflow.exchange import GraphExchange, check_no_strategy
 from poseidon.tensorflow.forms import Form
 from poseidon.tensorflow.graphs import find_ancestors, find_batch, find_descendants, redirect, tensors_of
 from poseidon.tensorflow.replacing import replace_everywhere
@@ -48,27 +48,27 @@ class Exchanged:
     samples: Any
     """Placeholder for the samples that this worker adds in a run; by default the rows of the tf.data batch, or 1."""
     count: Any
-    """The same as a run finds it."""
+    """The same tensor inside a run."""
     variables: tuple[Any, ...]
     label: str
 
 
 @dataclass
 class _Notes:
-    """What is known of one graph."""
+    """The exchanges of one graph."""
 
     begins: dict[str, int] = field(default_factory=dict)
-    """The operation with which each exchange begins, and its number."""
+    """The operation that begins each exchange, and the exchange's number."""
     calls: list[tuple[list[Any], list[Pair]]] = field(default_factory=list)
-    """Results of ``tf.gradients``: what was differentiated, and the gradients of variables."""
+    """Results of ``tf.gradients``: the differentiated tensors, and the gradients of variables."""
     owned: set[str] = field(default_factory=set)
-    """Names of the variables that optimizers keep for themselves."""
+    """Names of the optimizers' own variables."""
 
 
-class Gradients:
-    """Watches optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
+class GraphGradients:
+    """Hooks optimizers and ``tf.gradients``, and keeps the exchanges of all graphs."""
 
-    def __init__(self, team: Team, report: Report, rate: float = 1.0) -> None:
+    def __init__(self, team: Team, report: ScriptReport, rate: float = 1.0) -> None:
         self._team = team
         self._report = report
         self._rate = rate
@@ -76,11 +76,11 @@ class Gradients:
         self._scaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._notes: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
         self._cluster: Cluster | None = None
-        self._is_inside = False
+        self._nesting = Nesting()
         self.exchanges: list[Exchanged] = []
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(optimizers.Optimizer, "compute_gradients", self._compute)
         patches.wrap(optimizers.Optimizer, "apply_gradients", self._apply)
         for original in (gradients_impl.gradients, gradients_impl.gradients_v2):
@@ -94,7 +94,7 @@ class Gradients:
         return self._notes_of(graph).begins
 
     def owned(self, graph: Any) -> set[str]:
-        """Return the names of the variables that a graph's optimizers keep: they follow from the gradients."""
+        """Return the names of the optimizers' own variables in a graph: they follow from the gradients."""
         return self._notes_of(graph).owned
 
     def close(self) -> None:
@@ -108,10 +108,10 @@ class Gradients:
     def _compute(self, original: Callable[..., Any], optimizer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         _check(optimizer, is_eager=callable(loss))
         bound = inspect.signature(original).bind(optimizer, loss, *args, **kwargs)
-        # The means wait for all gradients anyway. Gates inside would only make a layer's own gradient be computed where
-        # its factors travel instead.
+        # The means wait for all gradients anyway. Gates would only force the computation of a layer's full gradient
+        # although its factors travel instead.
         bound.arguments["gate_gradients"] = optimizers.Optimizer.GATE_NONE
-        with self._inside():
+        with self._nesting.enter():
             pairs = original(*bound.args, **bound.kwargs)
         return self._exchange(type(optimizer).__name__, [loss], pairs)
 
@@ -124,7 +124,7 @@ class Gradients:
 
     def _record(self, original: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(ys, xs, *args, **kwargs)
-        if not self._is_inside and isinstance(xs, (list, tuple)):
+        if not self._nesting.is_inside and isinstance(xs, (list, tuple)):
             pairs = [(g, x) for g, x in zip(found, xs, strict=True) if isinstance(x, tf.Variable) and g is not None]
             if pairs:
                 calls = self._notes_of(v1.get_default_graph()).calls
@@ -142,19 +142,11 @@ class Gradients:
             if value is not None:
                 setattr(optimizer, name, (value() if callable(value) else value) * self._rate)
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = False
-
     def _notes_of(self, graph: Any) -> _Notes:
         return self._notes.setdefault(graph, _Notes())
 
     def _completed(self, label: str, pairs: list[Pair]) -> list[Pair]:
-        """Return the pairs with means; those that come from no exchange so far get one."""
+        """Return the pairs with means; gradients outside any exchange get one."""
         graph = v1.get_default_graph()
         notes = self._notes_of(graph)
         means_or_later = find_descendants(graph.get_operation_by_name(name) for name in notes.begins)
@@ -185,7 +177,7 @@ class Gradients:
         pairs: list[Pair],
         strangers: list[int],
     ) -> list[Pair]:
-        """Exchange what an earlier ``tf.gradients`` gave; all that leads from there to the optimizer reads means."""
+        """Exchange the results of an earlier ``tf.gradients``; operations from there to the optimizer read means."""
         before = find_ancestors(tensor for source in sources for tensor in tensors_of(source))
         exchanged = self._exchange(label, ys, [(g, pairs[i][1]) for g, i in zip(sources, strangers, strict=True)])
         means = [mean for mean, _ in exchanged]
@@ -207,7 +199,7 @@ class Gradients:
             usual = tf.constant(1, tf.int64) if rows is None else tf.shape(rows, tf.int64)[0]
             samples = v1.placeholder_with_default(usual, [])
             count = tf.identity(samples)
-            # Not before the loss is there: until then a run may end because the data has.
+            # Not before the loss is computed: until then a run may end because its data has ended.
             with tf.control_dependencies(ys):
                 token = exchange.begin(count)
             means = exchange.average([form.flat for form in forms], token)
@@ -222,7 +214,7 @@ class Gradients:
         return [(gradient if gradient is None else next(found), variable) for gradient, variable in pairs]
 
     def _make_front(self, forms: Sequence[Form]) -> OutsideFrontEnd:
-        # Exchanges work at the same time, so each has channels of its own: nothing orders one's messages and another's.
+        # Exchanges run concurrently, so each has its own channels: nothing orders one's messages against another's.
         team = Team(dist.new_group(), self._team.timeout_s)
         variables = [form.variable for form in forms]
         check_alike(team, variables)
@@ -234,24 +226,18 @@ class Gradients:
 
 
 def _check(optimizer: Any, is_eager: bool = False) -> None:
-    name = type(optimizer).__name__
-    if tf.distribute.has_strategy():
-        strategy = type(tf.distribute.get_strategy()).__name__
-        raise UnsupportedError(
-            f"{name} is used inside tf.distribute's {strategy}: two systems cannot distribute one script; remove the "
-            "strategy, or run without --auto"
-        )
+    check_no_strategy(optimizer)
     if is_eager or tf.executing_eagerly() or v1.get_default_graph().building_function:
         raise UnsupportedError(
-            f"{name}: eager code that uses tf.compat.v1's optimizers cannot be followed; call "
+            f"{type(optimizer).__name__}: eager code with tf.compat.v1's optimizers is not supported; call "
             "tf.compat.v1.disable_eager_execution() first, or use a Keras optimizer"
         )
 
 
 def _refuse(_: Callable[..., Any], one: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001 - as the original
     raise UnsupportedError(
-        f"this script distributes itself (tf.train.{type(one).__name__}); run it without --auto, or take that part "
-        "out: written for one device, it needs nothing else"
+        f"this script distributes itself (tf.train.{type(one).__name__}); run it without --auto, or remove that part "
+        "so that it runs on one device"
     )
 
 

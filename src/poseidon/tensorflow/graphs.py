@@ -1,4 +1,4 @@
-"""What a TensorFlow 1 graph says about a run: which operations it takes, which variables it starts or assigns.
+"""What a TensorFlow 1 graph reveals about a run: the operations it needs, the variables it initializes or assigns.
 
 Everything here reads graphs and changes nothing.
 """
@@ -19,7 +19,7 @@ _PASSING = ("Identity", "ReadVariableOp", "Enter", "RefEnter", "Switch", "RefSwi
 
 
 def length_of(tensor: Any) -> int | None:
-    """Return how many rows a tensor has by its shape; None if that is left open."""
+    """Return the static number of rows of a tensor; None if it is open."""
     return tensor.shape.as_list()[0] if tensor.shape.rank else None
 
 
@@ -29,7 +29,7 @@ def operation_of(element: Any) -> Any:
 
 
 def find_ancestors(elements: Iterable[Any], fed: Collection[str] = ()) -> dict[str, Any]:
-    """Return by name all operations that must run for some tensors or operations; what is fed is not computed."""
+    """Return by name all operations that must run for some tensors or operations; fed tensors are not computed."""
     found: dict[str, Any] = {}
     waiting = [operation_of(element) for element in elements if getattr(element, "name", "") not in fed]
     while waiting:
@@ -43,7 +43,7 @@ def find_ancestors(elements: Iterable[Any], fed: Collection[str] = ()) -> dict[s
 
 
 def find_descendants(operations: Iterable[Any]) -> set[str]:
-    """Return the names of all operations that use results of some operations, or results made from these."""
+    """Return the names of all operations that depend on some operations."""
     found: set[str] = set()
     waiting = list(operations)
     while waiting:
@@ -62,7 +62,7 @@ def tensors_of(gradient: Any) -> list[Any]:
 
 
 def all_variables(graph: Any) -> list[Any]:
-    """Return the variables that a graph keeps from run to run, in the order in which they were made."""
+    """Return the variables that a graph keeps from run to run, in order of creation."""
     found = graph.get_collection(v1.GraphKeys.GLOBAL_VARIABLES) + graph.get_collection(v1.GraphKeys.TRAINABLE_VARIABLES)
     return list({variable.op.name: variable for variable in found}.values())
 
@@ -73,13 +73,13 @@ def started_variables(graph: Any, operations: Collection[str]) -> list[Any]:
 
 
 def assigned_variables(graph: Any, operations: dict[str, Any]) -> list[Any]:
-    """Return the variables, of those that a graph keeps, to which some of the operations assign values."""
+    """Return those of a graph's variables to which any of the operations assigns a value."""
     names = {_holder(operation.inputs[0]).name for operation in operations.values() if operation.type in _ASSIGNMENTS}
     return [variable for variable in all_variables(graph) if variable.op.name in names]
 
 
 def rests_on_variables(tensor: Any) -> bool:
-    """Tell whether nothing but variables and constants decides a tensor, so that it is the same on all workers."""
+    """Return whether a tensor depends only on variables and constants, so that it is equal on all workers."""
     operations = find_ancestors([tensor]).values()
     return not any(
         operation.type.startswith("Placeholder") or (operation.op_def.is_stateful and operation.type not in _HOLDING)
@@ -88,7 +88,7 @@ def rests_on_variables(tensor: Any) -> bool:
 
 
 def find_batch(operations: dict[str, Any]) -> Any | None:
-    """Return what a tf.data iterator yields first, if it has rows: its length counts the samples of a step."""
+    """Return the first tensor that a tf.data iterator yields, if it has rows: its length is the step's sample count."""
     for operation in operations.values():
         if operation.type in ("IteratorGetNext", "IteratorGetNextV2"):
             for tensor in operation.outputs:
@@ -98,7 +98,7 @@ def find_batch(operations: dict[str, Any]) -> Any | None:
 
 
 def redirect(old: Sequence[Any], new: Sequence[Any], consumers: Collection[str]) -> None:
-    """Make operations, given by name, read new tensors where they read old ones."""
+    """Make operations, given by name, read new tensors in place of old ones."""
     for before, after in zip(old, new, strict=True):
         for consumer in before.consumers():
             if consumer.name in consumers:
@@ -109,18 +109,18 @@ def redirect(old: Sequence[Any], new: Sequence[Any], consumers: Collection[str])
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a run does that concerns other workers."""
+    """The effects of a run that concern other workers."""
 
     exchanges: tuple[int, ...]
-    """Numbers of the exchanges that it takes part in: it is a training step if there are any."""
+    """Numbers of its exchanges; a run with any is a training step."""
     started: tuple[Any, ...]
     """Variables that it initializes."""
     assigned: tuple[Any, ...]
-    """Variables that it assigns values to, other than by an optimizer."""
+    """Variables that it assigns, other than by an optimizer."""
 
 
 def find_purpose(graph: Any, elements: Sequence[Any], fed: Collection[str], exchanges: dict[str, int]) -> Purpose:
-    """Return what a run of some tensors and operations does; ``exchanges`` are known by their operations' names."""
+    """Return the effects of running some tensors and operations; ``exchanges`` go by their operations' names."""
     operations = find_ancestors(elements, fed)
     taken = sorted({number for name, number in exchanges.items() if name in operations})
     started = started_variables(graph, operations)
@@ -129,7 +129,7 @@ def find_purpose(graph: Any, elements: Sequence[Any], fed: Collection[str], exch
 
 
 def _holder(tensor: Any) -> Any:
-    """Return the operation that made a variable's handle or reference."""
+    """Return the operation that created a variable's handle or reference."""
     operation = tensor.op
     while operation.type in _PASSING and operation.inputs:
         operation = operation.inputs[0].op

@@ -10,15 +10,15 @@ import tensorflow as tf
 from poseidon.engine.moments import differentiate
 
 Forward = Callable[[Any, Any], Sequence[Any]]
-"""From a worker's own mean and variance to those over all workers, and the share that its rows have in them."""
+"""From a worker's own mean and variance to those over all workers, and the share of its rows in them."""
 Backward = Callable[[Any, Any, Any], Sequence[Any]]
-"""From the gradients by mean and variance over all workers, and the share, to the sums of everybody's gradients."""
+"""From the gradients by mean and variance over all workers, and the share, to the sums of all workers' gradients."""
 
 
 def combine_moments(mean: Any, variance: Any, forward: Forward, backward: Backward) -> tuple[Any, Any]:
     """Return mean and variance over all workers, as tensors that can be differentiated.
 
-    ``forward`` and ``backward`` put into the graph what exchanges moments, and what exchanges their gradients.
+    ``forward`` and ``backward`` add to the graph the exchange of moments and the exchange of their gradients.
     """
 
     @tf.custom_gradient

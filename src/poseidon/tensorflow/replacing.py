@@ -1,4 +1,4 @@
-"""Replacing functions of TensorFlow wherever its many modules hold them."""
+"""Replace functions of TensorFlow in all of its modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random numbers in graphs: noise differs between workers, the order of a dataset does not.
 
-Worker 0 draws what the script would draw alone. What starts variables may differ: they are taken from worker 0.
+Worker 0 draws what the script would draw alone. Initial values of variables may differ: all take worker 0's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Seeds:
         self._is_for_data = False
 
     def install(self, patches: Patches) -> None:
-        """Put the replacements in place."""
+        """Install the replacements."""
         patches.wrap(random_seed, "get_seed", self._for_operation)
         patches.wrap(data_seed, "get_seed", self._for_dataset)
 
@@ -39,7 +39,7 @@ class Seeds:
         return first, derive(int(second), self._rank) % _LARGEST
 
     def _for_dataset(self, original: Callable[..., Any], seed: Any) -> Any:
-        """Give a dataset that would draw a seed of its own one that is the same on all workers."""
+        """Give a dataset that would draw its own seed one that is the same on all workers."""
         with self._for_data():
             if seed is None and random_seed.get_seed(None) == (None, None):
                 self._datasets += 1

@@ -1,7 +1,7 @@
-"""Every ``Session.run`` of a TensorFlow 1 script: what all workers must do together before and after it.
+"""Every ``Session.run`` of a TensorFlow 1 script: what all workers do together before and after it.
 
-A run that starts variables is followed by taking worker 0's values. A run that trains is given this worker's rows of
-what is fed; afterwards its results are put together, and what a step has left different is made alike.
+After a run that initializes variables, all workers take worker 0's values. A training run gets this worker's rows of
+the fed batch; afterwards its results are combined, and variables that the step has left different are made equal.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tensorflow.python.training import basic_session_run_hooks
 
 from poseidon.engine.outside import step_weight
 from poseidon.following.patches import Patches
-from poseidon.following.report import Report
+from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.tensorflow.feeds import Division, join_results, plan_division
-from poseidon.tensorflow.gradients import Exchanged, Gradients
+from poseidon.tensorflow.gradients import Exchanged, GraphGradients
 from poseidon.tensorflow.graphs import Purpose, find_purpose, length_of
 from poseidon.tensorflow.variables import compare, settle, take_over
 from poseidon.tensorflow.waiting import WaitingCalls
@@ -36,19 +36,19 @@ _COMPARED_STEPS = (1, 10, 100, 1000)
 
 @dataclass
 class _Training:
-    """What is known of a session that trains."""
+    """The state of a session that trains."""
 
     steps: int = 0
     variables: dict[str, Any] = field(default_factory=dict)
-    """What its optimizers train."""
+    """The variables that its optimizers train."""
     alike: set[str] = field(default_factory=set)
-    """Assigned variables that came out the same on all workers: they follow from what is kept alike anyway."""
+    """Assigned variables that were equal on all workers: they follow from state that is kept equal anyway."""
 
 
 class Sessions:
-    """Replaces the way in which sessions run."""
+    """Replaces ``Session.run``."""
 
-    def __init__(self, team: Team, gradients: Gradients, calls: WaitingCalls, report: Report) -> None:
+    def __init__(self, team: Team, gradients: GraphGradients, calls: WaitingCalls, report: ScriptReport) -> None:
         self._team = team
         self._gradients = gradients
         self._calls = calls
@@ -56,11 +56,11 @@ class Sessions:
         self._purposes: weakref.WeakKeyDictionary[Any, dict[Any, Purpose]] = weakref.WeakKeyDictionary()
         self._trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
         self._own = threading.local()
-        """Runs of our own are none of the script's."""
+        """Whether a run is our own, not the script's."""
         self.has_trained = False
 
     def install(self, patches: Patches) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         patches.wrap(sessions.BaseSession, "_do_run", self._run)
         patches.wrap(sessions.BaseSession, "make_callable", self._make_callable)
         patches.wrap(sessions.BaseSession, "close", self._close)
@@ -72,7 +72,7 @@ class Sessions:
             take_over(self._team, session, variables)
 
     def verify(self) -> None:
-        """Raise unless the sessions that are still open hold the same on all workers. Collective."""
+        """Raise unless the open sessions hold the same values on all workers. Collective."""
         for session in list(self._trainings):
             self._compare(session)
 
@@ -123,14 +123,14 @@ class Sessions:
         return lambda *values, **_: session.run(fetches, dict(zip(feed_list or (), values, strict=True)))
 
     def _close(self, original: Callable[..., Any], session: Any) -> Any:
-        # On the way out of an error nobody waits for others, who may not come.
+        # After an error do not wait for the others, which may never come.
         if session in self._trainings and sys.exc_info()[0] is None:
             self._compare(session)
             del self._trainings[session]
         return original(session)
 
     def _is_time(self, original: Callable[..., Any], timer: Any, step: Any) -> bool:
-        """Let hooks that go by the clock go by worker 0's, so that all workers fetch the same."""
+        """Make hooks that go by the clock use worker 0's, so that all workers fetch the same tensors."""
         mine = bool(original(timer, step))
         if timer._every_secs is None:
             return mine
@@ -203,7 +203,7 @@ class Sessions:
                 self._say_routes(one)
 
     def _settle(self, session: Any, purpose: Purpose, training: _Training) -> None:
-        """Take worker 0's moving averages and the like; what follows from equal gradients is equal already."""
+        """Copy worker 0's moving averages and the like; what follows from equal gradients is already equal."""
         known = self._gradients.owned(session.graph) | training.alike | training.variables.keys()
         loose = [v for v in purpose.assigned if v.dtype.base_dtype.is_floating and v.op.name not in known]
         if loose:

@@ -1,4 +1,4 @@
-"""Sums over all workers that need no order among them: what belongs together is found by a number."""
+"""Sums over all workers that may run in any order: a tag identifies what belongs together."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from poseidon.team.team import Team
 
 
 class TaggedSums:
-    """Small blocking sums of float64, each known by a tag; many may be under way, in another order on each worker.
+    """Small blocking sums of float64, identified by tags; many may run at once, in a different order on each worker.
 
-    Making one is collective.
+    The constructor is collective.
     """
 
     def __init__(self, team: Team) -> None:
@@ -24,9 +24,9 @@ class TaggedSums:
         self._group = team.new_group()
 
     def sum(self, tag: int, run: int, array: Array, what: str) -> Array:
-        """Return the sum of everybody's array of this tag, the same bits everywhere; blocks.
+        """Return the sum of all workers' arrays of this tag, bit-identical on all of them; blocks.
 
-        Raises MismatchError unless all are of the same run, as after one that some worker gave up halfway.
+        Raises MismatchError unless all are of the same run, e.g. after a run that failed on some worker.
         """
         team, group = self._team, self._group
         mine = torch.from_numpy(np.concatenate([[float(run)], array.reshape(-1)]))
@@ -40,7 +40,7 @@ class TaggedSums:
             team.wait(work, what, peer)
         check_runs([int(part[0]) for part in parts], what)
         total = parts[0][1:].clone()
-        for part in parts[1:]:  # everybody adds in the order of ranks
+        for part in parts[1:]:  # all workers add in rank order
             total += part[1:]
         summed: Array = total.numpy().reshape(array.shape)
         return summed
@@ -59,15 +59,15 @@ class OneSum:
         self._run = run
 
     def sum(self, array: Array, what: str) -> Array:
-        """Return the sum of everybody's array, the same bits everywhere; blocks."""
+        """Return the sum of all workers' arrays, bit-identical on all of them; blocks."""
         return self._sums.sum(self._tag, self._run, array, what)
 
 
 def check_runs(runs: Sequence[int], what: str) -> None:
-    """Raise unless what the workers have sent, by rank, is of the same run. Pure."""
+    """Raise unless all workers' messages, given by rank, are of the same run. Pure."""
     for rank, run in enumerate(runs):
         if run != runs[0]:
             raise MismatchError(
                 f"rank 0 sent {what} in its training run {runs[0]}, rank {rank} in its run {run}: a run failed on some "
-                "worker, or was left out; let all workers make the same runs"
+                "worker, or was skipped; let all workers make the same runs"
             )

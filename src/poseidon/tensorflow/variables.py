@@ -1,4 +1,4 @@
-"""Variables of a session: read, written, taken from worker 0, compared."""
+"""Variables of a session: read, written, copied from worker 0, compared."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Array = np.ndarray[Any, Any]
 
 
 def describe(variable: Any) -> OutsideVariable:
-    """Return what workers compare of a variable."""
+    """Return the description of a variable that workers compare."""
     shape = variable.shape
     known = tuple(shape.as_list()) if shape.is_fully_defined() else (-1,)
     return OutsideVariable(variable.op.name, known, variable.dtype.base_dtype.name)
 
 
 def take_over(team: Team, session: Any, variables: Sequence[Any]) -> None:
-    """Make variables equal to worker 0's, as far as they have values there. Collective."""
+    """Make variables equal to worker 0's, where those are initialized. Collective."""
     numeric = [variable for variable in variables if variable.dtype.base_dtype not in (tf.string, tf.resource)]
     check_alike(team, [describe(variable) for variable in numeric])
     values = _read_started(session, numeric) if team.rank == 0 else [None] * len(numeric)
@@ -37,9 +37,9 @@ def take_over(team: Team, session: Any, variables: Sequence[Any]) -> None:
 
 
 def settle(team: Team, session: Any, variables: Sequence[Any]) -> list[Any]:
-    """Take from worker 0 what a step has left different, such as moving averages of a batch. Collective.
+    """Copy from worker 0 the variables that a step has left different, such as moving averages. Collective.
 
-    The variables that were the same everywhere are returned.
+    Returns the variables that were equal on all workers.
     """
     values = read(session, variables)
     rows = team.gather_ints([_digest(value) for value in values], "the others' moving averages")
@@ -53,7 +53,7 @@ def settle(team: Team, session: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def compare(team: Team, session: Any, variables: Sequence[Any]) -> None:
-    """Raise :class:`~poseidon.errors.MismatchError` unless variables have the same bits everywhere. Collective."""
+    """Raise :class:`~poseidon.errors.MismatchError` unless variables have the same bits on all workers. Collective."""
     sums = [_digest(value) for value in read(session, variables)]
     everybody = team.gather_ints(sums, "the comparison of replicas")
     for rank, theirs in enumerate(everybody):
@@ -71,7 +71,7 @@ def read(session: Any, variables: Sequence[Any]) -> list[Array]:
 
 
 def write(session: Any, variables: Sequence[Any], values: Sequence[Array]) -> None:
-    """Give variables values by their own initializers: a graph that is finalized takes no new operations."""
+    """Assign variables through their own initializers: a finalized graph accepts no new operations."""
     waiting = list(zip(variables, values, strict=True))
     while waiting:
         feeds: dict[str, Array] = {}

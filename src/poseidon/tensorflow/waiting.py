@@ -1,12 +1,13 @@
-"""Python calls in a TensorFlow 1 graph that wait for other workers without holding one of TensorFlow's threads.
+"""Python calls in a TensorFlow 1 graph that wait for other workers without blocking one of TensorFlow's threads.
 
-A graph's operations run in any order that their inputs allow, on a few threads, perhaps on one. An operation that
-blocks could hold the last thread of worker A until worker B has come to the same point, while B holds its last thread
-for what A would do next. So a call is two operations. One hands its inputs to a thread of our own and is done. The
-other takes the results out of a TensorFlow queue; it waits there without a thread, as queues can. No order between
-calls is needed, so there is none that a branch, a second loss or a run of only some calls could break.
+A graph's operations run in any order that their inputs allow, on a few threads, perhaps only one. An operation that
+blocks could occupy the last thread of worker A until worker B reaches the same point, while B blocks its last thread on
+what A would do next: a deadlock. So a call consists of two operations. One hands its inputs to a thread of our own and
+returns. The other takes the results from a TensorFlow queue, where it waits without a thread. Calls need no common
+order, so a branch, a second loss or a run of only some calls cannot break one.
 
-A run that fails leaves calls behind, here or elsewhere, whose results nobody takes. None may reach a later run.
+A run that fails leaves calls behind, here or on other workers, whose results are never taken. None may reach a later
+run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from poseidon.errors import UnsupportedError
 v1 = tf.compat.v1
 
 Function = Callable[..., Sequence[Array]]
-"""Is given the run, and the inputs as arrays."""
+"""Takes the run, and the inputs as arrays."""
 
 _FAILURE = (
     "training run {} ended by {} while batch moments were on their way between the workers; no further run can be kept "
@@ -39,45 +40,45 @@ _FAILURE = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a session together with other workers."""
+    """One run of a session together with other workers."""
 
     number: int
-    """The same on all workers, if they make the same runs."""
+    """Equal on all workers if they make the same runs."""
     weight: float
     """As :meth:`WaitingCalls.running` was given it."""
 
 
 @dataclass(frozen=True)
 class _Door:
-    """How results get into the graph."""
+    """The way results enter the graph."""
 
     values: Sequence[Any]
-    """Placeholders: for the number of the run, and for them."""
+    """Placeholders: one for the number of the run, and one per result."""
     enter: Any
     """The operation that hands them over."""
     close: Any
-    """The operation that makes the run fail that waits for them."""
+    """The operation that fails the run that waits for them."""
 
 
 class WaitingCalls:
-    """Puts calls into graphs, and serves them while a session runs them together with those of other workers."""
+    """Adds calls to graphs, and serves them while a session runs them together with other workers."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._sessions: dict[int, Any] = {}
-        """Of the runs that are under way, by their numbers."""
+        """The current runs by number."""
         self._begun: set[int] = set()
         """Those of them that have made calls."""
         self._failure: str | None = None
-        """How a run ended that had made calls."""
+        """How a run that had made calls ended."""
         self._inputs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        """By graph, the name of the placeholder that takes a run's number and weight."""
+        """By graph, the name of the placeholder for a run's number and weight."""
         self.error: BaseException | None = None
-        """The first error of a call, of which TensorFlow only sees that no results come."""
+        """The first error of a call; TensorFlow only sees that no results arrive."""
 
     @contextlib.contextmanager
     def running(self, session: Any, weight: float) -> Iterator[dict[Any, Array]]:
-        """Serve calls during one run; yields what must be fed to it. Without that, a run makes no calls.
+        """Serve calls during one run; yields what must be fed to it. Without the feed, a run makes no calls.
 
         Raises UnsupportedError after a run that failed when it had made calls.
         """
@@ -112,7 +113,7 @@ class WaitingCalls:
                 values = [v1.placeholder(dtype) for dtype in types]
                 door = _Door(values, queue.enqueue(values), queue.close(cancel_pending_enqueues=True))
 
-            # What tf.cond stands for, spelled out: it builds functions, which takes long in a model with many layers.
+            # tf.cond written out: tf.cond itself builds functions, which is slow in a model with many layers.
             is_together = run[0] > 0
             passed = tf.raw_ops.Switch(data=run, pred=is_together).output_true
             begun = tf.numpy_function(self._begin(function, door), [passed, *inputs], tf.int32, stateful=True)
@@ -154,7 +155,7 @@ class WaitingCalls:
             self.error = self.error or error
         session = self._sessions.get(number)
         if session is None:
-            return  # the run has failed otherwise, and nobody waits any more
+            return  # the run has failed elsewhere, and nothing waits any more
         try:
             session.run(door.close if feeds is None else door.enter, feeds)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Networks for benchmarks and tests: the published shapes, written in plain PyTorch, with data and loss.
+"""Networks for benchmarks and tests: published architectures in plain PyTorch, with data and loss.
 
 ::
 
@@ -16,98 +16,98 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 from poseidon.errors import ConfigError, unknown_name
-from poseidon.zoo.network import Network, Shape, Task
+from poseidon.zoo.network import Network, Sizes, Task
 
 __all__ = ["Network", "Shape", "Task", "build", "names"]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a network is written, and its two shapes."""
+    """Where a network is defined, and its two sizes."""
 
     module: str
-    """Module of this package that writes it."""
+    """Module of this package that defines it."""
     function: str
-    """Function there that takes a shape and returns the model and its task."""
-    full: Shape
+    """Function there that takes the sizes and returns the model and its task."""
+    full: Sizes
     """As published."""
-    tiny: Shape
+    tiny: Sizes
     """The same layers with at most about 200 000 parameters."""
     smallest_image: int = 1
-    """Images below this size vanish on the way through the layers."""
+    """Smaller images would shrink to nothing on the way through the layers."""
 
 
 _ZOO = {
     "lenet": _Entry(
         "cnn_small",
         "lenet",
-        Shape(1.0, image_size=28, classes=10),
-        Shape(0.25, image_size=28, classes=10),
+        Sizes(1.0, image_size=28, classes=10),
+        Sizes(0.25, image_size=28, classes=10),
         smallest_image=13,
     ),
     "cifar10-quick": _Entry(
         "cnn_small",
         "cifar10_quick",
-        Shape(1.0, image_size=32, classes=10),
-        Shape(0.25, image_size=32, classes=10),
+        Sizes(1.0, image_size=32, classes=10),
+        Sizes(0.25, image_size=32, classes=10),
         smallest_image=8,
     ),
     "alexnet": _Entry(
         "alexnet",
         "alexnet",
-        Shape(1.0, 0.5, image_size=224, classes=1000),
-        Shape(1 / 24, 0.5, image_size=64, classes=10),
+        Sizes(1.0, 0.5, image_size=224, classes=1000),
+        Sizes(1 / 24, 0.5, image_size=64, classes=10),
         smallest_image=63,
     ),
     "googlenet": _Entry(
         "googlenet",
         "googlenet",
-        Shape(1.0, 0.2, image_size=224, classes=1000),
-        Shape(1 / 8, 0.2, image_size=64, classes=10),
+        Sizes(1.0, 0.2, image_size=224, classes=1000),
+        Sizes(1 / 8, 0.2, image_size=64, classes=10),
         smallest_image=15,
     ),
     "inception-v3": _Entry(
         "inception",
         "inception_v3",
-        Shape(1.0, 0.5, image_size=299, classes=1000),
-        Shape(1 / 16, 0.5, image_size=107, classes=10),
+        Sizes(1.0, 0.5, image_size=299, classes=1000),
+        Sizes(1 / 16, 0.5, image_size=107, classes=10),
         smallest_image=75,
     ),
     "vgg19": _Entry(
         "vgg",
         "vgg19",
-        Shape(1.0, 0.5, image_size=224, classes=1000),
-        Shape(1 / 32, 0.5, image_size=32, classes=10),
+        Sizes(1.0, 0.5, image_size=224, classes=1000),
+        Sizes(1 / 32, 0.5, image_size=32, classes=10),
         smallest_image=32,
     ),
     "vgg19-22k": _Entry(
         "vgg",
         "vgg19",
-        Shape(1.0, 0.5, image_size=224, classes=21841),
-        Shape(1 / 32, 0.5, image_size=32, classes=220),
+        Sizes(1.0, 0.5, image_size=224, classes=21841),
+        Sizes(1 / 32, 0.5, image_size=32, classes=220),
         smallest_image=32,
     ),
     "resnet18": _Entry(
         "resnet",
         "resnet18",
-        Shape(1.0, image_size=224, classes=1000),
-        Shape(1 / 8, image_size=64, classes=10),
+        Sizes(1.0, image_size=224, classes=1000),
+        Sizes(1 / 8, image_size=64, classes=10),
     ),
     "resnet50": _Entry(
         "resnet",
         "resnet50",
-        Shape(1.0, image_size=224, classes=1000),
-        Shape(1 / 16, image_size=64, classes=10),
+        Sizes(1.0, image_size=224, classes=1000),
+        Sizes(1 / 16, image_size=64, classes=10),
     ),
     "resnet152": _Entry(
         "resnet",
         "resnet152",
-        Shape(1.0, image_size=224, classes=1000),
-        Shape(1 / 32, image_size=64, classes=10),
+        Sizes(1.0, image_size=224, classes=1000),
+        Sizes(1 / 32, image_size=64, classes=10),
     ),
-    "gpt2": _Entry("transformer", "gpt2", Shape(1.0, 0.1), Shape(1 / 32, 0.1)),
-    "dlrm": _Entry("recommender", "dlrm", Shape(1.0), Shape(0.05)),
-    "ladder": _Entry("ladder", "ladder", Shape(1.0), Shape(0.04)),
+    "gpt2": _Entry("transformer", "gpt2", Sizes(1.0, 0.1), Sizes(1 / 32, 0.1)),
+    "dlrm": _Entry("recommender", "dlrm", Sizes(1.0), Sizes(0.05)),
+    "ladder": _Entry("ladder", "ladder", Sizes(1.0), Sizes(0.04)),
 }
 
 
@@ -128,46 +128,46 @@ def build(
     """Return the network called ``name`` as published, or its tiny twin, changed where an argument is given.
 
     The tiny twin has the same layers with fewer channels and smaller inputs, and runs in milliseconds. Every
-    argument left at None keeps the shape's own value; ``dropout=0.0`` makes the training pass free of chance.
+    argument left at None keeps its published (or tiny) value; ``dropout=0.0`` makes training deterministic.
     Under ``with torch.device("meta")`` a network costs no memory.
     """
     entry = _ZOO.get(name)
     if entry is None:
         raise unknown_name("network", name, names())
-    shape = entry.tiny if tiny else entry.full
-    shape = _with_width(shape, width)
-    shape = _with_dropout(name, shape, dropout)
-    shape = _with_count(name, shape, "image_size", image_size, entry.smallest_image)
-    shape = _with_count(name, shape, "classes", classes, 2)
+    sizes = entry.tiny if tiny else entry.full
+    sizes = _with_width(sizes, width)
+    sizes = _with_dropout(name, sizes, dropout)
+    sizes = _with_count(name, sizes, "image_size", image_size, entry.smallest_image)
+    sizes = _with_count(name, sizes, "classes", classes, 2)
     make = getattr(import_module(f"{__name__}.{entry.module}"), entry.function)
-    model, task = make(shape)
+    model, task = make(sizes)
     return Network(name, model, task)
 
 
-def _with_width(shape: Shape, width: float | None) -> Shape:
+def _with_width(sizes: Sizes, width: float | None) -> Sizes:
     if width is None:
-        return shape
+        return sizes
     if not 0.0 < width < math.inf:
         raise ConfigError(f"width={width!r}: expected a positive number, 1.0 being the published network")
-    return replace(shape, width=width)
+    return replace(sizes, width=width)
 
 
-def _with_dropout(name: str, shape: Shape, dropout: float | None) -> Shape:
+def _with_dropout(name: str, sizes: Sizes, dropout: float | None) -> Sizes:
     if dropout is None:
-        return shape
+        return sizes
     if not 0.0 <= dropout < 1.0:
         raise ConfigError(f"dropout={dropout!r}: expected a probability from 0.0 up to, but not, 1.0")
-    if dropout > 0.0 and shape.dropout == 0.0:
+    if dropout > 0.0 and sizes.dropout == 0.0:
         raise ConfigError(f"dropout={dropout!r}: {name} has no dropout layers; leave it out or give 0.0")
-    return replace(shape, dropout=dropout)
+    return replace(sizes, dropout=dropout)
 
 
-def _with_count(name: str, shape: Shape, field: str, value: int | None, smallest: int) -> Shape:
-    """Return the shape with ``image_size`` or ``classes`` replaced, if a value is given and makes sense."""
+def _with_count(name: str, sizes: Sizes, field: str, value: int | None, smallest: int) -> Sizes:
+    """Return the sizes with ``image_size`` or ``classes`` replaced, if a value is given and makes sense."""
     if value is None:
-        return shape
-    if getattr(shape, field) == 0:
+        return sizes
+    if getattr(sizes, field) == 0:
         raise ConfigError(f"{field}={value!r}: {name} reads no images and has no classes; leave it out")
     if value < smallest:
         raise ConfigError(f"{field}={value!r}: {name} needs at least {smallest}")
-    return replace(shape, **{field: value})
+    return replace(sizes, **{field: value})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from poseidon.zoo.images import Images
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.network import Sizes, Task
 
 
-def alexnet(shape: Shape) -> tuple[nn.Module, Task]:
-    """Return AlexNet as later retold for one GPU, without local response normalisation."""
-    c1, c2, c3, c4, c5 = (shape.scaled(channels) for channels in (64, 192, 384, 256, 256))
-    hidden = shape.scaled(4096)
+def alexnet(sizes: Sizes) -> tuple[nn.Module, Task]:
+    """Return AlexNet in its later one-GPU form, without local response normalisation."""
+    c1, c2, c3, c4, c5 = (sizes.scaled(channels) for channels in (64, 192, 384, 256, 256))
+    hidden = sizes.scaled(4096)
     model = nn.Sequential(
         nn.Conv2d(3, c1, 11, stride=4, padding=2),
         nn.ReLU(inplace=True),
@@ -28,12 +28,12 @@ def alexnet(shape: Shape) -> tuple[nn.Module, Task]:
         nn.MaxPool2d(3, 2),
         nn.AdaptiveAvgPool2d(6),
         nn.Flatten(),
-        nn.Dropout(shape.dropout),
+        nn.Dropout(sizes.dropout),
         nn.Linear(c5 * 6 * 6, hidden),
         nn.ReLU(inplace=True),
-        nn.Dropout(shape.dropout),
+        nn.Dropout(sizes.dropout),
         nn.Linear(hidden, hidden),
         nn.ReLU(inplace=True),
-        nn.Linear(hidden, shape.classes),
+        nn.Linear(hidden, sizes.classes),
     )
-    return model, Images(3, shape.image_size, shape.classes)
+    return model, Images(3, sizes.image_size, sizes.classes)

@@ -1,6 +1,6 @@
-"""Networks that fork and join, written as data: the common ground of GoogLeNet and Inception-V3.
+"""Networks that fork and join, written as data: the common part of GoogLeNet and Inception-V3.
 
-A stack is a tuple of steps: a convolution, a pooling, or a split into stacks whose outputs are concatenated.
+A stack is a tuple of steps: a convolution, a pooling, or a fork into stacks whose outputs are concatenated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from poseidon.zoo.images import Images
-from poseidon.zoo.network import Shape
+from poseidon.zoo.network import Sizes
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Conv:
     kernel: tuple[int, int] = (1, 1)
     stride: int = 1
     padded: bool = True
-    """Whether zeros around the input make up for the size of the kernel."""
+    """Whether zero padding keeps the input's size."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class MeanPool:
 
 
 @dataclass(frozen=True)
-class Split:
+class Fork:
     """Stacks that all read the same input; their outputs are concatenated in order."""
 
     branches: tuple[Stack, ...]
 
 
-Step: TypeAlias = "Conv | MaxPool | MeanPool | Split"
+Step: TypeAlias = "Conv | MaxPool | MeanPool | Fork"
 Stack: TypeAlias = "tuple[Step, ...]"
 
 
@@ -61,30 +61,30 @@ class Branches(nn.ModuleList):
         return torch.cat([branch(x) for branch in self], dim=1)
 
 
-def classifier(stack: Stack, shape: Shape) -> tuple[nn.Module, Images]:
+def classifier(stack: Stack, sizes: Sizes) -> tuple[nn.Module, Images]:
     """Return the network of ``stack`` on images, a mean over space, dropout and one dense layer."""
-    model, channels = grow(stack, 3, shape)
+    model, channels = grow(stack, 3, sizes)
     model.extend(
         [
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Dropout(shape.dropout),
-            nn.Linear(channels, shape.classes),
+            nn.Dropout(sizes.dropout),
+            nn.Linear(channels, sizes.classes),
         ]
     )
-    return model, Images(3, shape.image_size, shape.classes)
+    return model, Images(3, sizes.image_size, sizes.classes)
 
 
-def grow(stack: Iterable[Step], channels: int, shape: Shape) -> tuple[nn.Sequential, int]:
+def grow(stack: Iterable[Step], channels: int, sizes: Sizes) -> tuple[nn.Sequential, int]:
     """Return the modules of a stack that reads ``channels`` channels, and how many it writes."""
     model = nn.Sequential()
     for step in stack:
         if isinstance(step, Conv):
-            outputs = shape.scaled(step.channels)
+            outputs = sizes.scaled(step.channels)
             model.append(_convolution(step, channels, outputs))
             channels = outputs
-        elif isinstance(step, Split):
-            grown = [grow(branch, channels, shape) for branch in step.branches]
+        elif isinstance(step, Fork):
+            grown = [grow(branch, channels, sizes) for branch in step.branches]
             model.append(Branches([branch for branch, _ in grown]))
             channels = sum(outputs for _, outputs in grown)
         elif isinstance(step, MaxPool):

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from torch import nn
 
-from poseidon.zoo.branching import Conv, MaxPool, Split, Stack, classifier
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.branching import Conv, Fork, MaxPool, Stack, classifier
+from poseidon.zoo.network import Sizes, Task
 
 
-def googlenet(shape: Shape) -> tuple[nn.Module, Task]:
+def googlenet(sizes: Sizes) -> tuple[nn.Module, Task]:
     """Return GoogLeNet: nine blocks of four branches."""
-    return classifier(_LAYERS, shape)
+    return classifier(_LAYERS, sizes)
 
 
-def _block(plain: int, second: tuple[int, int], third: tuple[int, int], pooled: int) -> Split:
+def _block(plain: int, second: tuple[int, int], third: tuple[int, int], pooled: int) -> Fork:
     """Return a block from its branches' channels: 1x1; 1x1 then 3x3, twice over; pooling then 1x1."""
-    return Split(
+    return Fork(
         (
             (Conv(plain),),
             (Conv(second[0]), Conv(second[1], (3, 3))),

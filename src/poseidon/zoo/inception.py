@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from poseidon.zoo.branching import Conv, MaxPool, MeanPool, Split, Stack, classifier
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.branching import Conv, Fork, MaxPool, MeanPool, Stack, classifier
+from poseidon.zoo.network import Sizes, Task
 
 _ROW, _COLUMN = (1, 7), (7, 1)
 """The two factors of a 7x7 kernel."""
 
 
-def inception_v3(shape: Shape) -> tuple[nn.Module, Task]:
-    """Return Inception-V3; images below 75 pixels vanish on the way."""
-    return classifier(_LAYERS, shape)
+def inception_v3(sizes: Sizes) -> tuple[nn.Module, Task]:
+    """Return Inception-V3; images need at least 75 pixels."""
+    return classifier(_LAYERS, sizes)
 
 
-def _fine(pooled: int) -> Split:
+def _fine(pooled: int) -> Fork:
     """Return a block at 35x35; only the channels after the pooling differ between the three of them."""
-    return Split(
+    return Fork(
         (
             (Conv(64),),
             (Conv(48), Conv(64, (5, 5))),
@@ -28,9 +28,9 @@ def _fine(pooled: int) -> Split:
     )
 
 
-def _middle(inner: int) -> Split:
+def _middle(inner: int) -> Fork:
     """Return a block at 17x17 whose 7x7 convolutions have ``inner`` channels between their factors."""
-    return Split(
+    return Fork(
         (
             (Conv(192),),
             (Conv(inner), Conv(inner, _ROW), Conv(192, _COLUMN)),
@@ -40,7 +40,7 @@ def _middle(inner: int) -> Split:
     )
 
 
-_TO_MIDDLE = Split(
+_TO_MIDDLE = Fork(
     (
         (Conv(384, (3, 3), stride=2, padded=False),),
         (Conv(64), Conv(96, (3, 3)), Conv(96, (3, 3), stride=2, padded=False)),
@@ -48,7 +48,7 @@ _TO_MIDDLE = Split(
     )
 )
 
-_TO_COARSE = Split(
+_TO_COARSE = Fork(
     (
         (Conv(192), Conv(320, (3, 3), stride=2, padded=False)),
         (Conv(192), Conv(192, _ROW), Conv(192, _COLUMN), Conv(192, (3, 3), stride=2, padded=False)),
@@ -56,9 +56,9 @@ _TO_COARSE = Split(
     )
 )
 
-_FORK = Split(((Conv(384, (1, 3)),), (Conv(384, (3, 1)),)))
+_FORK = Fork(((Conv(384, (1, 3)),), (Conv(384, (3, 1)),)))
 
-_COARSE = Split(
+_COARSE = Fork(
     (
         (Conv(320),),
         (Conv(384), _FORK),

@@ -1,6 +1,6 @@
-"""Ten equal layers of full gradients and hardly any arithmetic: what is left of a network when only its traffic counts.
+"""Ten equal layers with full gradients and hardly any arithmetic: a network reduced to its traffic.
 
-No layer has a short form, so the exchange is as long as it can be; with paced compute it shows what a schedule hides.
+No gradient has a short form, so the exchange is as long as possible; with paced compute it shows what a schedule hides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.network import Sizes, Task
 
 _RUNGS = 10
 _ROWS, _COLUMNS = 1000, 1500
@@ -46,7 +46,7 @@ class Signals:
         return F.mse_loss(outputs, targets)
 
 
-def ladder(shape: Shape) -> tuple[nn.Module, Task]:
+def ladder(sizes: Sizes) -> tuple[nn.Module, Task]:
     """Return ten layers of 1.5 million parameters each."""
-    rows, columns = shape.scaled(_ROWS), shape.scaled(_COLUMNS)
+    rows, columns = sizes.scaled(_ROWS), sizes.scaled(_COLUMNS)
     return nn.Sequential(*(Rung(rows, columns) for _ in range(_RUNGS))), Signals(columns)

@@ -1,6 +1,6 @@
-"""What a network of the zoo is: a model and a task that makes its batches and scores its outputs.
+"""A network of the zoo: a model and a task that makes its batches and scores its outputs.
 
-Torch is imported for annotations alone, so that listing the zoo costs nothing.
+Torch is imported only for annotations, so listing the zoo costs nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes a network is built with, all of them settled."""
+class Sizes:
+    """The sizes a network is built with."""
 
     width: float
     """Factor on channels, hidden sizes, and the rows of embeddings; 1.0 is the published network."""
     dropout: float = 0.0
-    """Probability of every dropout layer; the network has none where the full-size shape says 0.0."""
+    """Probability of every dropout layer; a network without dropout has 0.0 at full size."""
     image_size: int = 0
-    """Height and width of the input in pixels; 0 where the input is no image."""
+    """Height and width of the input in pixels; 0 if the input is not an image."""
     classes: int = 0
-    """Outputs of the classifier, never scaled by ``width``; 0 where there is no classifier."""
+    """Outputs of the classifier, never scaled by ``width``; 0 without a classifier."""
 
     def scaled(self, size: int) -> int:
         """Return ``size`` times the width, at least 1."""

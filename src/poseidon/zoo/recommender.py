@@ -1,4 +1,4 @@
-"""A recommender after DLRM: nearly all parameters are rows of embedding tables, of which a batch uses few."""
+"""A recommender after DLRM: nearly all parameters are rows of embedding tables, and a batch uses few of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.network import Sizes, Task
 
 _TABLES, _ROWS, _VECTOR_SIZE = 8, 100_000, 64
 _DENSE_FEATURES = 13
@@ -59,10 +59,10 @@ class Clicks:
         return F.binary_cross_entropy_with_logits(outputs, targets)
 
 
-def dlrm(shape: Shape) -> tuple[nn.Module, Task]:
+def dlrm(sizes: Sizes) -> tuple[nn.Module, Task]:
     """Return the recommender; the width scales rows, vectors and hidden layers, not the number of tables."""
-    rows = shape.scaled(_ROWS)
-    model = Recommender(rows, shape.scaled(_VECTOR_SIZE), shape.scaled(512), shape.scaled(256))
+    rows = sizes.scaled(_ROWS)
+    model = Recommender(rows, sizes.scaled(_VECTOR_SIZE), sizes.scaled(512), sizes.scaled(256))
     return model, Clicks(rows)
 
 

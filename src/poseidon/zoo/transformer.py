@@ -1,4 +1,4 @@
-"""A language model of GPT-2 small's shape; its token embedding is also its output projection."""
+"""A language model with GPT-2 small's architecture; its token embedding is also its output projection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.network import Sizes, Task
 
 _LAYERS, _HEADS, _HEAD_SIZE, _VOCABULARY, _CONTEXT = 12, 12, 64, 50257, 1024
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised first and added to what came in."""
+    """Attention and a two-layer perceptron, each with normalised input and a residual connection."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
         return outputs
 
 
-class Transformer(nn.Module):
+class TransformerNet(nn.Module):
     """Decoder-only transformer from token numbers to logits over the vocabulary."""
 
     def __init__(self, vocabulary: int, context: int, head_size: int, dropout: float) -> None:
@@ -94,15 +94,15 @@ class NextToken:
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def gpt2(shape: Shape) -> tuple[nn.Module, Task]:
+def gpt2(sizes: Sizes) -> tuple[nn.Module, Task]:
     """Return GPT-2 small; the width scales the size of a head, the vocabulary and the context."""
-    vocabulary, context = shape.scaled(_VOCABULARY), shape.scaled(_CONTEXT)
-    model = Transformer(vocabulary, context, shape.scaled(_HEAD_SIZE), shape.dropout)
+    vocabulary, context = sizes.scaled(_VOCABULARY), sizes.scaled(_CONTEXT)
+    model = TransformerNet(vocabulary, context, sizes.scaled(_HEAD_SIZE), sizes.dropout)
     return model, NextToken(vocabulary, context)
 
 
-def _initialise(model: Transformer) -> None:
-    """Draw GPT-2's initial weights; what adds to the residual stream starts smaller, for depth sums it."""
+def _initialise(model: TransformerNet) -> None:
+    """Draw GPT-2's initial weights; layers that add to the residual stream start smaller, since depth sums them."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)

@@ -5,42 +5,42 @@ from __future__ import annotations
 from torch import nn
 
 from poseidon.zoo.images import Images
-from poseidon.zoo.network import Shape, Task
+from poseidon.zoo.network import Sizes, Task
 
 _STAGES = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
 """Channels and number of 3x3 convolutions between two poolings."""
 
 
-def vgg19(shape: Shape) -> tuple[nn.Module, Task]:
+def vgg19(sizes: Sizes) -> tuple[nn.Module, Task]:
     """Return VGG19; with 21841 classes it is the network for ImageNet-22K."""
     model = nn.Sequential()
     channels = 3
     for size, depth in _STAGES:
         for _ in range(depth):
-            model.append(nn.Conv2d(channels, shape.scaled(size), 3, padding=1))
+            model.append(nn.Conv2d(channels, sizes.scaled(size), 3, padding=1))
             model.append(nn.ReLU(inplace=True))
-            channels = shape.scaled(size)
+            channels = sizes.scaled(size)
         model.append(nn.MaxPool2d(2, 2))
-    model.extend([nn.AdaptiveAvgPool2d(7), nn.Flatten(), *_classifier(channels * 7 * 7, shape)])
+    model.extend([nn.AdaptiveAvgPool2d(7), nn.Flatten(), *_classifier(channels * 7 * 7, sizes)])
     _initialise(model)
-    return model, Images(3, shape.image_size, shape.classes)
+    return model, Images(3, sizes.image_size, sizes.classes)
 
 
-def _classifier(inputs: int, shape: Shape) -> list[nn.Module]:
-    hidden = shape.scaled(4096)
+def _classifier(inputs: int, sizes: Sizes) -> list[nn.Module]:
+    hidden = sizes.scaled(4096)
     return [
         nn.Linear(inputs, hidden),
         nn.ReLU(inplace=True),
-        nn.Dropout(shape.dropout),
+        nn.Dropout(sizes.dropout),
         nn.Linear(hidden, hidden),
         nn.ReLU(inplace=True),
-        nn.Dropout(shape.dropout),
-        nn.Linear(hidden, shape.classes),
+        nn.Dropout(sizes.dropout),
+        nn.Linear(hidden, sizes.classes),
     ]
 
 
 def _initialise(model: nn.Sequential) -> None:
-    """Draw weights that keep the signal's size through 16 convolutions; torch's own would let it vanish."""
+    """Draw weights that keep the signal's scale through 16 convolutions; torch's defaults would let it vanish."""
     for layer in model:
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

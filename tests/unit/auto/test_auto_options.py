@@ -6,19 +6,19 @@ import pytest
 
 from poseidon.auto.session import describe
 from poseidon.errors import ConfigError
-from poseidon.following.options import AutoOptions, Target, parse
+from poseidon.following.options import AutoOptions, ScriptTarget, parse
 
 
 def test_our_options_end_where_the_script_begins() -> None:
     options, target = parse(["--batch", "total", "--scale-lr", "train.py", "--batch", "7", "-m", "x"])
     assert options == AutoOptions(batch="total", scale_lr=True)
-    assert target == Target("train.py", False, ("--batch", "7", "-m", "x"))
+    assert target == ScriptTarget("train.py", False, ("--batch", "7", "-m", "x"))
 
 
 def test_a_module_and_its_arguments() -> None:
     options, target = parse(["--eval", "shard", "--whole", "a, b", "-m", "pack.train", "--lr", "1"])
     assert options == AutoOptions(evaluation="shard", whole=("a", "b"))
-    assert target == Target("pack.train", True, ("--lr", "1"))
+    assert target == ScriptTarget("pack.train", True, ("--lr", "1"))
 
 
 def test_no_script_is_said_so() -> None:
@@ -33,7 +33,7 @@ def test_no_script_is_said_so() -> None:
         ({"evaluation": "none"}, "unknown --eval 'none'; known: first, full, shard"),
         ({"timeout_s": 0.0}, "--timeout is 0.0"),
         ({"seed": -1}, "--seed is -1"),
-        ({"whole": ("a", "b"), "deal": ("b",)}, "b is in --whole and in --deal"),
+        ({"whole": ("a", "b"), "deal": ("b",)}, "b is in both --whole and --deal"),
     ],
 )
 def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ from poseidon.errors import ConfigError
 from poseidon.planning.profile import Profile
 from poseidon.profiling.measuring import estimate_profile, profile_model
 from poseidon.profiling.prototxt import profile_prototxt
-from poseidon.profiling.source import Source, find_profile
+from poseidon.profiling.source import ProfileSource, find_profile
 from poseidon.units import Load
 
 NET = """
@@ -117,7 +117,7 @@ def test_a_deploy_net_can_be_planned_too(tmp_path):
 def test_a_prototxt_can_be_measured(tmp_path):
     path = tmp_path / "net.prototxt"
     path.write_text(NET)
-    profile = find_profile(Source(str(path), 4, flops=1e9, is_measured=True))
+    profile = find_profile(ProfileSource(str(path), 4, flops=1e9, is_measured=True))
     assert (profile.source, profile.device, profile.batch) == ("measured", "cpu", 4)
     assert profile.forward_s > 0
 
@@ -145,17 +145,17 @@ def test_a_profile_belongs_to_its_model(measured):
 
 def test_sources_are_checked():
     with pytest.raises(ConfigError, match="--batch is 0"):
-        Source("lenet", 0)
+        ProfileSource("lenet", 0)
     with pytest.raises(ConfigError, match="matrix rate is -1"):
-        Source("lenet", flops=-1)
+        ProfileSource("lenet", flops=-1)
     with pytest.raises(ConfigError, match="neither module:callable nor"):
-        find_profile(Source("lenett", flops=1e9))
+        find_profile(ProfileSource("lenett", flops=1e9))
     with pytest.raises(ConfigError, match="cannot load nowhere:make"):
-        find_profile(Source("nowhere:make", flops=1e9))
+        find_profile(ProfileSource("nowhere:make", flops=1e9))
 
 
 def test_a_network_of_the_zoo_can_be_estimated_and_measured():
-    estimated = find_profile(Source("lenet", 4, flops=1e9))
-    measured = find_profile(Source("lenet", 4, flops=1e9, is_measured=True))
+    estimated = find_profile(ProfileSource("lenet", 4, flops=1e9))
+    measured = find_profile(ProfileSource("lenet", 4, flops=1e9, is_measured=True))
     assert estimated.specs == measured.specs
     assert (estimated.source, measured.source) == ("estimated", "measured")

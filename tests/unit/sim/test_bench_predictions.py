@@ -3,9 +3,9 @@ import json
 import pytest
 from sim_settings import small
 
-from poseidon.lab.bench import Listener
+from poseidon.lab.bench import RankEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
-from poseidon.lab.environment import Place
+from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.results import cells_from_json, cells_to_json, format_table
 from poseidon.lab.spec import make_spec
 
@@ -13,9 +13,9 @@ WORKER = WorkerSettings("lenet", ("linear", "ddp", "ddp-powersgd"), 8, 5, 2, 2, 
 
 
 def heard(*events):
-    listener = Listener(WORKER, make_spec(4, "1gbit"), lambda _: None)
+    listener = RankEvents(WORKER, make_spec(4, "1gbit"), lambda _: None)
     for event in events:
-        listener.hear(Place(0, 4), MARK + json.dumps(event))
+        listener.hear(WorkerPlace(0, 4), MARK + json.dumps(event))
     return listener.cell({}, WORKER.systems)
 
 

@@ -1,4 +1,4 @@
-"""Let unedited scripts run: ``import caffe`` gives ``poseidon.caffe``.
+"""Run unedited scripts: ``import caffe`` imports ``poseidon.caffe``.
 
 In a program: ``poseidon.caffe.as_caffe.install()`` before the first ``import caffe``. From the command line:
 ``python -m poseidon.caffe.as_caffe script.py its arguments``.
@@ -33,13 +33,13 @@ _SUBMODULES = (
 
 
 def install() -> None:
-    """Make ``import caffe`` and its submodules mean ours in this process, wherever a real Caffe may be installed."""
+    """Make ``import caffe`` import ours in this process, submodules included, even where a real Caffe is installed."""
     ours = importlib.import_module(_OURS)
     present = sys.modules.get("caffe")
     if present is not None and present is not ours:
         raise ConfigError(
             f"as_caffe: another module called caffe is already imported, from {getattr(present, '__file__', '?')}; "
-            "install before the first `import caffe`"
+            "call install() before the first `import caffe`"
         )
     sys.modules["caffe"] = ours
     for name in _SUBMODULES:
@@ -47,9 +47,9 @@ def install() -> None:
 
 
 def run_script(script: str | os.PathLike[str], arguments: Sequence[str] = ()) -> None:
-    """Run a script as Python would, with ``import caffe`` meaning ours.
+    """Run a script as Python would, with ``import caffe`` importing ours.
 
-    Nets and solvers log to stderr as Caffe's do, from the level that GLOG_minloglevel states.
+    Nets and solvers log to stderr as in Caffe, from the level in GLOG_minloglevel.
     """
     if not Path(script).is_file():
         raise ConfigError(f"as_caffe: there is no script {script}")

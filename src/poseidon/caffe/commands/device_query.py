@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the GPUs that were asked for (default all) and the CPU."""
+    """Print the requested GPUs (default all) and the CPU."""
     import torch
 
     from poseidon.caffe.training import parse_gpus
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gpu_lines(index: int, properties: Any) -> list[str]:
-    """Return what there is to say about a GPU, a line per fact; facts that this torch does not know are left out."""
+    """Return the facts about a GPU, one line each; those that this torch does not know are left out."""
     facts: list[tuple[str, object]] = [("Device id", index)]
     facts += [(text, getattr(properties, name)) for text, name in _FACTS if hasattr(properties, name)]
     return [f"{text + ':':<36} {value}" for text, value in facts]

@@ -1,4 +1,4 @@
-"""``poseidon extract-features``: what a net computes, as databases; arguments as Caffe's extract_features has them."""
+"""``poseidon extract-features``: a net's blobs as databases, with the arguments of Caffe's extract_features."""
 
 from __future__ import annotations
 

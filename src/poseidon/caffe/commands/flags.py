@@ -13,7 +13,7 @@ _CAFFE: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "model": (str, "", "the net's prototxt"),
     "snapshot": (str, "", "resume from this .solverstate (or .solverstate.h5)"),
     "weights": (str, "", "start from the parameters in these files, separated by commas"),
-    "gpu": (str, "", "GPU numbers separated by commas, or all; none: as the solver says, or the CPU"),
+    "gpu": (str, "", "GPU numbers separated by commas, or all; default: the solver's choice, or the CPU"),
     "iterations": (int, 50, "number of iterations (default 50)"),
     "phase": (str, "", "TRAIN or TEST"),
     "level": (int, 0, "level of the net's state, for include and exclude rules"),
@@ -26,7 +26,7 @@ _LOGGING = ("logtostderr", "alsologtostderr")
 
 
 def add_caffe_flags(parser: argparse.ArgumentParser, shown: Collection[str]) -> None:
-    """Declare all of Caffe's flags, as its one program has them; only ``shown`` ones matter and appear in the help."""
+    """Declare all flags of Caffe's one program; only ``shown`` ones take effect and appear in the help."""
     for name, (kind, default, text) in _CAFFE.items():
         help_text = text if name in shown or name == "log_dir" else argparse.SUPPRESS
         parser.add_argument(f"-{name}", f"--{name}", type=kind, default=default, help=help_text)
@@ -55,7 +55,7 @@ def need(value: str, flag: str, purpose: str) -> str:
 
 
 def stages_of(text: str) -> list[str]:
-    """Return the stages; like Caffe's, the list holds one empty stage where none are given."""
+    """Return the stages; as in Caffe, the list holds one empty stage if none are given."""
     return text.split(",")
 
 

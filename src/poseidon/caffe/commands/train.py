@@ -1,4 +1,4 @@
-"""``poseidon train``: train a net as its solver's prototxt says, with Caffe's flags and the original Poseidon's."""
+"""``poseidon train``: train a net by its solver's prototxt, with Caffe's flags and the original Poseidon's."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         original, "consistency_model", str, "SSPPush", f"one of {', '.join(_CONSISTENCY)}: the same at staleness 0"
     )
     for name in ("num_table_threads", "num_comm_channels_per_client", "num_rows_per_table"):
-        add_flag(original, name, int, 1, "accepted; the engine decides this by itself")
+        add_flag(original, name, int, 1, "accepted; the engine decides this itself")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, here or in workers that this process starts and watches."""
+    """Train in this process, or in workers that it starts and watches."""
     from poseidon.caffe.training import TrainSettings, parse_gpus, train
 
     check_original_flags(args)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def worker_count(asked: int | None, gpus: tuple[int, ...] | None, world: World) -> int:
-    """Return how many workers to start; 1 means that this process trains itself. Pure."""
+    """Return how many workers to start; 1 means that this process trains. Pure."""
     if asked is not None and asked < 1:
         raise ConfigError(f"--workers is {asked}; it must be at least 1")
     if world.size > 1:
@@ -93,7 +93,7 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
 
 
 def check_original_flags(args: argparse.Namespace) -> None:
-    """Raise an error for what in the original's flags contradicts itself."""
+    """Raise if the original's flags contradict each other."""
     if args.consistency_model not in _CONSISTENCY:
         raise ConfigError(f"--consistency_model {args.consistency_model!r} is none of {', '.join(_CONSISTENCY)}")
     if args.table_staleness < 0 or (args.table_staleness and args.consistency_model == "BSP"):

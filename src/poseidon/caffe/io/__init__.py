@@ -1,6 +1,6 @@
-"""pycaffe's ``caffe.io``; the modules of this package read what data layers and tools need.
+"""pycaffe's ``caffe.io``; the modules of this package read the data of layers and tools.
 
-Databases, lists, images, transformation, prefetching and sharding each have a module of their own here.
+Databases, lists, images, transformation, prefetching and sharding each have their own module.
 """
 
 from poseidon.caffe.conversions import (

@@ -1,4 +1,4 @@
-"""Put single samples together to batches."""
+"""Collect single samples into batches."""
 
 from __future__ import annotations
 

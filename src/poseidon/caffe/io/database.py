@@ -12,7 +12,7 @@ from typing import Protocol
 
 from poseidon.caffe.io.leveldb import LevelDB, LevelDBWriter
 from poseidon.caffe.io.lmdb import LMDB, LMDBWriter
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema.messages import DataParameter
 from poseidon.errors import ConfigError, unknown_name
 
 log = logging.getLogger("poseidon.caffe")
@@ -24,7 +24,7 @@ class Database(Protocol):
     path: str
 
     def records(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Yield keys and values; a value is valid until the next one is asked for. Each call starts anew."""
+        """Yield keys and values; a value is valid until the next one is requested. Each call starts from the first."""
         ...
 
 
@@ -46,7 +46,7 @@ def open_database(backend: str, path: str) -> Database:
     """Open an existing database of backend "lmdb" or "leveldb"."""
     found = kind_of(path)
     if found is not None and found != checked_backend(backend):
-        raise ConfigError(f"{path}: is a database of backend {found}, and {backend} was asked for")
+        raise ConfigError(f"{path}: is a database of backend {found}, but {backend} was requested")
     database = _READERS[checked_backend(backend)](path)
     log.info("Opened %s %s", backend, path)
     return database
@@ -61,13 +61,13 @@ def kind_of(path: str) -> str | None:
 
 
 def backend_name(number: int) -> str:
-    """Return the backend that a DataParameter's ``backend`` stands for."""
-    return str(message("DataParameter").DB.Name(number)).lower()
+    """Return the name of a DataParameter's ``backend``."""
+    return str(DataParameter.DB.Name(number)).lower()
 
 
 @contextlib.contextmanager
 def new_database(backend: str, path: str) -> Iterator[Writer]:
-    """Create a database that appears under ``path`` when the block ends without error, and never in part."""
+    """Create a database that appears under ``path``, complete, when the block ends without error."""
     target = Path(path)
     make = _WRITERS[checked_backend(backend)]
     if target.exists():
@@ -87,7 +87,7 @@ def new_database(backend: str, path: str) -> Iterator[Writer]:
 
 
 def checked_backend(backend: str) -> str:
-    """Return a known backend's name, else raise an error that lists them."""
+    """Return a known backend's name, or raise an error that lists them."""
     if backend not in _READERS:
         raise unknown_name("database backend", backend, BACKENDS)
     return backend

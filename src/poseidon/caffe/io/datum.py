@@ -10,26 +10,26 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from poseidon.caffe.io.images import Image, Mode, decode_image
-from poseidon.caffe.schema import Datum, Proto
+from poseidon.caffe.schema import Datum
 from poseidon.errors import ConfigError
 
 Values = NDArray[Any]
 """Channels, height, width; 8-bit or single precision."""
 
 
-def parse_datum(content: bytes | memoryview, origin: str) -> Proto:
+def parse_datum(content: bytes | memoryview, origin: str) -> Datum:
     """Parse a record; ``origin`` names database and key in the error."""
     datum = Datum()
     try:
-        datum.ParseFromString(content)
+        datum.ParseFromString(content)  # type: ignore[arg-type]  # protobuf takes any buffer
     except DecodeError:
         raise ConfigError(
-            f"{origin}: {len(content)} bytes that are no complete Datum; the database is damaged or holds other things"
+            f"{origin}: {len(content)} bytes are not a complete Datum; the database is damaged or holds other records"
         ) from None
     return datum
 
 
-def datum_values(datum: Proto, mode: Mode, origin: str) -> Values:
+def datum_values(datum: Datum, mode: Mode, origin: str) -> Values:
     """Return the values of a record as (channels, height, width), decoding it if it is an image file.
 
     ``mode`` concerns encoded records only.
@@ -45,7 +45,7 @@ def datum_values(datum: Proto, mode: Mode, origin: str) -> Values:
     if values.size != math.prod(shape) or not datum.channels > 0:
         raise ConfigError(
             f"{origin}: the Datum states channels, height and width {shape}, which is {math.prod(shape)} values, "
-            f"and holds {values.size}"
+            f"but holds {values.size}"
         )
     shaped: Values = values.reshape(shape)
     return shaped
@@ -57,10 +57,10 @@ def image_to_values(pixels: Image) -> Values:
     return values
 
 
-def image_datum(pixels: Image, label: int) -> Proto:
+def image_datum(pixels: Image, label: int) -> Datum:
     """Return a raw record of an image."""
     height, width, channels = pixels.shape
-    # Caffe writes the flag out even though it is false.
+    # Caffe writes the flag even when it is false.
     return Datum(
         channels=channels,
         height=height,
@@ -71,6 +71,6 @@ def image_datum(pixels: Image, label: int) -> Proto:
     )
 
 
-def encoded_datum(content: bytes, label: int) -> Proto:
+def encoded_datum(content: bytes, label: int) -> Datum:
     """Return a record that holds an image file as it is."""
     return Datum(data=content, label=label, encoded=True)

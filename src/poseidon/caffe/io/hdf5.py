@@ -1,4 +1,4 @@
-"""Rows of HDF5 files, one after the other or shuffled."""
+"""Rows of HDF5 files, in order or shuffled."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def read_arrays(path: str, names: Sequence[str]) -> Arrays:
 
 @cache
 def _log_class(name: str) -> None:
-    # Caffe says this once per program.
+    # Caffe logs this once per process.
     log.info("Datatype class: %s", name)
 
 
 class HDF5Rows:
-    """An endless walk through the rows of several files, of which one is in memory at a time."""
+    """An endless pass over the rows of several files, one of which is in memory at a time."""
 
     def __init__(
         self, files: Sequence[str], names: Sequence[str], share: Share, random: np.random.Generator | None
@@ -61,7 +61,7 @@ class HDF5Rows:
         self.row_shapes = [array.shape[1:] for array in self._load(0)]
 
     def batches(self, batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield one tensor per data set with ``batch_size`` rows; a batch may reach over several files."""
+        """Yield one tensor per data set with ``batch_size`` rows; a batch may span several files."""
         out = self._new_batch(batch_size)
         filled = 0
         for arrays, rows in self._parts():

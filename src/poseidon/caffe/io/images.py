@@ -1,4 +1,4 @@
-"""Images as OpenCV gives them to Caffe: 8 bits, channels last, in the order blue, green, red."""
+"""Images as OpenCV passes them to Caffe: 8 bits, channels last, in the order blue, green, red."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode_image(content: bytes, mode: Mode = "color", origin: str = "<image>") 
     try:
         with pil.open(io.BytesIO(content)) as picture:
             if mode == "gray":
-                # A JPEG's own brightness is taken, as OpenCV does, not one computed from its colours.
+                # Use a JPEG's own luminance, as OpenCV does, instead of one computed from its colours.
                 picture.draft("L", picture.size)
             picture.load()
             if mode != "native":
@@ -71,7 +71,7 @@ def _to_array(picture: Any, mode: Mode) -> Image:
 
 
 def encode_image(pixels: Image, extension: str) -> bytes:
-    """Encode an image as the file type that ``extension`` ("png", "jpg") stands for."""
+    """Encode an image as the file type of ``extension`` ("png", "jpg")."""
     pil = require("PIL.Image")
     kind = pil.registered_extensions().get(f".{extension.lower()}")
     if kind is None or kind not in pil.SAVE:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from poseidon.errors import ConfigError
 
 
-class Line(NamedTuple):
+class ImageLine(NamedTuple):
     """One image of a list."""
 
     name: str
@@ -28,7 +28,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
         raise ConfigError(f"cannot read list {path}: {error.strerror}") from None
 
 
-def read_image_list(path: str | os.PathLike[str]) -> list[Line]:
+def read_image_list(path: str | os.PathLike[str]) -> list[ImageLine]:
     """Read lines of "name label"; the name may hold spaces, and a name alone has label 0, as in Caffe."""
     lines = [_parse(text.strip(), number, str(path)) for number, text in enumerate(read_lines(path), 1) if text.strip()]
     if not lines:
@@ -36,15 +36,15 @@ def read_image_list(path: str | os.PathLike[str]) -> list[Line]:
     return lines
 
 
-def _parse(text: str, number: int, origin: str) -> Line:
+def _parse(text: str, number: int, origin: str) -> ImageLine:
     name, space, label = text.rpartition(" ")
     if not space:
-        return Line(text, 0, number)
+        return ImageLine(text, 0, number)
     try:
-        return Line(name.strip(), int(float(label)), number)
+        return ImageLine(name.strip(), int(float(label)), number)
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{origin}:{number}: {label!r} is no label; every line holds a file name, a space and a whole number"
+            f"{origin}:{number}: {label!r} is not a label; every line holds a file name, a space and a whole number"
         ) from None
 
 

@@ -21,7 +21,7 @@ class _Environment:
         lmdb = require("lmdb")
         is_folder = Path(path).is_dir()
         try:
-            # Without locking nothing is written, so databases on read-only file systems can be used.
+            # Without locking nothing is written, so databases on read-only file systems work.
             self.handle = lmdb.open(path, subdir=is_folder, readonly=True, lock=False, create=False)
         except lmdb.Error as error:
             if "already open" in str(error):
@@ -29,11 +29,11 @@ class _Environment:
                     f"{path}: this program has already opened the database with the lmdb package; "
                     "close it (environment.close()) before a net or tool reads it"
                 ) from None
-            raise ConfigError(f"{path}: cannot be opened as LMDB ({error}); truncated, damaged or no LMDB") from None
+            raise ConfigError(f"{path}: cannot be opened as LMDB ({error}); truncated, damaged or not LMDB") from None
         self._check_size(path, file)
 
     def _check_size(self, path: str, file: Path) -> None:
-        # Reading a page that the file does not have would end the process with a bus error.
+        # Reading a page beyond the end of the file would kill the process with a bus error.
         needed = (self.handle.info()["last_pgno"] + 1) * self.handle.stat()["psize"]
         size = file.stat().st_size
         if size < needed:
@@ -42,7 +42,7 @@ class _Environment:
 
 
 _open: weakref.WeakValueDictionary[tuple[int, int], _Environment] = weakref.WeakValueDictionary()
-"""By device and inode, so that a database made anew under an old name is not taken for the old one."""
+"""By device and inode, so that a database recreated under an old name is not mistaken for the old one."""
 
 
 class LMDB:
@@ -60,7 +60,7 @@ class LMDB:
         self._environment = environment
 
     def records(self) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield keys and values, sorted by key; a value is valid until the next one is asked for."""
+        """Yield keys and values, sorted by key; a value is valid until the next one is requested."""
         lmdb = require("lmdb")
         try:
             with self._environment.handle.begin(buffers=True) as transaction:

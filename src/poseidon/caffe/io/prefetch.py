@@ -24,10 +24,10 @@ class _Failure:
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterator in a thread of its own, up to ``depth`` items ahead; the thread starts with the first item.
+    """Runs an iterator in its own thread, up to ``depth`` items ahead; the thread starts with the first item.
 
-    Errors of the iterator are raised to whoever asks for the next item. The thread ends when nobody refers to the
-    prefetcher any more, so the iterator must not refer to its owner.
+    An error of the iterator is raised in the caller that requests the next item. The thread ends when the prefetcher is
+    freed, so the iterator must not refer to its owner.
     """
 
     def __init__(self, items: Iterator[T], depth: int, name: str) -> None:
@@ -39,12 +39,12 @@ class Prefetcher(Generic[T]):
         weakref.finalize(self, _shut_down, self._ready, stop, self._thread)
 
     def __next__(self) -> T:
-        """Return the next item, waiting for it if need be."""
+        """Return the next item, waiting for it if necessary."""
         if not self._thread.ident:
             self._thread.start()
         item = self._ready.get()
         if item is _END or isinstance(item, _Failure):
-            self._ready.put(item)  # asking again gives the same answer
+            self._ready.put(item)  # the next call gets the same answer
             if isinstance(item, _Failure):
                 raise item.error
             raise StopIteration
@@ -66,7 +66,7 @@ def _shut_down(ready: queue.Queue[object], stop: threading.Event, thread: thread
     stop.set()
     if thread is threading.current_thread() or not thread.ident:
         return
-    # The thread may be waiting for room: make it until the thread has seen the sign.
+    # The thread may be blocked on a full queue: drain it until the thread has seen the event.
     while thread.is_alive():
         try:
             ready.get(timeout=0.01)
@@ -75,12 +75,12 @@ def _shut_down(ready: queue.Queue[object], stop: threading.Event, thread: thread
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The tops of a data layer for one pass, on the way to the device."""
+class StagedBatch:
+    """The tops of a data layer for one pass, on their way to the device."""
 
     tensors: tuple[torch.Tensor, ...]
     arrived: torch.cuda.Event | None = None
-    """Set where the tensors are copied to a GPU in the background."""
+    """Marks the end of the background copy to a GPU; None without one."""
 
     def take(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors for use on the current stream."""
@@ -92,13 +92,13 @@ class Batch:
         return self.tensors
 
 
-def staged(batches: Iterator[tuple[torch.Tensor, ...]]) -> Iterator[Batch]:
-    """Send each batch on its way to the active device; runs in the prefetching thread."""
+def staged(batches: Iterator[tuple[torch.Tensor, ...]]) -> Iterator[StagedBatch]:
+    """Start copying each batch to the active device; runs in the prefetching thread."""
     stream: torch.cuda.Stream | None = None
     for tensors in batches:
         target = device.active()
         if target.type != "cuda":
-            yield Batch(tensors)
+            yield StagedBatch(tensors)
             continue
         if stream is None or stream.device != target:
             stream = torch.cuda.Stream(target)
@@ -106,4 +106,4 @@ def staged(batches: Iterator[tuple[torch.Tensor, ...]]) -> Iterator[Batch]:
             moved = tuple(tensor.pin_memory().to(target, non_blocking=True) for tensor in tensors)
             arrived = torch.cuda.Event()
             arrived.record(stream)
-        yield Batch(moved, arrived)
+        yield StagedBatch(moved, arrived)

@@ -1,10 +1,10 @@
-"""Which records a worker reads: pure rules, and the one place that asks who this worker is.
+"""Which records a worker reads: pure rules, and the one function that asks for this worker's rank.
 
-Two rules, both without any word between the workers:
+There are two rules, both without communication between the workers:
 
-* in order (``in_turns``): all workers walk through the same endless sequence of records and take every size-th. The
-  batches of one step are together the batch that a single worker with the total batch size would have read;
-* shuffled (``Share.rows``): each worker owns every size-th record for good and shuffles its own.
+* in order (``in_turns``): all workers step through the same endless sequence of records and each takes every size-th.
+  The batches of one step together are the batch that a single worker with the total batch size would read;
+* shuffled (``Share.rows``): each worker owns every size-th record permanently and shuffles its own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Share:
 
     rank: int = 0
     size: int = 1
-    """Number of workers that divide the source among themselves; 1: everything is read here."""
+    """Number of workers that divide the source; 1: this worker reads everything."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ConfigError(f"share {self.rank} of {self.size} makes no sense; shares count from 0")
+            raise ConfigError(f"share {self.rank} of {self.size} does not exist; shares count from 0")
 
     def rows(self, count: int, first: int = 0) -> range:
         """Return which of ``count`` records, numbered from ``first`` in the whole source, belong to this share."""
@@ -44,8 +44,8 @@ class Share:
 def in_turns(one_pass: Callable[[], Iterable[T]], share: Share) -> Iterator[T]:
     """Yield this worker's records of an endless sequence of passes over a source, in order.
 
-    The passes follow each other without a gap, so a source whose length is no multiple of the number of workers gives
-    a worker different records in each pass, and every record of a pass still goes to exactly one worker.
+    The passes follow each other without a gap, so if the length of a source is not a multiple of the number of workers,
+    a worker gets different records in each pass; every record of a pass still goes to exactly one worker.
     """
     position = 0
     while True:
@@ -59,7 +59,7 @@ def in_turns(one_pass: Callable[[], Iterable[T]], share: Share) -> Iterator[T]:
 
 
 def endless(count: int, share: Share, random: np.random.Generator | None, origin: str) -> Iterator[int]:
-    """Yield the numbers of this worker's records pass after pass: in order, or shuffled anew for each pass."""
+    """Yield the numbers of this worker's records pass after pass: in order, or reshuffled for each pass."""
     if random is None:
         yield from in_turns(lambda: range(count), share)
         return
@@ -73,49 +73,49 @@ def endless(count: int, share: Share, random: np.random.Generator | None, origin
 def too_few(origin: str, count: int, share: Share) -> ConfigError:
     """Return the error for a source that leaves a worker without records."""
     return ConfigError(
-        f"{origin}: has {count} records for {share.size} workers, so that worker {share.rank} gets none; "
+        f"{origin}: has {count} records for {share.size} workers, so worker {share.rank} gets none; "
         "use fewer workers, or leave out shuffle"
     )
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a worker reads, and which part of it."""
+class DataSource:
+    """The path that a worker reads, and its share of it."""
 
     path: str
     share: Share = Share()
 
 
-def locate(path: str, shared_file_system: bool | None, is_training: bool, world: World) -> Source:
-    """Return what a worker reads for a data layer's ``source``.
+def locate(path: str, shared_file_system: bool | None, is_training: bool, world: World) -> DataSource:
+    """Return the path and share that a worker reads for a data layer's ``source``.
 
-    ``shared_file_system`` false: worker k reads ``path_k``, all of it, made by ``poseidon partition-data``. True: all
-    workers read ``path`` and divide it. None: as true while training (testing reads everything on every worker, as
-    Caffe does), or as false where only ``path_k`` exists.
+    ``shared_file_system`` false: worker k reads all of ``path_k``, written by ``poseidon partition-data``. True: all
+    workers read ``path`` and divide it. None: like true while training (in tests every worker reads everything, as
+    Caffe does), or like false if only ``path_k`` exists.
     """
     own = share_path(path, world.rank)
     if shared_file_system is False:
         if not Path(own).exists():
             raise ConfigError(
-                f"worker {world.rank} reads {own} because shared_file_system is false, and it does not exist; make it "
+                f"worker {world.rank} reads {own} because shared_file_system is false, but it does not exist; write it "
                 "with `poseidon partition-data`, or set shared_file_system: true where all workers see the same files"
             )
-        return Source(own)
+        return DataSource(own)
     if shared_file_system is None:
         if world.size > 1 and not Path(path).exists() and Path(own).exists():
-            return Source(own)
+            return DataSource(own)
         if not is_training:
-            return Source(path)
-    return Source(path, Share(world.rank, world.size))
+            return DataSource(path)
+    return DataSource(path, Share(world.rank, world.size))
 
 
 def share_path(path: str, rank: int) -> str:
-    """Return the name under which a worker's own part of a source is kept."""
+    """Return the path of a worker's own part of a source."""
     return f"{path.rstrip('/')}_{rank}"
 
 
 def this_worker() -> World:
-    """Return this worker's place: in the process group if there is one, else as the script or environment says."""
+    """Return this worker's rank and size, from the process group if there is one, else the script or environment."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     return World(rank=process.solver_rank(), size=process.solver_count())

@@ -1,4 +1,4 @@
-"""What ``transform_param`` asks for: crop, mirror, mean, scale."""
+"""The transformations of ``transform_param``: crop, mirror, mean, scale."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.io.datum import Values
 from poseidon.caffe.io.images import Mode
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.files import read_binary
+from poseidon.caffe.schema.messages import TransformationParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -22,9 +23,9 @@ Array = NDArray[np.float32]
 
 
 class Transform:
-    """Crops, mirrors, subtracts the mean and scales, in this order; random only where Caffe is."""
+    """Crops, mirrors, subtracts the mean and scales, in this order; random exactly where Caffe is."""
 
-    def __init__(self, param: Proto, is_training: bool, rank: int = 0) -> None:
+    def __init__(self, param: TransformationParameter, is_training: bool, rank: int = 0) -> None:
         if param.force_color and param.force_gray:
             raise ConfigError("transform_param sets both force_color and force_gray; choose one")
         self._crop: int = param.crop_size
@@ -43,7 +44,7 @@ class Transform:
         return (channels, self._crop or height, self._crop or width)
 
     def __call__(self, values: Values, out: Array, origin: str) -> None:
-        """Write the transformed values to ``out``, whose shape must be what ``shape`` says."""
+        """Write the transformed values to ``out``, which must have the shape that ``shape`` returns."""
         wanted = self.shape(values.shape, origin)
         if wanted != out.shape:
             raise ConfigError(
@@ -90,14 +91,14 @@ class Transform:
         return int(self._random.integers(below))
 
 
-def decode_mode(param: Proto) -> Mode:
-    """Return how a TransformationParameter wants encoded records decoded."""
+def decode_mode(param: TransformationParameter) -> Mode:
+    """Return the mode in which to decode encoded records."""
     if param.force_color:
         return "color"
     return "gray" if param.force_gray else "native"
 
 
-def mean_of(param: Proto) -> Array | None:
+def mean_of(param: TransformationParameter) -> Array | None:
     """Return the mean of a TransformationParameter, as (channels, height, width); (n, 1, 1) for mean_value."""
     if param.mean_file and param.mean_value:
         raise ConfigError("transform_param gives both mean_file and mean_value; choose one")
@@ -108,13 +109,13 @@ def mean_of(param: Proto) -> Array | None:
     log.info("Loading mean file from: %s", param.mean_file)
     blob = Blob()
     try:
-        blob.from_proto(read_binary(param.mean_file, "BlobProto"))
+        blob.from_proto(read_binary(param.mean_file, BlobProto))
     except ConfigError as error:
         raise ConfigError(f"mean_file {param.mean_file}: {error}") from None
     return blob.data.reshape(blob.channels, blob.height, blob.width)
 
 
 def random_stream(rank: int) -> np.random.Generator:
-    """Return random numbers that follow from the seed set for fillers, different for each worker."""
+    """Return a generator derived from the seed set for fillers, different for each worker."""
     seed = int(torch.randint(2**62, ()).item())
     return np.random.default_rng([seed, rank])

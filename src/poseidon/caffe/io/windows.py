@@ -1,4 +1,4 @@
-"""Window files (regions of images with a class and an overlap) and how a region is cut out. Pure but for reading."""
+"""Window files (regions of images with a class and an overlap) and how to crop a region. Pure except for reading."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from poseidon.caffe.io.lists import read_lines
 from poseidon.errors import ConfigError
 
 
-class Window(NamedTuple):
-    """A region of an image; corners belong to it."""
+class ImageWindow(NamedTuple):
+    """A region of an image, corners included."""
 
     image: int
     label: int
@@ -33,7 +33,7 @@ class WindowFile:
 
     images: list[str] = field(default_factory=list)
     channels: int = 0
-    windows: list[Window] = field(default_factory=list)
+    windows: list[ImageWindow] = field(default_factory=list)
 
 
 def read_windows(path: str | os.PathLike[str]) -> WindowFile:
@@ -51,20 +51,20 @@ def read_windows(path: str | os.PathLike[str]) -> WindowFile:
         for _ in range(words.number("the number of windows")):
             label, overlap = words.number("a class"), words.real("an overlap")
             corners = [words.number(name) for name in ("x1", "y1", "x2", "y2")]
-            result.windows.append(Window(index, label, overlap, *corners))
+            result.windows.append(ImageWindow(index, label, overlap, *corners))
     if not result.images:
         raise ConfigError(f"{path}: the window file is empty")
     for window in result.windows:
         if not 0 <= window.image < len(result.images):
             raise ConfigError(
-                f"{path}: a window belongs to image {window.image}, and there are {len(result.images)}; "
+                f"{path}: a window belongs to image {window.image}, but there are {len(result.images)}; "
                 "images must be numbered from 0 in order"
             )
     return result
 
 
 class _Words:
-    """The words of a file one after the other, remembering lines for errors."""
+    """The words of a file in order, with their lines for errors."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -107,17 +107,17 @@ class _Words:
 
 
 @dataclass(frozen=True)
-class Crop:
+class WindowCrop:
     """How windows become squares of ``size`` pixels."""
 
     size: int
     context_pad: int = 0
-    """Pixels of surroundings on each side, measured in the result."""
+    """Pixels of context on each side, measured in the result."""
     is_square: bool = False
-    """Cut out squares around windows instead of stretching them."""
+    """Crop squares around windows instead of stretching them."""
 
-    def place(self, window: Window, height: int, width: int, mirrored: bool) -> Placement:
-        """Return what to cut from an image of that size and where it goes in the result."""
+    def place(self, window: ImageWindow, height: int, width: int, mirrored: bool) -> Placement:
+        """Return the region to crop from an image of that size and where it goes in the result."""
         x1, y1, x2, y2 = window[3:]
         if not self.context_pad and not self.is_square:
             return Placement(x1, y1, x2, y2, 0, 0, self.size, self.size)
@@ -129,13 +129,13 @@ class Crop:
         x1, x2, y1, y2 = x1 + left, x2 - right, y1 + top, y2 - bottom
         pad_x = _round(np.float32(right if mirrored else left) * scale_x)
         pad_y = _round(np.float32(top) * scale_y)
-        # Rounding may make the stretched region and its padding too large together.
+        # Rounding may make the stretched region and its padding exceed the size.
         new_width = min(_round(np.float32(x2 - x1 + 1) * scale_x), self.size - pad_x)
         new_height = min(_round(np.float32(y2 - y1 + 1) * scale_y), self.size - pad_y)
         return Placement(x1, y1, x2, y2, pad_x, pad_y, new_width, new_height)
 
     def _expanded(self, x1: int, y1: int, x2: int, y2: int) -> tuple[int, int, int, int]:
-        """Return the region grown so that after scaling exactly ``context_pad`` pixels surround the window."""
+        """Return the region expanded so that after scaling exactly ``context_pad`` pixels surround the window."""
         scale = np.float32(self.size) / np.float32(self.size - 2 * self.context_pad)
         half_width, half_height = np.float32(x2 - x1 + 1) / 2, np.float32(y2 - y1 + 1) / 2
         center_x, center_y = np.float32(x1) + half_width, np.float32(y1) + half_height
@@ -162,11 +162,11 @@ class Placement(NamedTuple):
     height: int
 
     def cut(self, pixels: Image, mirrored: bool) -> Image:
-        """Return the region, resized and mirrored; ValueError if it does not lie in the image."""
+        """Return the region, resized and mirrored; ValueError if it does not lie inside the image."""
         height, width = pixels.shape[:2]
         if not (0 <= self.x1 <= self.x2 < width and 0 <= self.y1 <= self.y2 < height):
             raise ValueError(
-                f"x {self.x1} to {self.x2}, y {self.y1} to {self.y2} is no part of {width} x {height} pixels"
+                f"x {self.x1} to {self.x2}, y {self.y1} to {self.y2} is not inside {width} x {height} pixels"
             )
         if self.width < 1 or self.height < 1:
             raise ValueError(f"nothing is left of it after scaling to {self.width} x {self.height} pixels")

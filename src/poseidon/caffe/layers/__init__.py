@@ -80,7 +80,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return the function of pycaffe's ``caffe.layers`` that writes a layer of type ``name`` into a net spec."""
+    """Return the function of pycaffe's ``caffe.layers`` that adds a layer of type ``name`` to a net spec."""
     if not (name[:1].isupper() or name in known_types()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from poseidon.caffe import net_spec

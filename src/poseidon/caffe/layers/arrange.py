@@ -10,14 +10,14 @@ import torch
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import ConcatParameter, SliceParameter
 
 
 class Arrangement(Layer):
     """Base of layers whose axis may be given under an older name that allows no negative numbers."""
 
-    def chosen_axis(self, settings: Proto, older: str, axes: int) -> int:
-        """Return ``axis``, or the field called ``older`` where that is set."""
+    def chosen_axis(self, settings: ConcatParameter | SliceParameter, older: str, axes: int) -> int:
+        """Return ``axis``, or the field ``older`` if that is set."""
         if not settings.HasField(older):
             return self.axis(settings.axis, axes)
         if settings.HasField("axis"):
@@ -32,7 +32,7 @@ class Arrangement(Layer):
 
 @register("Concat")
 class Concat(Arrangement):
-    """Puts its bottoms one after the other along an axis."""
+    """Concatenates its bottoms along an axis."""
 
     bottom_count = Count(1, None)
 
@@ -87,7 +87,7 @@ class Slice(Arrangement):
 
 @register("Flatten")
 class Flatten(Arrangement):
-    """Makes one axis of those from ``axis`` to ``end_axis``."""
+    """Merges the axes from ``axis`` to ``end_axis`` into one."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         self.refuse_in_place(bottoms, tops)
@@ -98,7 +98,7 @@ class Flatten(Arrangement):
         start = self.axis(settings.axis, len(shape))
         end = self.axis(settings.end_axis, len(shape), "end_axis") + 1
         if end < start:
-            raise self.error(f"axis {settings.axis} lies behind end_axis {settings.end_axis} for shape {shape}")
+            raise self.error(f"axis {settings.axis} lies after end_axis {settings.end_axis} for shape {shape}")
         return [(*shape[:start], math.prod(shape[start:end]), *shape[end:])]
 
     def compute(self, inputs: Tensors, params: Tensors) -> Tensors:
@@ -107,7 +107,7 @@ class Flatten(Arrangement):
 
 @register("Reshape")
 class Reshape(Arrangement):
-    """Replaces ``num_axes`` axes from ``axis`` on by new ones: 0 copies a dimension, -1 stands for what is left."""
+    """Replaces ``num_axes`` axes from ``axis`` on by new ones: 0 copies a dimension, -1 means what is left."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         self.refuse_in_place(bottoms, tops)
@@ -135,7 +135,7 @@ class Reshape(Arrangement):
     def _replaced(self, shape: Shape) -> tuple[int, int]:
         """Return the first axis to replace and the one after the last."""
         settings, axes = self.param.reshape_param, len(shape)
-        # A negative axis may also mean the end, hence one more than elsewhere.
+        # A negative axis may also mean the end, so there is one more than elsewhere.
         start = settings.axis if settings.axis >= 0 else axes + settings.axis + 1
         end = axes if settings.num_axes == -1 else start + settings.num_axes
         if not 0 <= start <= end <= axes:

@@ -1,12 +1,12 @@
 """The contract between a net and its layers.
 
-A layer is made from its LayerParameter, then ``setup`` creates its parameters and ``top_shapes`` says what it
-produces. From there a layer type chooses one of two ways:
+A layer is built from its LayerParameter, then ``setup`` creates its parameters and ``top_shapes`` returns the shapes of
+its results. A layer type then chooses one of two ways to compute:
 
 * override ``compute``: a function of tensors built from PyTorch operations. The base class records a small graph of
   this layer alone and derives the backward pass from it;
 * override ``forward`` and ``backward``, which work on blobs, where Caffe's gradients differ from autograd's or a
-  faster way exists.
+  faster implementation exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from poseidon.caffe import fillers
 from poseidon.caffe.blob import Blob, BlobVec, Shape
-from poseidon.caffe.schema import TRAIN, Proto
+from poseidon.caffe.schema import TRAIN, FillerParameter, LayerParameter
 from poseidon.errors import ConfigError
 
 Blobs = Sequence[Blob]
@@ -44,7 +44,7 @@ def exactly(count: int) -> Count:
 
 
 class _Graph(NamedTuple):
-    """What one forward pass recorded: the leaves it started from and what came out."""
+    """The record of one forward pass: its leaves and its results."""
 
     inputs: Tensors
     params: Tensors
@@ -60,9 +60,9 @@ class Layer:
     equal_counts: ClassVar[bool] = False
     """Whether there must be one top per bottom."""
     makes_missing_tops: ClassVar[bool] = False
-    """Whether the net adds unnamed tops up to the least number."""
+    """Whether the net adds unnamed tops up to the minimum."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: LayerParameter) -> None:
         self.param = param
         self.name: str = param.name
         self.blobs = BlobVec()
@@ -84,13 +84,13 @@ class Layer:
         """Whether the layer belongs to a net of the TRAIN phase."""
         return bool(self.param.phase == TRAIN)
 
-    # What a layer type overrides.
+    # Overridden by layer types.
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         """Check the settings and create parameters; runs once, with shaped bottoms and unshaped tops."""
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
-        """Return the shape of every top; runs whenever a bottom's shape has changed. Default: as the bottoms."""
+        """Return the shape of every top; runs whenever a bottom's shape has changed. Default: the bottoms' shapes."""
         return bottoms
 
     def compute(self, inputs: Tensors, params: Tensors) -> Tensors:
@@ -98,10 +98,10 @@ class Layer:
         raise TypeError(f"layer type {self.type} defines neither compute nor forward")
 
     def allow_force_backward(self, bottom_index: int) -> bool:
-        """Whether ``force_backward`` may ask for this bottom's gradient (labels say no)."""
+        """Whether ``force_backward`` may request this bottom's gradient (not for labels)."""
         return True
 
-    # What the net calls; override forward and backward together.
+    # Called by the net; override forward and backward together.
 
     def reshape(self, bottoms: Blobs, tops: Blobs) -> None:
         """Give the tops their shapes."""
@@ -118,7 +118,7 @@ class Layer:
             self._seen_shapes = shapes
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
-        """Compute the tops; keeps what ``backward`` needs when this layer takes part in it."""
+        """Compute the tops and, if this layer has a backward pass, keep what it needs."""
         inputs = self.input_tensors(bottoms, tops)
         params = tuple([blob.data_tensor for blob in self.blobs])
         if self.needs_backward:
@@ -175,7 +175,7 @@ class Layer:
             if leaf.requires_grad:
                 gradient = next(remaining)
                 if gradient is not None:
-                    # A parameter's gradient is later changed in place, so it must not be another blob's.
+                    # A parameter's gradient is later changed in place, so it must not share memory with another blob's.
                     is_shared = lenders.count(_storage(gradient)) > 1
                     blob.add_diff(gradient.clone() if is_shared else gradient)
 
@@ -183,7 +183,7 @@ class Layer:
 
     def input_tensors(self, bottoms: Blobs, tops: Blobs) -> Tensors:
         """Return the bottoms' values as tensors that may be kept until ``backward``."""
-        # A viewed blob is overwritten where it stands, so an in-place layer keeps a copy of what it read.
+        # A viewed blob is overwritten in place, so an in-place layer keeps a copy of its input.
         return tuple(
             [
                 bottom.data_tensor.clone() if bottom.is_viewed and bottom in tops else bottom.data_tensor.data
@@ -191,7 +191,7 @@ class Layer:
             ]
         )
 
-    def make_param(self, index: int, shape: Sequence[int], filler: Proto | None = None) -> Blob:
+    def make_param(self, index: int, shape: Sequence[int], filler: FillerParameter | None = None) -> Blob:
         """Create and fill parameter ``index``, or check the one that came with the layer's definition."""
         if index < len(self.blobs):
             if self.blobs[index].shape != tuple(shape):
@@ -208,7 +208,7 @@ class Layer:
         return blob
 
     def axis(self, axis: int, axes: int, what: str = "axis") -> int:
-        """Return a (possibly negative) axis counted from the front; out of range is an error."""
+        """Return a (possibly negative) axis counted from the front; raises if it is out of range."""
         if not -axes <= axis < axes:
             raise self.error(f"{what} {axis} is out of range for a bottom with {axes} axes")
         return axis % axes
@@ -228,7 +228,7 @@ class Layer:
         weights = list(self.param.loss_weight)
         if weights and len(weights) != len(tops):
             raise self.error(
-                f"loss_weight must be given never or once per top; there are {len(weights)} for {len(tops)} tops"
+                f"loss_weight must be given once per top or not at all; there are {len(weights)} for {len(tops)} tops"
             )
         self.loss_weights = weights or [0.0] * len(tops)
         self._fill_loss_weights(tops)
@@ -246,7 +246,7 @@ class Layer:
                 top.put_diff(torch.full_like(top.data_tensor, weight))
 
     def loss(self, tops: Blobs) -> torch.Tensor | None:
-        """Return this layer's share of the objective: tops times their loss weights."""
+        """Return this layer's part of the objective: tops times their loss weights."""
         terms = [
             torch.dot(top.data_tensor.reshape(-1), top.diff_tensor.reshape(-1))
             for top, weight in zip(tops, self.loss_weights, strict=False)
@@ -254,7 +254,7 @@ class Layer:
         ]
         return sum(terms[1:], terms[0]) if terms else None
 
-    def to_proto(self, write_diff: bool = False) -> Proto:
+    def to_proto(self, write_diff: bool = False) -> LayerParameter:
         """Return the layer's definition with its parameters."""
         result = type(self.param)()
         result.CopyFrom(self.param)
@@ -264,8 +264,8 @@ class Layer:
 
 
 def _laid_out_like(output: torch.Tensor, diff: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with its channels where the output has them."""
-    # PyTorch picks kernels by the gradient's layout and otherwise copies every other operand, or walks them slowly.
+    """Return the gradient in the memory layout of the output."""
+    # PyTorch picks kernels by the gradient's layout; if the layouts differ, it copies the operands or runs slowly.
     is_inside = output.dim() == 4 and output.is_contiguous(memory_format=torch.channels_last)
     return diff.contiguous(memory_format=torch.channels_last) if is_inside else diff
 

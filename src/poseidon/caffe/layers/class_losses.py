@@ -12,12 +12,12 @@ from poseidon.caffe.layers.base import Blobs, Count
 from poseidon.caffe.layers.labels import as_indices, refuse_gradient
 from poseidon.caffe.layers.loss import LossLayer, Normalizer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.files import read_binary
+from poseidon.caffe.schema.messages import HingeLossParameter
 from poseidon.errors import ConfigError
 
-_HingeLoss = message("HingeLossParameter")
-# Caffe takes the logarithm of no probability below this in the two losses named after it.
+# The two losses named after it clamp probabilities to this value before the logarithm, as in Caffe.
 _LEAST_PROBABILITY = 1e-20
 
 
@@ -56,7 +56,7 @@ class HingeLoss(RowClassLoss):
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         super().setup(bottoms, tops)
-        self._is_squared = self.param.hinge_loss_param.norm == _HingeLoss.L2
+        self._is_squared = self.param.hinge_loss_param.norm == HingeLossParameter.L2
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
         scores, labels = self.rows_and_labels(bottoms)
@@ -98,7 +98,7 @@ class InfogainLoss(LossLayer):
         super().setup(bottoms, tops)
         settings = self.param.loss_param
         if settings.HasField("normalize"):
-            raise self.error("loss_param.normalize is not taken here; use normalization")
+            raise self.error("loss_param.normalize is not supported here; use normalization")
         self._normalizer = Normalizer(settings)
         self._ignored: int | None = settings.ignore_label if settings.HasField("ignore_label") else None
         self._stored = None if len(bottoms) > 2 else self._read_matrix()
@@ -132,7 +132,7 @@ class InfogainLoss(LossLayer):
         )
         numbers = as_indices(self, 1, labels * is_kept, classes, "labels")
         matrix = (bottoms[2] if self._stored is None else self._stored).data_tensor.reshape(classes, classes)
-        # Rows of H beside the scores: outer x classes x inner, zero where the label is ignored.
+        # Rows of H in the layout of the scores: outer x classes x inner, zero where the label is ignored.
         self._weights = (matrix[numbers] * is_kept[..., None]).transpose(1, 2)
         logs = torch.log_softmax(scores, self._axis)
         self._probabilities = logs.exp()
@@ -159,7 +159,7 @@ class InfogainLoss(LossLayer):
             raise self.error("needs H: infogain_loss_param.source, or a third bottom")
         blob = Blob()
         try:
-            blob.from_proto(read_binary(source, "BlobProto"))
+            blob.from_proto(read_binary(source, BlobProto))
         except ConfigError as error:
             raise self.error(f"H cannot be read: {error}") from error
         return blob

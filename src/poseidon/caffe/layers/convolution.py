@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.layers.windows import Window, channels_inside, read_windows
+from poseidon.caffe.layers.windows import AxisWindow, channels_inside, read_windows
 from poseidon.errors import ConfigError
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -85,15 +85,15 @@ class _Filters(Layer):
         return result.reshape(*before, self._outputs, *(result.shape[2:] if spatial else ()))
 
     @property
-    def moving(self) -> Sequence[Window]:
-        """The windows; a single one of size 1 where there is no spatial axis."""
-        return self._windows or [Window(1, 1, 0, 1)]
+    def moving(self) -> Sequence[AxisWindow]:
+        """The windows; one of size 1 if there is no spatial axis."""
+        return self._windows or [AxisWindow(1, 1, 0, 1)]
 
     def filter_counts(self) -> tuple[int, int]:
         """Return the first two dimensions of the weights."""
         raise TypeError(f"layer type {self.type} does not shape its weights")
 
-    def top_size(self, window: Window, size: int) -> int:
+    def top_size(self, window: AxisWindow, size: int) -> int:
         """Return the top's size along an axis on which the bottom has ``size``."""
         raise TypeError(f"layer type {self.type} does not shape its top")
 
@@ -109,7 +109,7 @@ class Convolution(_Filters):
     def filter_counts(self) -> tuple[int, int]:
         return self._outputs, self._channels // self._groups
 
-    def top_size(self, window: Window, size: int) -> int:
+    def top_size(self, window: AxisWindow, size: int) -> int:
         return window.positions(size)
 
     def filter(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -118,12 +118,12 @@ class Convolution(_Filters):
 
 @register("Deconvolution")
 class Deconvolution(_Filters):
-    """Lays down a filter for every value of the bottom; weights are channels x outputs per group x kernel."""
+    """Adds a scaled filter for every value of the bottom; weights are channels x outputs per group x kernel."""
 
     def filter_counts(self) -> tuple[int, int]:
         return self._channels, self._outputs // self._groups
 
-    def top_size(self, window: Window, size: int) -> int:
+    def top_size(self, window: AxisWindow, size: int) -> int:
         return window.spread(size)
 
     def filter(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -131,9 +131,9 @@ class Deconvolution(_Filters):
 
 
 def convolve(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: Sequence[Window], groups: int
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: Sequence[AxisWindow], groups: int
 ) -> torch.Tensor:
-    """Convolve over any number of spatial axes; PyTorch has one to three, more are summed over the first of them."""
+    """Convolve over any number of spatial axes; beyond PyTorch's three, sum over the first of them."""
     if len(windows) in _CONVOLVE:
         stride, pad, dilation = _columns(windows)
         return _CONVOLVE[len(windows)](rows, weight, bias, stride, pad, dilation, groups)
@@ -152,7 +152,7 @@ def convolve(
 
 
 def spread(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: Sequence[Window], groups: int
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: Sequence[AxisWindow], groups: int
 ) -> torch.Tensor:
     """Apply the transpose of ``convolve``: every value adds its filter to the result."""
     if len(windows) in _SPREAD:
@@ -175,5 +175,5 @@ def spread(
     return result if bias is None else result + bias.reshape(-1, *[1] * len(windows))
 
 
-def _columns(windows: Sequence[Window]) -> tuple[list[int], list[int], list[int]]:
+def _columns(windows: Sequence[AxisWindow]) -> tuple[list[int], list[int], list[int]]:
     return [w.stride for w in windows], [w.pad for w in windows], [w.dilation for w in windows]

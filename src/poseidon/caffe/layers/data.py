@@ -14,17 +14,18 @@ from poseidon.caffe.io.batches import Sample, batched
 from poseidon.caffe.io.database import Database, backend_name, open_database
 from poseidon.caffe.io.datum import datum_values, parse_datum
 from poseidon.caffe.io.images import Mode
-from poseidon.caffe.io.prefetch import Batch, Prefetcher, staged
-from poseidon.caffe.io.sharding import Share, Source, in_turns, locate, this_worker
+from poseidon.caffe.io.prefetch import Prefetcher, StagedBatch, staged
+from poseidon.caffe.io.sharding import DataSource, Share, in_turns, locate, this_worker
 from poseidon.caffe.io.transform import Transform, decode_mode
 from poseidon.caffe.layers.base import Blobs, Count, Layer, exactly
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import DataParameter, HDF5DataParameter, ImageDataParameter, WindowDataParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
 Batches = Iterator[tuple[torch.Tensor, ...]]
+SourceSettings = DataParameter | HDF5DataParameter | ImageDataParameter | WindowDataParameter
 
 
 class PrefetchingLayer(Layer):
@@ -34,7 +35,7 @@ class PrefetchingLayer(Layer):
     top_count = exactly(2)
     logs_size: ClassVar[bool] = True
     """Whether Caffe logs the size of this type's batches."""
-    _loader: Prefetcher[Batch]
+    _loader: Prefetcher[StagedBatch]
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
         """Open the source; return the tops' shapes and an endless iterator, which must not refer to the layer."""
@@ -52,7 +53,7 @@ class PrefetchingLayer(Layer):
         self._loader = Prefetcher(staged(batches), self.param.data_param.prefetch, self.name)
 
     def reshape(self, bottoms: Blobs, tops: Blobs) -> None:
-        """Leave the tops as the source made them; every batch brings its own shape."""
+        """Do nothing: every batch brings its own shape."""
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
         try:
@@ -63,25 +64,25 @@ class PrefetchingLayer(Layer):
             top.put_data(values)
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
-        """Do nothing: there is nothing below."""
+        """Do nothing: the layer has no bottoms."""
 
-    def locate(self, settings: Proto) -> Source:
+    def locate(self, settings: SourceSettings) -> DataSource:
         """Return what this worker reads for the ``source`` in the layer's settings."""
         if not settings.source:
             raise ConfigError("no source is given; name the database or list to read")
         shared = settings.shared_file_system if settings.HasField("shared_file_system") else None
         return locate(settings.source, shared, self.is_training, this_worker())
 
-    def batch_size(self, settings: Proto) -> int:
+    def batch_size(self, settings: SourceSettings) -> int:
         """Return the number of samples per batch, which must be given."""
         if not settings.batch_size > 0:
             raise ConfigError(f"batch_size is {settings.batch_size}; a positive number is needed")
-        return int(settings.batch_size)
+        return settings.batch_size
 
 
 @register("Data")
 class Data(PrefetchingLayer):
-    """Reads Datums from a database in the order of their keys, over and over."""
+    """Reads Datums from a database in the order of their keys, endlessly."""
 
     top_count = Count(1, 2)
 
@@ -89,7 +90,7 @@ class Data(PrefetchingLayer):
         settings = self.param.data_param
         batch_size = self.batch_size(settings)
         if settings.rand_skip:
-            log.warning("%s: rand_skip is ignored; every worker reads records of its own", self.name)
+            log.warning("%s: rand_skip is ignored; every worker reads its own records", self.name)
         source = self.locate(settings)
         database = open_database(backend_name(settings.backend), source.path)
         transform = Transform(self.param.transform_param, self.is_training, this_worker().rank)
@@ -110,7 +111,7 @@ def _samples(database: Database, share: Share, mode: Mode) -> Iterator[Sample]:
 
 
 def skipped(items: Iterator[int], rand_skip: int, count: int) -> Iterator[int]:
-    """Leave out a random number of items, less than ``rand_skip``, at the beginning."""
+    """Skip a random number of items, less than ``rand_skip``, at the beginning."""
     if not rand_skip:
         return items
     skip = int(torch.randint(rand_skip, ()).item())

@@ -1,4 +1,4 @@
-"""Dropout: silences values at random while training."""
+"""Dropout: zeroes values at random while training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from poseidon.caffe.layers.registry import register
 
 @register("Dropout")
 class Dropout(Layer):
-    """In the TRAIN phase sets a share of the values to zero and scales the others up; else passes all on."""
+    """In the TRAIN phase zeroes a fraction of the values and scales up the others; otherwise the identity."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         self._ratio: float = self.param.dropout_param.dropout_ratio

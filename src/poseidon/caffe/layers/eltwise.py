@@ -1,4 +1,4 @@
-"""Eltwise: combines blobs of one shape value by value."""
+"""Eltwise: combines blobs of one shape element by element."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema.messages import EltwiseParameter
 
-_Eltwise = message("EltwiseParameter")
 Gradient = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @register("Eltwise")
 class Eltwise(Layer):
-    """The product, weighted sum or greatest value of its bottoms."""
+    """The product, weighted sum or maximum of its bottoms."""
 
     bottom_count = Count(2, None)
 
@@ -26,7 +25,7 @@ class Eltwise(Layer):
         self._coefficients: list[float] = list(settings.coeff) or [1.0] * len(bottoms)
         if len(self._coefficients) != len(bottoms):
             raise self.error(f"takes one coeff per bottom or none; {len(settings.coeff)} for {len(bottoms)} bottoms")
-        if settings.coeff and settings.operation == _Eltwise.PROD:
+        if settings.coeff and settings.operation == EltwiseParameter.PROD:
             raise self.error("coeff is for sums, not for products")
         self._combine, self._gradient = self._ways()[settings.operation]
 
@@ -53,9 +52,9 @@ class Eltwise(Layer):
     def _ways(self) -> dict[int, tuple[Callable[[Tensors], torch.Tensor], Gradient]]:
         is_stable = self.param.eltwise_param.stable_prod_grad
         return {
-            _Eltwise.PROD: (self._product, self._product_gradient if is_stable else self._quotient_gradient),
-            _Eltwise.SUM: (self._sum, self._sum_gradient),
-            _Eltwise.MAX: (self._greatest, self._greatest_gradient),
+            EltwiseParameter.PROD: (self._product, self._product_gradient if is_stable else self._quotient_gradient),
+            EltwiseParameter.SUM: (self._sum, self._sum_gradient),
+            EltwiseParameter.MAX: (self._greatest, self._greatest_gradient),
         }
 
     def _product(self, inputs: Tensors) -> torch.Tensor:
@@ -88,7 +87,7 @@ class Eltwise(Layer):
         return diff if coefficient == 1 else diff * coefficient
 
     def _greatest(self, inputs: Tensors) -> torch.Tensor:
-        # Of two equal values the second bottom's wins, while later bottoms must be greater.
+        # Between bottoms 0 and 1 a tie goes to bottom 1; later bottoms must be greater to win.
         is_first = inputs[0] > inputs[1]
         result = torch.where(is_first, inputs[0], inputs[1])
         self._winner = (~is_first).to(torch.int32)

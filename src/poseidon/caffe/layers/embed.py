@@ -11,20 +11,20 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer
 from poseidon.caffe.layers.labels import as_indices, refuse_gradient
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter
 
 RowsSink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @register("Embed")
 class Embed(Layer):
-    """Replaces every number in the bottom by that row of the table, plus a bias."""
+    """Replaces every number in the bottom by its row of the table, plus a bias."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: LayerParameter) -> None:
         super().__init__(param)
         self.rows_sink: RowsSink | None = None
         """Takes (row numbers, one gradient per row) of a backward pass instead of the table's gradient; a row that
-        was looked up several times comes several times, and its gradient is their sum."""
+        was looked up several times appears several times, and its gradient is the sum."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.embed_param

@@ -21,7 +21,7 @@ log = logging.getLogger("poseidon.caffe")
 
 @register("HDF5Data")
 class HDF5Data(PrefetchingLayer):
-    """Gives rows of the data sets that have the names of its tops."""
+    """Returns rows of the data sets named after its tops."""
 
     top_count = Count(1, None)
     logs_size = False

@@ -1,4 +1,4 @@
-"""HDF5Output: writes what passes by to a file."""
+"""HDF5Output: writes its bottoms to a file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HDF5Output(Layer):
         log.info("Successfully saved %d rows", bottoms[0].num)
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
-        """Do nothing: the layer is no part of an objective."""
+        """Do nothing: the layer is not part of an objective."""
 
     def allow_force_backward(self, bottom_index: int) -> bool:
         return False

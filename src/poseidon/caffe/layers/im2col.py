@@ -16,7 +16,7 @@ from poseidon.errors import ConfigError
 
 @register("Im2col")
 class Im2col(Layer):
-    """Copies each window's values into the channels of the window's position."""
+    """Copies each window's values into the channels at the window's position."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.convolution_param

@@ -9,12 +9,12 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.io.batches import Sample, batched
 from poseidon.caffe.io.datum import image_to_values
 from poseidon.caffe.io.images import read_image
-from poseidon.caffe.io.lists import Line, read_image_list
+from poseidon.caffe.io.lists import ImageLine, read_image_list
 from poseidon.caffe.io.sharding import endless, this_worker
 from poseidon.caffe.io.transform import Transform, random_stream
 from poseidon.caffe.layers.data import Batches, PrefetchingLayer, skipped
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import ImageDataParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -22,7 +22,7 @@ log = logging.getLogger("poseidon.caffe")
 
 @register("ImageData")
 class ImageData(PrefetchingLayer):
-    """Reads image files in the order of a list, or shuffled anew in every pass."""
+    """Reads image files in the order of a list, or reshuffled in every pass."""
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
         settings, rank = self.param.image_data_param, this_worker().rank
@@ -46,12 +46,14 @@ class ImageData(PrefetchingLayer):
         return [(batch_size, *shape), (batch_size,)], batched(samples, transform, batch_size)
 
 
-def _samples(lines: list[Line], numbers: Iterator[int], settings: Proto, source: str) -> Iterator[Sample]:
+def _samples(
+    lines: list[ImageLine], numbers: Iterator[int], settings: ImageDataParameter, source: str
+) -> Iterator[Sample]:
     for number in numbers:
         yield _read(lines[number], settings, source)
 
 
-def _read(line: Line, settings: Proto, source: str) -> Sample:
+def _read(line: ImageLine, settings: ImageDataParameter, source: str) -> Sample:
     origin = f"{source}:{line.number}: {settings.root_folder}{line.name}"
     try:
         pixels = read_image(

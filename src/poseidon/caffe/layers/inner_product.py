@@ -58,7 +58,7 @@ class InnerProduct(Layer):
             bottoms[0].put_diff(torch.mm(diff, self._weight()).view(bottoms[0].shape))
 
     def _weight(self) -> torch.Tensor:
-        """Return the weights as outputs x inputs, whichever way they are stored."""
+        """Return the weights as outputs x inputs, however they are stored."""
         weight = self.blobs[0].data_tensor
         return weight.t() if self._is_transposed else weight
 

@@ -1,4 +1,4 @@
-"""Class numbers and row numbers that come as values of a blob: checked before they are used as indices."""
+"""Class and row numbers that are values of a blob, checked before they are used as indices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from poseidon.caffe.layers.base import Layer
 
 
 def as_indices(layer: Layer, bottom_index: int, values: torch.Tensor, limit: int, what: str) -> torch.Tensor:
-    """Return whole numbers (fractions are cut off); any below 0 or from ``limit`` on is an error naming ``what``."""
+    """Return the values truncated to integers; any outside 0 to ``limit`` - 1 raises an error that names ``what``."""
     indices = values.long()
     if indices.numel():
         low, high = (int(bound) for bound in torch.aminmax(indices))
@@ -22,9 +22,9 @@ def as_indices(layer: Layer, bottom_index: int, values: torch.Tensor, limit: int
 
 
 def refuse_gradient(layer: Layer, propagate_down: Sequence[bool], bottom_index: int, what: str) -> None:
-    """Raise if a gradient is asked for a bottom that can have none."""
+    """Raise if a gradient is requested for a bottom that cannot have one."""
     if bottom_index < len(propagate_down) and propagate_down[bottom_index]:
         raise layer.error(
             f"cannot backpropagate to the {what} in {layer.param.bottom[bottom_index]!r}; "
-            f"say propagate_down: false for bottom {bottom_index}"
+            f"set propagate_down: false for bottom {bottom_index}"
         )

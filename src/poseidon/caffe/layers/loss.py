@@ -1,4 +1,4 @@
-"""What all loss layers share: a scalar top that counts towards the objective, and how it is normalised."""
+"""The common base of loss layers: a scalar top that counts towards the objective, and its normalisation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import torch
 
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer, exactly
-from poseidon.caffe.schema import Proto, message
-
-_LossParameter = message("LossParameter")
+from poseidon.caffe.schema.messages import LossParameter
 
 
 class LossLayer(Layer):
-    """Base of losses: bottom 0 is the prediction, bottom 1 the target; a loss weight of 1 unless one is given."""
+    """Base of losses: bottom 0 is the prediction, bottom 1 the target; the loss weight defaults to 1."""
 
     bottom_count = exactly(2)
     makes_missing_tops = True
@@ -29,7 +27,7 @@ class LossLayer(Layer):
         return [()]
 
     def check_same_rows(self, bottoms: Sequence[Shape]) -> None:
-        """Refuse a prediction and a target with different numbers of rows."""
+        """Raise if prediction and target have different numbers of rows."""
         if len(bottoms) > 1 and bottoms[0][:1] != bottoms[1][:1]:
             first, second = self.param.bottom[:2]
             raise self.error(
@@ -42,19 +40,19 @@ class LossLayer(Layer):
 
 
 class Normalizer:
-    """By what the summed loss is divided: ``loss_param``'s normalization, never less than one."""
+    """The divisor of a summed loss, by ``loss_param``'s normalization; at least one."""
 
-    def __init__(self, loss_param: Proto) -> None:
+    def __init__(self, loss_param: LossParameter) -> None:
         if not loss_param.HasField("normalization") and loss_param.HasField("normalize"):
-            self._mode = _LossParameter.VALID if loss_param.normalize else _LossParameter.BATCH_SIZE
+            self._mode = LossParameter.VALID if loss_param.normalize else LossParameter.BATCH_SIZE
         else:
             self._mode = loss_param.normalization
 
     def divisor(self, outer: int, inner: int, valid: torch.Tensor | int | None) -> torch.Tensor | float:
-        """Return the divisor for ``outer`` rows of ``inner`` places, ``valid`` of them not ignored."""
-        if self._mode == _LossParameter.FULL or (self._mode == _LossParameter.VALID and valid is None):
+        """Return the divisor for ``outer`` rows of ``inner`` predictions, ``valid`` of them not ignored."""
+        if self._mode == LossParameter.FULL or (self._mode == LossParameter.VALID and valid is None):
             return max(1.0, float(outer * inner))
-        if self._mode == _LossParameter.VALID:
+        if self._mode == LossParameter.VALID:
             assert valid is not None
             return valid.clamp(min=1) if isinstance(valid, torch.Tensor) else max(1.0, float(valid))
-        return max(1.0, float(outer)) if self._mode == _LossParameter.BATCH_SIZE else 1.0
+        return max(1.0, float(outer)) if self._mode == LossParameter.BATCH_SIZE else 1.0

@@ -13,15 +13,14 @@ from poseidon.caffe.layers.base import Blobs, Tensors, exactly
 from poseidon.caffe.layers.labels import refuse_gradient
 from poseidon.caffe.layers.loss import LossLayer, Normalizer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
+from poseidon.caffe.schema.messages import LossParameter
 
-_LossParameter = message("LossParameter")
-# Caffe keeps the gradient of a distance finite where the distance is zero by adding this to it.
+# Caffe adds this to a distance to keep its gradient finite at zero.
 _LEAST_DISTANCE = 1e-4
 
 
 class PairLoss(LossLayer):
-    """Base of losses that compare bottoms 0 and 1 value by value, whatever their axes."""
+    """Base of losses that compare bottoms 0 and 1 element by element, whatever their axes."""
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
         self.check_same_rows(bottoms)
@@ -52,11 +51,11 @@ class SigmoidCrossEntropyLoss(PairLoss):
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         super().setup(bottoms, tops)
-        settings = _LossParameter()
+        settings = LossParameter()
         settings.CopyFrom(self.param.loss_param)
         if not settings.HasField("normalization") and not settings.HasField("normalize"):
-            # Unlike the softmax loss, this one has always been divided by the number of rows.
-            settings.normalization = _LossParameter.BATCH_SIZE
+            # Unlike the softmax loss, this one divides by the number of rows by default.
+            settings.normalization = LossParameter.BATCH_SIZE
         self._normalizer = Normalizer(settings)
         self._ignored: int | None = settings.ignore_label if settings.HasField("ignore_label") else None
 
@@ -77,7 +76,7 @@ class SigmoidCrossEntropyLoss(PairLoss):
 
 @register("ContrastiveLoss")
 class ContrastiveLoss(PairLoss):
-    """Draws rows of bottoms 0 and 1 together where bottom 2 is not zero, else pushes them a margin apart."""
+    """Pulls rows of bottoms 0 and 1 together where bottom 2 is not zero, and pushes the others a margin apart."""
 
     bottom_count = exactly(3)
 

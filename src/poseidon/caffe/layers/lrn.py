@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
-
-_LRNParameter = message("LRNParameter")
+from poseidon.caffe.schema.messages import LRNParameter
 
 
 @register("LRN")
 class LRN(Layer):
-    """x * (shift + alpha * mean of squares around x) ** -beta, around it in the channels or in the plane.
+    """x * (shift + alpha * mean of squares around x) ** -beta, averaged across channels or within one.
 
     Across channels the shift is ``k``; within a channel Caffe always takes 1.
     """
@@ -29,7 +27,7 @@ class LRN(Layer):
             raise self.error(f"lrn_param.local_size must be odd, it is {self._size}")
         self._alpha: float = settings.alpha
         self._beta: float = settings.beta
-        self._is_across: bool = settings.norm_region == _LRNParameter.ACROSS_CHANNELS
+        self._is_across: bool = settings.norm_region == LRNParameter.ACROSS_CHANNELS
         self._shift: float = settings.k if self._is_across else 1.0
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
@@ -49,13 +47,13 @@ class LRN(Layer):
         if not propagate_down[0]:
             return
         direct = tops[0].diff_tensor * self._factor
-        # Each value also sits in the windows of its neighbours, whose windows are centred, so it is the same sum.
+        # Windows are centred, so the gradient sums over the same neighbours as the forward pass.
         ratio = (direct * self._values).div_(self._energy)
         spill = self._around(ratio).mul_(self._values)
         bottoms[0].put_diff(direct.sub_(spill, alpha=2 * self._alpha * self._beta))
 
     def _around(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the window around each place, with zeros outside."""
+        """Return the mean over the window around each position, with zeros outside."""
         reach = (self._size - 1) // 2
         if not self._is_across:
             return F.avg_pool2d(values, self._size, 1, reach)
@@ -68,7 +66,7 @@ class LRN(Layer):
 
 
 def inverse_power(values: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return ``values ** -beta``; the usual 0.75 by square roots, which are several times faster than powers."""
+    """Return ``values ** -beta``; the usual 0.75 by square roots, several times faster than powers."""
     if beta != 0.75:
         return values.pow(-beta)
     root = values.rsqrt()

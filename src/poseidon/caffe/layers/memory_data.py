@@ -1,4 +1,4 @@
-"""MemoryData: arrays that the program hands over."""
+"""MemoryData: arrays that the program provides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("poseidon.caffe")
 
 @register("MemoryData")
 class MemoryData(Layer):
-    """Hands out rows of two arrays batch by batch, over and over."""
+    """Returns rows of two arrays batch by batch, endlessly."""
 
     bottom_count = exactly(0)
     top_count = exactly(2)
@@ -37,7 +37,7 @@ class MemoryData(Layer):
         tops[1].reshape(self._batch_size)
 
     def reset(self, data: NDArray[Any], labels: NDArray[Any]) -> None:
-        """Start with the first row of new arrays; they are used where they are, so later changes are seen.
+        """Start with the first row of new arrays; they are not copied, so later changes are visible.
 
         There must be one label per row, a multiple of the batch size, in single precision and C order.
         """
@@ -49,14 +49,14 @@ class MemoryData(Layer):
         if len(data) != len(labels):
             raise self.error(f"{len(data)} rows of data and {len(labels)} labels; one label per row is needed")
         if not len(data) or len(data) % self._batch_size:
-            raise self.error(f"{len(data)} rows are no multiple of batch_size {self._batch_size}")
+            raise self.error(f"{len(data)} rows are not a multiple of batch_size {self._batch_size}")
         if self.param.HasField("transform_param"):
             log.warning("%s does not transform array data on Reset()", self.type)
         self._arrays = (_shared_tensor(data), _shared_tensor(labels))
         self._position = 0
 
     def reshape(self, bottoms: Blobs, tops: Blobs) -> None:
-        """Leave the shapes as they were set up."""
+        """Do nothing: the shapes are fixed at setup."""
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
         if self._arrays is None:
@@ -67,9 +67,9 @@ class MemoryData(Layer):
         self._position = end % len(self._arrays[0])
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
-        """Do nothing: there is nothing below."""
+        """Do nothing: the layer has no bottoms."""
 
 
 def _shared_tensor(array: NDArray[Any]) -> torch.Tensor:
-    # Torch warns about memory that cannot be written to, and nothing writes here; but such memory needs a copy.
+    # Torch warns about read-only memory even though nothing writes to it, so copy it.
     return torch.from_numpy(array if array.flags.writeable else array.copy())

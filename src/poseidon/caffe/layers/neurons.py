@@ -1,4 +1,4 @@
-"""Layers that treat every value by itself."""
+"""Layers that work element by element."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Power(Neuron):
 
     def activate(self, values: torch.Tensor) -> torch.Tensor:
         if self._power * self._scale == 0:
-            # Constant, and with a gradient of zero even where 0 ** 0 or infinities would come up.
+            # Constant, with a zero gradient even where 0 ** 0 or infinities would occur.
             return torch.full_like(values, 1.0 if self._power == 0 else self._shift**self._power)
         if self._scale != 1:
             values = values * self._scale
@@ -86,7 +86,7 @@ class Power(Neuron):
 
 @register("Exp")
 class Exp(Neuron):
-    """base ** (shift + scale * x); base -1 stands for e."""
+    """base ** (shift + scale * x); base -1 means e."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.exp_param
@@ -103,7 +103,7 @@ class Exp(Neuron):
 
 @register("Log")
 class Log(Neuron):
-    """log(shift + scale * x) to the given base; base -1 stands for e."""
+    """log(shift + scale * x) to the given base; base -1 means e."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.log_param

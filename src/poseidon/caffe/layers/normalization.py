@@ -45,7 +45,7 @@ class MVN(Layer):
         diff = self._rows(tops[0].diff_tensor)
         result = diff - diff.mean(1, keepdim=True)
         if self._scales:
-            # Caffe differentiates as if eps were part of the variance, which is exact for eps 0 only.
+            # Caffe differentiates as if eps were part of the variance, which is exact only for eps 0.
             result -= self._normal * (diff * self._normal).mean(1, keepdim=True)
             result /= self._spread
         bottoms[0].put_diff(result.reshape(bottoms[0].shape))
@@ -59,8 +59,8 @@ class MVN(Layer):
 class BatchNorm(Layer):
     """Normalises each channel, by the batch while training or by stored statistics.
 
-    The parameters are decaying sums of means and of variances, and the sum of their weights, by which they are
-    divided when used. They are updated by the forward pass and never by a solver.
+    The parameters are decaying sums of means and of variances, and the sum of their weights, which divides them on use.
+    The forward pass updates them, never a solver.
     """
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:

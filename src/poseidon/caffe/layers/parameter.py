@@ -11,7 +11,7 @@ from poseidon.caffe.layers.registry import register
 
 @register("Parameter")
 class Parameter(Layer):
-    """Shows its only parameter, zero at first, as its top."""
+    """Its top is its only parameter, initially zero."""
 
     bottom_count = exactly(0)
 
@@ -26,5 +26,5 @@ class Parameter(Layer):
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
         if self.param_propagate_down[0]:
-            # A parameter's gradient is later changed in place, so it must not be the top's.
+            # A parameter's gradient is later changed in place, so it must not share memory with the top's.
             self.blobs[0].add_diff(tops[0].diff_tensor.clone())

@@ -11,33 +11,32 @@ import torch.nn.functional as F
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.layers.windows import Window, channels_inside, swept
-from poseidon.caffe.schema import Proto, message
+from poseidon.caffe.layers.windows import AxisWindow, channels_inside, swept
+from poseidon.caffe.schema.messages import PoolingParameter
 
-_PoolingParameter = message("PoolingParameter")
-_MAX, _AVE = _PoolingParameter.MAX, _PoolingParameter.AVE
+_MAX, _AVE = PoolingParameter.MAX, PoolingParameter.AVE
 
-Windows = tuple[Window, Window]
+Windows = tuple[AxisWindow, AxisWindow]
 
 
 @register("Pooling")
 class Pooling(Layer):
-    """Reduces each window of an image to one value; a second top of MAX shows where in its plane the value was."""
+    """Reduces each window of an image to one value; MAX's second top holds the value's index in its plane."""
 
     top_count = Count(1, 2)
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.pooling_param
         self._method: int = settings.pool
-        self._rounds_up: bool = settings.round_mode == _PoolingParameter.CEIL
+        self._rounds_up: bool = settings.round_mode == PoolingParameter.CEIL
         self._is_global: bool = settings.global_pooling
         if len(tops) > 1 and self._method != _MAX:
             raise self.error("only MAX pooling has a second top")
         strides, pads = self._pair(settings, "stride"), self._pair(settings, "pad")
         kernels = (1, 1) if self._is_global else self._kernels(settings)
         self._windows = (
-            Window(kernels[0], strides[0], pads[0], dilation=1),
-            Window(kernels[1], strides[1], pads[1], dilation=1),
+            AxisWindow(kernels[0], strides[0], pads[0], dilation=1),
+            AxisWindow(kernels[1], strides[1], pads[1], dilation=1),
         )
         if self._is_global:
             if any(settings.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w")):
@@ -68,16 +67,16 @@ class Pooling(Layer):
     def _fitted(self, shape: Shape) -> Windows:
         if not self._is_global:
             return self._windows
-        return Window(shape[2], 1, 0, 1), Window(shape[3], 1, 0, 1)
+        return AxisWindow(shape[2], 1, 0, 1), AxisWindow(shape[3], 1, 0, 1)
 
-    def _kernels(self, settings: Proto) -> tuple[int, int]:
+    def _kernels(self, settings: PoolingParameter) -> tuple[int, int]:
         has_both = settings.HasField("kernel_h") and settings.HasField("kernel_w")
         if settings.HasField("kernel_size") == has_both:
             raise self.error("pooling_param needs kernel_size, or both kernel_h and kernel_w (and not all of them)")
         return (settings.kernel_h, settings.kernel_w) if has_both else (settings.kernel_size, settings.kernel_size)
 
-    def _pair(self, settings: Proto, name: str) -> tuple[int, int]:
-        """Return a setting for height and width, given once or as ``_h`` and ``_w``."""
+    def _pair(self, settings: PoolingParameter, name: str) -> tuple[int, int]:
+        """Return a setting for height and width, set once or as ``_h`` and ``_w``."""
         sides = [settings.HasField(f"{name}_{side}") for side in "hw"]
         if any(sides):
             if not all(sides) or settings.HasField(name):
@@ -85,7 +84,7 @@ class Pooling(Layer):
             return getattr(settings, f"{name}_h"), getattr(settings, f"{name}_w")
         return getattr(settings, name), getattr(settings, name)
 
-    def _check_window(self, window: Window) -> None:
+    def _check_window(self, window: AxisWindow) -> None:
         if window.kernel < 1 or window.stride < 1:
             raise self.error(f"kernel {window.kernel} and stride {window.stride} must be positive")
         if window.pad and self._method not in (_MAX, _AVE):
@@ -108,7 +107,7 @@ def pooled_sizes(sizes: Sequence[int], windows: Windows, rounds_up: bool) -> tup
 
 
 def pool(values: torch.Tensor, windows: Windows, method: int, rounds_up: bool, draws: bool) -> torch.Tensor:
-    """Pool a batch of images; ``draws`` lets STOCHASTIC choose at random instead of weighting all values."""
+    """Pool a batch of images; with ``draws`` STOCHASTIC samples a value, otherwise it averages with its weights."""
     if method == _MAX:
         return pool_max(values, windows, rounds_up)[0]
     if method == _AVE:
@@ -117,14 +116,14 @@ def pool(values: torch.Tensor, windows: Windows, method: int, rounds_up: bool, d
 
 
 def pool_max(values: torch.Tensor, windows: Windows, rounds_up: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each window's maximum and its index in the plane; the first of equal values counts."""
+    """Return each window's maximum and its index in the plane; ties go to the first."""
     kernel, stride, pad = _columns(windows)
     if _suits_torch(values, windows, rounds_up):
         return F.max_pool2d(values, kernel, stride, pad, ceil_mode=rounds_up, return_indices=True)
     padded = F.pad(values, _padding(values, windows, rounds_up), value=-math.inf)
     pooled, places = F.max_pool2d(padded, kernel, stride, return_indices=True)
     high, wide = places // padded.shape[3] - pad[0], places % padded.shape[3] - pad[1]
-    # A stride beyond the kernel can leave the last window outside the image: Caffe's answer is the lowest number.
+    # With a stride larger than the kernel the last window can lie outside the image: Caffe returns the lowest float.
     places = (high * values.shape[3] + wide).masked_fill(pooled == -math.inf, -1)
     return pooled.clamp(min=torch.finfo(torch.float32).min), places
 
@@ -144,7 +143,7 @@ def _pool_average(values: torch.Tensor, windows: Windows, rounds_up: bool) -> to
 
 
 def _pool_stochastic(values: torch.Tensor, windows: Windows, rounds_up: bool, draws: bool) -> torch.Tensor:
-    """Draw values with probability proportional to them, or weight them with that probability."""
+    """Sample values with probability proportional to them, or average them with that probability as weight."""
     padded = F.pad(values, _padding(values, windows, rounds_up))
     choices = swept(padded, windows).flatten(2, 3)
     if draws:
@@ -175,7 +174,7 @@ def _suits_torch(values: torch.Tensor, windows: Windows, rounds_up: bool) -> boo
 
 
 def _padding(values: torch.Tensor, windows: Windows, rounds_up: bool) -> list[int]:
-    """Return what F.pad needs so that Caffe's windows fill the image exactly; negative numbers cut values off."""
+    """Return F.pad's arguments that make Caffe's windows tile the image exactly; negative numbers crop."""
     amounts: list[int] = []
     counts = pooled_sizes(values.shape[2:], windows, rounds_up)
     for size, window, count in zip(values.shape[2:], windows, counts, strict=True):

@@ -1,7 +1,7 @@
 """Recurrent layers: LSTM, RNN and the single step LSTMUnit.
 
-Sequences lie along the first axis, independent streams along the second. Where ``cont`` is 0 a new sequence begins
-and the state is forgotten. The state at the end of one pass is the start of the next, but gradients do not cross.
+Sequences lie along the first axis, independent streams along the second. Where ``cont`` is 0 a new sequence begins and
+the state is reset. The final state of one pass is the initial state of the next, but gradients do not cross passes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Recurrent(Layer):
     def unroll(
         self, drive: torch.Tensor, cont: torch.Tensor, state: Tensors, params: dict[str, torch.Tensor]
     ) -> Tensors:
-        """Run over time from ``state``; return the outputs and the last states. ``drive`` is what the inputs give."""
+        """Run over time from ``state``; return outputs and last states. ``drive`` is the inputs' contribution."""
         raise TypeError(f"layer type {self.type} defines no recurrence")
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
@@ -152,7 +152,7 @@ class Recurrent(Layer):
         return self.state_count if self._is_exposed else 0
 
     def _first_state(self, inputs: Tensors) -> Tensors:
-        """Return the states to start from, without a way back to where they came from."""
+        """Return the initial states, detached from their graph."""
         streams = inputs[0].shape[1]
         if self._is_exposed:
             return tuple([part.detach()[0] for part in inputs[-self.state_count :]])

@@ -1,4 +1,4 @@
-"""Reduction: one value of all those behind an axis."""
+"""Reduction: reduces all axes from a given one on to a single value."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import message
-
-_Reduction = message("ReductionParameter")
+from poseidon.caffe.schema.messages import ReductionParameter
 
 
 @register("Reduction")
 class Reduction(Layer):
-    """The sum, sum of magnitudes, sum of squares or mean over ``axis`` and all axes behind it, times ``coeff``."""
+    """The sum, sum of magnitudes, sum of squares or mean over ``axis`` and all axes after it, times ``coeff``."""
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
         (shape,) = bottoms
@@ -26,9 +24,9 @@ class Reduction(Layer):
         settings = self.param.reduction_param
         shape = inputs[0].shape
         values = inputs[0].reshape(*shape[: self._axis], math.prod(shape[self._axis :]))
-        if settings.operation == _Reduction.ASUM:
+        if settings.operation == ReductionParameter.ASUM:
             values = values.abs()
-        elif settings.operation == _Reduction.SUMSQ:
+        elif settings.operation == ReductionParameter.SUMSQ:
             values = values.square()
-        result = values.mean(-1) if settings.operation == _Reduction.MEAN else values.sum(-1)
+        result = values.mean(-1) if settings.operation == ReductionParameter.MEAN else values.sum(-1)
         return (result if settings.coeff == 1 else result * settings.coeff,)

@@ -1,4 +1,4 @@
-"""Layer types by name: ours, and those a program registers itself."""
+"""Layer types by name: the built-in ones, and those a program registers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from poseidon.caffe.layers.base import Layer
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import LayerParameter
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -30,7 +30,7 @@ def register(type_name: str) -> Callable[[_L], _L]:
     return add
 
 
-def create(param: Proto) -> Layer:
+def create(param: LayerParameter) -> Layer:
     """Return the layer that a LayerParameter describes."""
     cls = _TYPES.get(param.type)
     if cls is None:

@@ -1,4 +1,4 @@
-"""Layers that choose rows: BatchReindex and Filter."""
+"""Layers that select rows: BatchReindex and Filter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Filter(Layer):
                     f"bottom {name!r} of shape {shape} and selector {names[-1]!r} of shape {selector} "
                     "must have the same first dimension"
                 )
-        # Before the first pass there are no values to go by, and all rows are assumed.
+        # Before the first pass the selector has no values, so all rows are assumed.
         rows = selector[0] if self._kept is None else len(self._kept)
         return [(rows, *shape[1:]) for shape in filtered]
 

@@ -9,15 +9,16 @@ import torch
 from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import FillerParameter, Proto
+from poseidon.caffe.schema import FillerParameter
+from poseidon.caffe.schema.messages import BiasParameter, ScaleParameter
 
 
 class _Broadcast(Layer):
-    """Base of layers with an operand that covers some axes of bottom 0 and is repeated along the others."""
+    """Base of layers whose operand covers some axes of bottom 0 and is broadcast along the others."""
 
     bottom_count = Count(1, 2)
 
-    def find_operand(self, bottoms: Blobs, settings: Proto, filler: Proto) -> Shape:
+    def find_operand(self, bottoms: Blobs, settings: ScaleParameter | BiasParameter, filler: FillerParameter) -> Shape:
         """Create the operand as parameter 0 unless it is bottom 1; return its shape."""
         shape = bottoms[0].shape
         self._first = self.axis(settings.axis, len(shape))
@@ -44,7 +45,7 @@ class _Broadcast(Layer):
         return [values]
 
     def widened(self, operand: torch.Tensor, axes: int) -> torch.Tensor:
-        """Return the operand with ones for the axes on which it is repeated."""
+        """Return the operand with size 1 on the axes along which it is broadcast."""
         if operand.dim() == 0:
             return operand
         return operand.reshape(operand.shape + (1,) * (axes - self._first - operand.dim()))

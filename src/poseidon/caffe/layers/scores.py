@@ -1,4 +1,4 @@
-"""What is read off scores, without a gradient: Accuracy and ArgMax."""
+"""Measures of scores, without a gradient: Accuracy and ArgMax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reading(Layer):
 
 @register("Accuracy")
 class Accuracy(Reading):
-    """The share of places whose label is among the ``top_k`` best scores; top 1 gives it class by class."""
+    """The fraction of predictions whose label is among the ``top_k`` best scores; top 1 holds it per class."""
 
     bottom_count = exactly(2)
     top_count = Count(1, 2)
@@ -59,7 +59,7 @@ class Accuracy(Reading):
             kept = labels.long() != self._ignored
             scores, labels = scores[kept], labels[kept]
         numbers = as_indices(self, 1, labels, classes, "labels")
-        # A score equal to the true class's counts as better than it, so a draw is a miss.
+        # A score equal to the true class's counts as better, so a tie is a miss.
         rivals = (scores >= scores.gather(1, numbers[:, None])).sum(1) - 1
         hits = (rivals < self._top_k).to(scores.dtype)
         tops[0].put_data(hits.sum() / max(1, len(hits)))
@@ -71,7 +71,7 @@ class Accuracy(Reading):
 
 @register("ArgMax")
 class ArgMax(Reading):
-    """Where the ``top_k`` greatest values stand, along an axis or in each flattened row; of equals the last first."""
+    """The indices of the ``top_k`` greatest values, along an axis or in each flattened row; ties go to the last."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.argmax_param
@@ -106,8 +106,8 @@ class ArgMax(Reading):
 
 
 def _greatest(values: torch.Tensor, axis: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the greatest values and their places in falling order; equal values in falling order of place."""
-    # Both ways below prefer the first of equals, hence the flip.
+    """Return the greatest values and their indices in descending order; ties in descending order of index."""
+    # Both branches below prefer the first of equals, so flip.
     flipped = values.flip(axis)
     if count == 1:
         best, places = flipped.max(axis, keepdim=True)

@@ -12,7 +12,7 @@ from poseidon.caffe.layers.base import Blobs, Count, Layer, Tensors
 from poseidon.caffe.layers.loss import LossLayer, Normalizer
 from poseidon.caffe.layers.registry import register
 
-# Caffe takes the logarithm of no probability below the smallest normal float.
+# Caffe clamps probabilities to the smallest normal float before the logarithm.
 _LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)
 
 
@@ -29,7 +29,7 @@ class Softmax(Layer):
 
 @register("SoftmaxWithLoss")
 class SoftmaxWithLoss(LossLayer):
-    """Cross entropy between the softmax of bottom 0 and the class numbers in bottom 1; top 1 shows the softmax."""
+    """Cross entropy between the softmax of bottom 0 and the class numbers in bottom 1; top 1 holds the softmax."""
 
     top_count = Count(1, 2)
 

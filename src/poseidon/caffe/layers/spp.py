@@ -1,4 +1,4 @@
-"""SPP: pooling over ever finer grids, whatever the size of the image."""
+"""SPP: pooling over successively finer grids, for images of any size."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.layers.base import Blobs, Layer, Tensors
 from poseidon.caffe.layers.pooling import Windows, pool, pooled_sizes
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.layers.windows import Window, channels_inside
-from poseidon.caffe.schema import message
-
-_PoolingParameter = message("PoolingParameter")
-_SPPParameter = message("SPPParameter")
+from poseidon.caffe.layers.windows import AxisWindow, channels_inside
+from poseidon.caffe.schema.messages import PoolingParameter, SPPParameter
 
 
 @register("SPP")
 class SPP(Layer):
-    """Pools into 1, 2x2, 4x4 ... windows and joins the results into rows; a single level keeps its four axes."""
+    """Pools into 1, 2x2, 4x4 ... windows and concatenates the results; a single level keeps its four axes."""
 
     def setup(self, bottoms: Blobs, tops: Blobs) -> None:
         settings = self.param.spp_param
         self._height: int = settings.pyramid_height
-        self._method: int = _PoolingParameter.PoolMethod.Value(_SPPParameter.PoolMethod.Name(settings.pool))
+        self._method: int = PoolingParameter.PoolMethod.Value(SPPParameter.PoolMethod.Name(settings.pool))
         if self._height < 1:
             raise self.error("spp_param.pyramid_height must be given and positive")
 
@@ -46,12 +43,12 @@ class SPP(Layer):
     def _levels(self, shape: Shape) -> list[Windows]:
         return [(self._window(level, shape[2]), self._window(level, shape[3])) for level in range(self._height)]
 
-    def _window(self, level: int, size: int) -> Window:
+    def _window(self, level: int, size: int) -> AxisWindow:
         bins = 2**level
         kernel = -(-size // bins)
         pad = (kernel * bins - size + 1) // 2
         if pad >= kernel:
             raise self.error(f"pyramid_height {self._height} is too much: level {level} cannot cut {size} into {bins}")
-        if pad and self._method == _PoolingParameter.STOCHASTIC:
+        if pad and self._method == PoolingParameter.STOCHASTIC:
             raise self.error(f"STOCHASTIC pooling cannot be padded, but level {level} cuts {size} into {bins}")
-        return Window(kernel, kernel, pad, dilation=1)
+        return AxisWindow(kernel, kernel, pad, dilation=1)

@@ -15,10 +15,10 @@ from poseidon.caffe.blob import Shape
 from poseidon.caffe.io.images import Image, decode_image, read_bytes
 from poseidon.caffe.io.sharding import this_worker
 from poseidon.caffe.io.transform import mean_of, random_stream
-from poseidon.caffe.io.windows import Crop, Window, WindowFile, read_windows
+from poseidon.caffe.io.windows import ImageWindow, WindowCrop, WindowFile, read_windows
 from poseidon.caffe.layers.data import Batches, PrefetchingLayer
 from poseidon.caffe.layers.registry import register
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import TransformationParameter, WindowDataParameter
 from poseidon.errors import ConfigError, unknown_name
 
 log = logging.getLogger("poseidon.caffe")
@@ -32,7 +32,7 @@ _CHANNELS = 3
 class WindowData(PrefetchingLayer):
     """Samples background windows (label 0), then foreground windows, cut out and scaled to ``crop_size``.
 
-    Windows are drawn at random from all, so workers share a window file without dividing it.
+    Windows are sampled from the whole file, so workers share it without dividing it.
     """
 
     def open(self) -> tuple[Sequence[Shape], Batches]:
@@ -54,7 +54,7 @@ class WindowData(PrefetchingLayer):
         return [(batch_size, _CHANNELS, crop.size, crop.size), (batch_size,)], batches
 
 
-def _crop_of(settings: Proto, crop_size: int) -> Crop:
+def _crop_of(settings: WindowDataParameter, crop_size: int) -> WindowCrop:
     if settings.crop_mode not in _CROP_MODES:
         raise unknown_name("crop_mode", settings.crop_mode, _CROP_MODES)
     if crop_size <= 2 * settings.context_pad:
@@ -62,11 +62,13 @@ def _crop_of(settings: Proto, crop_size: int) -> Crop:
             f"transform_param's crop_size is {crop_size}; it must be positive and more than twice "
             f"context_pad {settings.context_pad}"
         )
-    return Crop(crop_size, settings.context_pad, settings.crop_mode == "square")
+    return WindowCrop(crop_size, settings.context_pad, settings.crop_mode == "square")
 
 
-def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[list[Window], list[Window]]:
-    """Return the background and the foreground windows; those between the thresholds are left out."""
+def _sorted_windows(
+    file: WindowFile, settings: WindowDataParameter, source: str
+) -> tuple[list[ImageWindow], list[ImageWindow]]:
+    """Return the background and the foreground windows; those between the thresholds are dropped."""
     foreground = [window for window in file.windows if window.overlap >= settings.fg_threshold]
     background = [
         window._replace(label=0)
@@ -89,7 +91,7 @@ def _sorted_windows(file: WindowFile, settings: Proto, source: str) -> tuple[lis
     return background, foreground
 
 
-def _mean_for(transform: Proto, size: int) -> Array | None:
+def _mean_for(transform: TransformationParameter, size: int) -> Array | None:
     """Return the mean for each pixel of the result (from the middle of a mean image), or for each channel."""
     mean = mean_of(transform)
     if mean is None or not transform.HasField("mean_file"):
@@ -116,12 +118,12 @@ class _ImageFiles:
 
 @dataclass(frozen=True)
 class _Sampler:
-    """Everything that makes batches, apart from the layer."""
+    """The batch maker, independent of the layer."""
 
     files: _ImageFiles
-    background: list[Window]
-    foreground: list[Window]
-    crop: Crop
+    background: list[ImageWindow]
+    foreground: list[ImageWindow]
+    crop: WindowCrop
     scale: np.float32
     mean: Array | None
     mirror: bool
@@ -140,8 +142,8 @@ class _Sampler:
                 labels[row] = window.label
             yield torch.from_numpy(data), torch.from_numpy(labels)
 
-    def _fill(self, out: Array, window: Window, mirrored: bool) -> None:
-        """Cut the window out into ``out``; what lies outside the image stays zero."""
+    def _fill(self, out: Array, window: ImageWindow, mirrored: bool) -> None:
+        """Crop the window into ``out``; pixels outside the image stay zero."""
         try:
             pixels = self.files.read(window.image)
             place = self.crop.place(window, pixels.shape[0], pixels.shape[1], mirrored)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema.messages import ConvolutionParameter
 from poseidon.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Window:
+class AxisWindow:
     """How a window moves along one axis."""
 
     kernel: int
@@ -22,20 +22,20 @@ class Window:
 
     @property
     def extent(self) -> int:
-        """Number of places from the window's first value to its last."""
+        """Number of positions from the window's first value to its last."""
         return self.dilation * (self.kernel - 1) + 1
 
     def positions(self, size: int) -> int:
-        """Return how many places along ``size`` values the window can take; less than 1: it does not fit."""
+        """Return how many positions the window can take along ``size`` values; less than 1: it does not fit."""
         return (size + 2 * self.pad - self.extent) // self.stride + 1
 
     def spread(self, positions: int) -> int:
-        """Return the size on which the window takes ``positions`` places: the inverse of ``positions``."""
+        """Return the size along which the window takes that many positions: the inverse of ``positions``."""
         return self.stride * (positions - 1) + self.extent - 2 * self.pad
 
 
-def read_windows(settings: Proto, axes: int) -> list[Window]:
-    """Return one Window per spatial axis from a ConvolutionParameter, or raise ConfigError."""
+def read_windows(settings: ConvolutionParameter, axes: int) -> list[AxisWindow]:
+    """Return one AxisWindow per spatial axis from a ConvolutionParameter, or raise ConfigError."""
     kernels = _per_axis(settings, "kernel_size", "kernel", axes)
     strides = _per_axis(settings, "stride", "stride", axes, default=1)
     pads = _per_axis(settings, "pad", "pad", axes, default=0)
@@ -43,11 +43,13 @@ def read_windows(settings: Proto, axes: int) -> list[Window]:
     for name, values in (("kernel_size", kernels), ("stride", strides), ("dilation", dilations)):
         if 0 in values:
             raise ConfigError(f"convolution_param.{name} must be positive, it is {' '.join(map(str, values))}")
-    return [Window(*values) for values in zip(kernels, strides, pads, dilations, strict=True)]
+    return [AxisWindow(*values) for values in zip(kernels, strides, pads, dilations, strict=True)]
 
 
-def _per_axis(settings: Proto, name: str, stem: str | None, axes: int, default: int | None = None) -> list[int]:
-    """Return the values of a repeated field, given once for all axes or once per axis, or as ``_h`` and ``_w``."""
+def _per_axis(
+    settings: ConvolutionParameter, name: str, stem: str | None, axes: int, default: int | None = None
+) -> list[int]:
+    """Return the values of a repeated field, set once for all axes, once per axis, or as ``_h`` and ``_w``."""
     given = list(getattr(settings, name))
     if stem is not None and (settings.HasField(f"{stem}_h") or settings.HasField(f"{stem}_w")):
         if axes != 2:
@@ -65,7 +67,7 @@ def _per_axis(settings: Proto, name: str, stem: str | None, axes: int, default: 
     return given * axes if len(given) == 1 else given
 
 
-def swept(values: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+def swept(values: torch.Tensor, windows: Sequence[AxisWindow]) -> torch.Tensor:
     """Return a view of padded ``values`` (rows, channels, *spatial) as (rows, channels, *kernel, *positions)."""
     axes = len(windows)
     for axis, window in enumerate(windows, 2):
@@ -77,7 +79,7 @@ def swept(values: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
 def channels_inside(values: torch.Tensor) -> torch.Tensor:
     """Return a batch of images in the memory layout that suits windows on its device."""
     if values.dim() == 4 and values.device.type == "cpu":
-        # With channels innermost, PyTorch's CPU kernels for windows are vectorised; ``contiguous`` would leave the
-        # strides of a single channel as they are and miss these kernels.
+        # With channels innermost PyTorch's CPU kernels for windows are vectorised; ``contiguous`` keeps the strides of
+        # a single channel and misses these kernels.
         return values.to(memory_format=torch.channels_last)
     return values

@@ -1,4 +1,4 @@
-"""Layers that only connect: Input, Split, Silence."""
+"""Layers that only connect others: Input, Split, Silence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poseidon.caffe.layers.registry import register
 
 @register("Input")
 class Input(Layer):
-    """Gives the net blobs that the caller fills."""
+    """Its tops are the blobs that the caller fills."""
 
     bottom_count = exactly(0)
     top_count = Count(1, None)
@@ -29,15 +29,15 @@ class Input(Layer):
         """Leave the shapes to the caller, who may change them between passes."""
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
-        """Do nothing: the values are already there."""
+        """Do nothing: the caller has filled the blobs."""
 
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
-        """Do nothing: there is nothing below."""
+        """Do nothing: the layer has no bottoms."""
 
 
 @register("Split")
 class Split(Layer):
-    """Hands one blob to several readers and adds up their gradients."""
+    """Passes one blob to several readers and sums their gradients."""
 
     top_count = Count(1, None)
 
@@ -52,7 +52,7 @@ class Split(Layer):
     def backward(self, tops: Blobs, propagate_down: Sequence[bool], bottoms: Blobs) -> None:
         if not propagate_down[0]:
             return
-        # A reader that is no part of the objective never writes its gradient, which then counts as zero.
+        # A reader outside the objective never writes its gradient, which then counts as zero.
         diffs = [top.diff_tensor for top in tops if top.has_diff]
         if len(diffs) == 1:
             bottoms[0].put_diff(diffs[0], borrowed=True)
@@ -67,7 +67,7 @@ class Split(Layer):
 
 @register("Silence")
 class Silence(Layer):
-    """Swallows blobs that nobody reads, so that they are no outputs of the net."""
+    """Consumes blobs that no other layer reads, so that they are not outputs of the net."""
 
     bottom_count = Count(1, None)
     top_count = exactly(0)

@@ -1,4 +1,4 @@
-"""Read and write messages as text (prototxt) and binary files, with errors that say where."""
+"""Read and write messages as text (prototxt) and binary files; errors name file, line and column."""
 
 from __future__ import annotations
 
@@ -8,71 +8,75 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
-from poseidon.caffe.schema import FILE, Proto, message
+from poseidon.caffe.schema import Message
+from poseidon.caffe.schema.pool import FILE, message
 from poseidon.errors import ConfigError
+
+M = TypeVar("M", bound=Message)
 
 _NO_FIELD = re.compile(r'Message type "caffe\.(?P<message>[\w.]+)" has no field named "(?P<field>[^"]+)"')
 _NO_VALUE = re.compile(r'Enum type "caffe\.(?P<enum>[\w.]+)" has no value (?:named|with number) "?(?P<value>[^".]+)')
 
 
-def parse_text(text: str, message_name: str, origin: str = "<text>") -> Proto:
+def parse_text(text: str, kind: type[M], origin: str = "<text>") -> M:
     """Parse a prototxt; ``origin`` names the file in errors, which give line and column."""
-    result = message(message_name)()
+    result = kind()
     try:
         text_format.Parse(text, result)
     except text_format.ParseError as error:
         raise ConfigError(_explain(error, origin, text)) from None
-    missing = result.FindInitializationErrors()
-    if missing:
+    if not result.IsInitialized():
+        missing = result.FindInitializationErrors()  # type: ignore[attr-defined]  # not in the stubs
         raise ConfigError(f"{origin}: required fields are missing: {', '.join(missing)}")
     return result
 
 
-def read_text(path: str | os.PathLike[str], message_name: str) -> Proto:
+def read_text(path: str | os.PathLike[str], kind: type[M]) -> M:
     """Read a prototxt file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file; a {message_name} in text form was expected") from None
+        raise ConfigError(f"{path}: not a text file; a {kind.DESCRIPTOR.name} in text form was expected") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    return parse_text(text, message_name, str(path))
+    return parse_text(text, kind, str(path))
 
 
-def read_binary(path: str | os.PathLike[str], message_name: str) -> Proto:
+def read_binary(path: str | os.PathLike[str], kind: type[M]) -> M:
     """Read a binary message (.caffemodel, .solverstate, .binaryproto)."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    return parse_binary(content, message_name, str(path))
+    return parse_binary(content, kind, str(path))
 
 
-def parse_binary(content: bytes, message_name: str, origin: str = "<bytes>") -> Proto:
-    """Parse a serialised message; a truncated or foreign one is an error naming ``origin``."""
-    result = message(message_name)()
+def parse_binary(content: bytes, kind: type[M], origin: str = "<bytes>") -> M:
+    """Parse a serialised message; a truncated or foreign one raises an error that names ``origin``."""
+    result = kind()
     try:
         result.ParseFromString(content)
     except DecodeError:
         raise ConfigError(
-            f"{origin}: not a complete binary {message_name} ({len(content)} bytes); "
+            f"{origin}: not a complete binary {kind.DESCRIPTOR.name} ({len(content)} bytes); "
             "the file is truncated, damaged or of another kind"
         ) from None
     return result
 
 
-def write_binary(path: str | os.PathLike[str], proto: Proto) -> None:
-    """Write a message so that ``path`` holds the old content or all of the new, never a part."""
+def write_binary(path: str | os.PathLike[str], proto: Message) -> None:
+    """Write a message atomically: ``path`` holds the old content or all of the new."""
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
 
 
-def write_text(path: str | os.PathLike[str], proto: Proto) -> None:
-    """Write a message as prototxt, whole or not at all."""
+def write_text(path: str | os.PathLike[str], proto: Message) -> None:
+    """Write a message as prototxt, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text_format.MessageToString(proto), encoding="utf-8")
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import Message
 from poseidon.caffe.schema.varint import read_varint, varint
 
 _LENGTH_DELIMITED = 2
 
 
-def append_floats(proto: Proto, field: str, values: NDArray[np.floating[Any]]) -> None:
+def append_floats(proto: Message, field: str, values: NDArray[np.floating[Any]]) -> None:
     """Append all values, in memory order, to a packed float or double field."""
     number, dtype = _layout(proto, field)
     content = np.ascontiguousarray(values, dtype=dtype)
@@ -25,7 +25,7 @@ def append_floats(proto: Proto, field: str, values: NDArray[np.floating[Any]]) -
     proto.MergeFromString(header + content.tobytes())
 
 
-def read_floats(proto: Proto, field: str) -> NDArray[np.floating[Any]]:
+def read_floats(proto: Message, field: str) -> NDArray[np.floating[Any]]:
     """Return a packed float or double field as a (read-only) numpy array."""
     number, dtype = _layout(proto, field)
     if not len(getattr(proto, field)):
@@ -44,7 +44,7 @@ def read_floats(proto: Proto, field: str) -> NDArray[np.floating[Any]]:
     raise AssertionError(f"{field} holds values but is not on the wire")
 
 
-def _layout(proto: Proto, field: str) -> tuple[int, np.dtype[Any]]:
+def _layout(proto: Message, field: str) -> tuple[int, np.dtype[Any]]:
     descriptor = proto.DESCRIPTOR.fields_by_name[field]
     return descriptor.number, np.dtype("<f8" if descriptor.type == descriptor.TYPE_DOUBLE else "<f4")
 

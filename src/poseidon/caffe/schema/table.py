@@ -2,7 +2,7 @@
 
 A table is plain text. ``message Name`` opens a message; each indented line below it is a field,
 ``number name type [= default]``, where the type carries a mark: ``*`` repeated, ``+`` repeated and packed,
-``!`` required, none for optional. ``enum Name A=0 B=1`` stands inside its message, or before the first one
+``!`` required, none for optional. ``enum Name A=0 B=1`` is inside its message, or before the first one
 when it belongs to the file.
 """
 

@@ -14,7 +14,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(content: bytes | memoryview, position: int) -> tuple[int, int]:
-    """Return the number at ``position`` and the position behind it; IndexError at the end of the content."""
+    """Return the number at ``position`` and the position after it; IndexError at the end of the content."""
     value = shift = 0
     while True:
         byte = content[position]

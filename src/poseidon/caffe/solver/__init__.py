@@ -1,8 +1,8 @@
 """Caffe's solvers: read ``solver.py`` first.
 
-``nets.py`` finds out which nets to build, ``policies.py`` gives learning rates, ``rules.py`` and ``updater.py`` turn
-gradients into updates, ``state.py`` holds the files of a snapshot's state, ``report.py`` the log's words,
-``signals.py`` and ``workers.py`` the world outside.
+``nets.py`` resolves which nets to build, ``policies.py`` computes learning rates, ``rules.py`` and ``updater.py`` turn
+gradients into updates, ``state.py`` writes and reads snapshots, ``net_outputs.py`` logs outputs; ``signals.py`` and
+``workers.py`` connect the solver to the outside.
 """
 
 from poseidon.caffe.solver.solver import Solver

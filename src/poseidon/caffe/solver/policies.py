@@ -1,25 +1,25 @@
-"""Learning-rate policies: which rate an iteration uses. Pure."""
+"""Learning-rate policies: the rate of each iteration. Pure."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import SolverParameter
 from poseidon.errors import ConfigError, unknown_name
 
 POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")
 
 
 class Rate(NamedTuple):
-    """The learning rate of an iteration and how many steps down the policy has taken so far."""
+    """The learning rate of an iteration and how many steps the policy has taken so far."""
 
     value: float
     step: int
 
 
-def check_policy(param: Proto) -> None:
-    """Raise :class:`ConfigError` for a policy that is unknown or lacks what it needs."""
+def check_policy(param: SolverParameter) -> None:
+    """Raise :class:`ConfigError` for a policy that is unknown or lacks a setting."""
     if param.lr_policy not in POLICIES:
         raise unknown_name("lr_policy", param.lr_policy, POLICIES)
     for policy, needed in (("step", "stepsize"), ("poly", "max_iter")):
@@ -27,17 +27,17 @@ def check_policy(param: Proto) -> None:
             raise ConfigError(f"lr_policy {policy!r} needs a positive {needed}, not {getattr(param, needed)}")
 
 
-def learning_rate(param: Proto, iteration: int, step: int) -> Rate:
-    """Return the rate that a checked ``lr_policy`` gives; ``step`` is the one the previous iteration ended with."""
+def learning_rate(param: SolverParameter, iteration: int, step: int) -> Rate:
+    """Return the rate of a checked ``lr_policy``; ``step`` is the previous iteration's."""
     if param.lr_policy == "step":
         step = iteration // param.stepsize
     elif param.lr_policy == "multistep" and step < len(param.stepvalue) and iteration >= param.stepvalue[step]:
-        # One step per iteration at most, also where several values have been passed: as Caffe does when it resumes.
+        # At most one step per iteration, even when several values were passed: so does Caffe after a resume.
         step += 1
     return Rate(param.base_lr * _factor(param, iteration, step), step)
 
 
-def _factor(param: Proto, iteration: int, step: int) -> float:
+def _factor(param: SolverParameter, iteration: int, step: int) -> float:
     match param.lr_policy:
         case "step" | "multistep":
             return float(param.gamma**step)
@@ -46,7 +46,7 @@ def _factor(param: Proto, iteration: int, step: int) -> float:
         case "inv":
             return float((1 + param.gamma * iteration) ** -param.power)
         case "poly":
-            # Beyond max_iter, where a script may go on stepping, the rate stays zero.
+            # A script may step beyond max_iter: the rate stays zero.
             return float(max(0.0, 1 - iteration / param.max_iter) ** param.power)
         case "sigmoid":
             # exp overflows a double beyond 709, where the rate is zero to any precision.

@@ -1,7 +1,7 @@
 """How gradients become updates: one rule per solver type, on many tensors at once.
 
 A rule turns gradients into the amounts that are subtracted from the parameters, in place, and keeps one or two
-histories per parameter. What every rule shares (clipping, ``iter_size``, weight decay) comes before, in ``updater.py``.
+histories per parameter. What all rules share (clipping, ``iter_size``, weight decay) happens first, in ``updater.py``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import ClassVar
 
 import torch
 
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.schema import SolverParameter
 from poseidon.errors import ConfigError
 
 Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Parameters that are updated alike."""
+class ParameterBatch:
+    """Parameters with the same multipliers, updated together."""
 
     diffs: Tensors
     """Gradients, which become updates."""
@@ -37,13 +37,13 @@ class Rule(ABC):
     histories: ClassVar[int] = 1
     """How many histories it keeps per parameter."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: SolverParameter) -> None:
         self.param = param
         self.momentum: float = param.momentum
         self.delta: float = param.delta
 
     @abstractmethod
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Turn the batch's gradients into updates."""
 
     def _refuse_momentum(self, name: str) -> None:
@@ -54,8 +54,8 @@ class Rule(ABC):
 class SGD(Rule):
     """Stochastic gradient descent with momentum."""
 
-    def apply(self, batch: Batch) -> None:
-        """Take the history, which moves by the gradients, as update."""
+    def apply(self, batch: ParameterBatch) -> None:
+        """Add the gradients to the decayed history; the history is the update."""
         diffs, (history,) = batch.diffs, batch.histories
         torch._foreach_mul_(history, self.momentum)
         torch._foreach_add_(history, diffs, alpha=batch.rate)
@@ -65,8 +65,8 @@ class SGD(Rule):
 class Nesterov(Rule):
     """Nesterov's accelerated gradient."""
 
-    def apply(self, batch: Batch) -> None:
-        """Step to where the momentum will have led."""
+    def apply(self, batch: ParameterBatch) -> None:
+        """Update by the momentum looked ahead one step."""
         diffs, (history,) = batch.diffs, batch.histories
         torch._foreach_mul_(diffs, batch.rate)
         torch._foreach_mul_(history, self.momentum)
@@ -78,11 +78,11 @@ class Nesterov(Rule):
 class AdaGrad(Rule):
     """Rates that shrink with the sum of all squared gradients."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: SolverParameter) -> None:
         super().__init__(param)
         self._refuse_momentum("AdaGrad")
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Divide by the root of the sum of squares."""
         diffs, (squares,) = batch.diffs, batch.histories
         torch._foreach_addcmul_(squares, diffs, diffs, value=1.0)
@@ -93,14 +93,14 @@ class AdaGrad(Rule):
 class RMSProp(Rule):
     """Rates that follow a moving average of squared gradients."""
 
-    def __init__(self, param: Proto) -> None:
+    def __init__(self, param: SolverParameter) -> None:
         super().__init__(param)
         self._refuse_momentum("RMSProp")
         self._decay: float = param.rms_decay
         if not 0 <= self._decay < 1:
             raise ConfigError(f"rms_decay is {self._decay:g}; RMSProp needs one from 0 to below 1")
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Divide by the root of the moving average."""
         diffs, (squares,) = batch.diffs, batch.histories
         _average_squares(squares, diffs, self._decay)
@@ -113,7 +113,7 @@ class AdaDelta(Rule):
 
     histories = 2
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Scale by the ratio of the two roots."""
         diffs, (squares, squared_updates) = batch.diffs, batch.histories
         _average_squares(squares, diffs, self.momentum)
@@ -130,7 +130,7 @@ class Adam(Rule):
 
     histories = 2
 
-    def apply(self, batch: Batch) -> None:
+    def apply(self, batch: ParameterBatch) -> None:
         """Divide the first moment by the root of the second."""
         diffs, (first, second) = batch.diffs, batch.histories
         beta1, beta2 = self.momentum, self.param.momentum2
@@ -144,7 +144,7 @@ class Adam(Rule):
 
 
 RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (SGD, Nesterov, AdaGrad, RMSProp, AdaDelta, Adam)}
-"""The rules by the ``type`` that a solver's prototxt gives."""
+"""The rules by ``type`` in a solver's prototxt."""
 
 
 def _average_squares(averages: Tensors, values: Tensors, decay: float) -> None:

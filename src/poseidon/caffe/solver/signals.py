@@ -1,4 +1,4 @@
-"""SIGINT and SIGHUP as requests to a solver, which it fulfils after the iteration under way."""
+"""SIGINT and SIGHUP as requests to a solver, which it serves after the current iteration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EFFECTS = {"stop": Action.STOP, "snapshot": Action.SNAPSHOT, "none": Action.NONE
 
 
 class SignalActions:
-    """Turns signals into actions while in use as a context; call it to take the action that is due."""
+    """A context manager that turns signals into actions; call it to take the pending action."""
 
     def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
         self._effects = {
@@ -33,7 +33,7 @@ class SignalActions:
         self._before.clear()
 
     def __call__(self) -> Action:
-        """Return what the signals since the last call ask for: stopping comes before a snapshot."""
+        """Return the action of the signals since the last call; stopping wins over a snapshot."""
         received, self._received = self._received, set()
         return max((effect for number, effect in self._effects.items() if number in received), default=Action.NONE)
 

@@ -13,37 +13,36 @@ import torch
 
 from poseidon.caffe import weights
 from poseidon.caffe.pycaffe import Net
-from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver import nets, state
+from poseidon.caffe.solver.net_outputs import LossWindow, NetOutput, label_outputs, log_outputs, output_values
 from poseidon.caffe.solver.policies import check_policy, learning_rate
-from poseidon.caffe.solver.report import LossWindow, Output, label_outputs, log_outputs, output_values
 from poseidon.caffe.solver.rules import RULES
-from poseidon.caffe.solver.updater import Updater
-from poseidon.caffe.solver.workers import Action, ActionFunction, Alone, Workers
+from poseidon.caffe.solver.updater import ParameterUpdater
+from poseidon.caffe.solver.workers import Action, ActionFunction, SoleWorker, Workers
 from poseidon.caffe.upgrade import read_solver
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
-OutputListener = Callable[[str, int, Sequence[Output]], None]
+OutputListener = Callable[[str, int, Sequence[NetOutput]], None]
 """Takes "train" or "test N", the iteration, and the outputs (means over all workers)."""
 Connect = Callable[["Solver"], Workers]
 
 
 class Solver:
-    """Trains a net; made from a solver's prototxt file or from a SolverParameter.
+    """Trains a net; built from a solver's prototxt file or a SolverParameter.
 
-    ``connect`` joins the workers of a job; without it the solver joins those of torch's default process group, if there
-    is one.
+    ``connect`` joins the workers of a job; by default the solver joins those of torch's default process group, if any.
     """
 
     type: ClassVar[str] = ""
 
-    def __init__(self, definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> None:
-        self.param: Proto = definition if isinstance(definition, SolverParameter) else read_solver(definition)
+    def __init__(self, definition: str | os.PathLike[str] | SolverParameter, connect: Connect | None = None) -> None:
+        self.param: SolverParameter = definition if isinstance(definition, SolverParameter) else read_solver(definition)
         self.iter = 0
         self._step = 0
-        self._workers: Workers = Alone()
+        self._workers: Workers = SoleWorker()
         self._wanted: ActionFunction = _no_action
         self._is_stopped = False
         self._on_start: list[Callable[[], None]] = []
@@ -56,15 +55,15 @@ class Solver:
             torch.manual_seed(self.param.random_seed + _rank())
         self.net = self._build_train_net()
         self.test_nets = [self._build_test_net(i, source) for i, source in enumerate(nets.test_sources(self.param))]
-        self._updater = Updater(self.net.learnable, RULES[self.type](self.param), self.param)
+        self._updater = ParameterUpdater(self.net.learnable, RULES[self.type](self.param), self.param)
         self._workers = (connect or _connect_default_group)(self)
         log.info("Solver scaffolding done.")
 
-    # What pycaffe offers.
+    # The interface of pycaffe.
 
     @property
     def lr(self) -> float:
-        """The learning rate of the coming iteration, before any ``lr_mult``."""
+        """The learning rate of the next iteration, before any ``lr_mult``."""
         return learning_rate(self.param, self.iter, self._step).value
 
     @property
@@ -78,16 +77,16 @@ class Solver:
         return self._workers.is_root
 
     def add_callback(self, on_start: Callable[[], None], on_gradients_ready: Callable[[], None]) -> None:
-        """Call the first before each iteration's passes, the second once its gradients are complete."""
+        """Call the first before each iteration's passes, the second when its gradients are complete."""
         self._on_start.append(on_start)
         self._on_gradients.append(on_gradients_ready)
 
     def set_action_function(self, wanted: ActionFunction) -> None:
-        """Ask ``wanted`` after every iteration what to do (see ``signals.py``)."""
+        """Call ``wanted`` after every iteration to learn what to do (see ``signals.py``)."""
         self._wanted = wanted
 
     def share_weights(self, net: Net) -> None:
-        """Let another net use this solver's parameter values from now on."""
+        """Make another net share this solver's parameter values from now on."""
         weights.share(net, self.net)
 
     def step(self, iterations: int) -> None:
@@ -108,7 +107,7 @@ class Solver:
                 return
 
     def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
-        """Train up to ``max_iter``, then snapshot, show the loss and test, as the settings say."""
+        """Train up to ``max_iter``, then snapshot, show the loss and test, if the settings say so."""
         param = self.param
         log.info("Solving %s", self.net.name)
         log.info("Learning Rate Policy: %s", param.lr_policy)
@@ -133,7 +132,7 @@ class Solver:
         log.info("Optimization Done.")
 
     def apply_update(self) -> None:
-        """Change the parameters by the gradients that are in the net, and count one iteration."""
+        """Update the parameters by the gradients in the net, and count one iteration."""
         step = self._step
         rate, self._step = learning_rate(self.param, self.iter, step)
         if self.param.lr_policy == "multistep" and self._step != step:
@@ -153,16 +152,16 @@ class Solver:
                 return
 
     def snapshot(self) -> None:
-        """Write parameters and state to files named after ``snapshot_prefix`` and the iteration; worker 0 does it."""
+        """As worker 0, write parameters and state under ``snapshot_prefix`` and the iteration."""
         self._workers.settle()
         if not self._workers.is_root:
             return
         self._check_snapshot_folder()
-        progress = state.Progress(self.iter, self._step)
+        progress = state.SolverProgress(self.iter, self._step)
         state.write_snapshot(self.net, self._updater.history, progress, self.param)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take iteration, history and parameters from a state file; with several workers, worker 0 reads it for all."""
+        """Restore iteration, history and parameters from a state file; worker 0 reads it for all."""
         if self._workers.is_root:
             self.iter, self._step = state.read_snapshot(path, self.net, self._updater.history)
         blobs = [entry.blob for entry in self.net.learnable] + self._updater.history
@@ -171,17 +170,17 @@ class Solver:
         )
 
     def close(self) -> None:
-        """Leave the other workers, if there are any, and forget all callbacks; the nets stay usable."""
+        """Leave the other workers, if any, and drop all callbacks; the nets stay usable."""
         self._workers.close()
-        self._workers = Alone()
-        # They may refer back to the solver, whose data layers would go on reading ahead until the next collection.
+        self._workers = SoleWorker()
+        # Callbacks may refer back to the solver; its data layers would then prefetch until the next collection.
         for calls in (self._on_start, self._on_gradients, self.output_listeners):
             calls.clear()
 
     # One iteration.
 
     def _iterate(self, clock: _Clock) -> ActionFunction:
-        """Compute the gradients of one iteration; return how to learn what to do after it."""
+        """Compute the gradients of one iteration; return a function that tells what to do after it."""
         action = self._workers.ask(self._wanted)
         for call in self._on_start:
             call()
@@ -248,7 +247,7 @@ class Solver:
             self.snapshot()
         self._is_stopped |= action == Action.STOP
 
-    def _tell(self, which: str, outputs: Sequence[Output]) -> None:
+    def _tell(self, which: str, outputs: Sequence[NetOutput]) -> None:
         for listener in self.output_listeners:
             listener(which, self.iter, outputs)
 
@@ -283,13 +282,13 @@ class Solver:
         log.info("Creating training net %s %s", joint, source.what)
         return self._build(source)
 
-    def _build_test_net(self, number: int, source: nets.Source) -> Net:
+    def _build_test_net(self, number: int, source: nets.NetSource) -> Net:
         log.info("Creating test net (#%d) specified by %s", number, source.what)
         net = self._build(source)
         net.debug_info = self.param.debug_info
         return net
 
-    def _build(self, source: nets.Source) -> Net:
+    def _build(self, source: nets.NetSource) -> Net:
         try:
             net = Net.from_proto(source.param)
         except ConfigError as error:
@@ -329,4 +328,4 @@ def _connect_default_group(solver: Solver) -> Workers:
         from poseidon.caffe.distributed import Together
 
         return Together(solver.net)
-    return Alone()
+    return SoleWorker()

@@ -1,4 +1,4 @@
-"""Snapshots in files that Caffe reads too: parameters, and a solver's state (``.solverstate``, ``.solverstate.h5``)."""
+"""Snapshots in Caffe's formats: parameters, and a solver's state (``.solverstate``, ``.solverstate.h5``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from poseidon.caffe import weights
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.extras import require
-from poseidon.caffe.net import Net
-from poseidon.caffe.schema import Proto, SolverParameter, SolverState
+from poseidon.caffe.net import BuiltNet
+from poseidon.caffe.schema import SolverParameter, SolverState
 from poseidon.caffe.schema.files import read_binary, replacing, write_binary
 from poseidon.errors import ConfigError
 
@@ -23,29 +23,29 @@ log = logging.getLogger("poseidon.caffe")
 _GROUP = "history"
 
 
-class Progress(NamedTuple):
-    """How far a solver has come, apart from its parameters and history."""
+class SolverProgress(NamedTuple):
+    """A solver's counters: its state apart from parameters and history."""
 
     iteration: int
     step: int
-    """Steps down that the learning-rate policy has taken."""
+    """Steps that the learning-rate policy has taken."""
 
 
-def write_snapshot(net: Net, history: Sequence[Blob], progress: Progress, param: Proto) -> None:
-    """Write parameters and state where the solver's settings say; each file appears whole or not at all."""
+def write_snapshot(net: BuiltNet, history: Sequence[Blob], progress: SolverProgress, param: SolverParameter) -> None:
+    """Write parameters and state to the files that the solver's settings name; each write is atomic."""
     stem = f"{param.snapshot_prefix}_iter_{progress.iteration}"
     is_hdf5 = param.snapshot_format == SolverParameter.HDF5
     form, suffix = ("HDF5", ".h5") if is_hdf5 else ("binary proto", "")
     model_file, state_file = f"{stem}.caffemodel{suffix}", f"{stem}.solverstate{suffix}"
-    # Parameters first: a state exists only once the file that it names is complete.
+    # Parameters first: a state must never name an incomplete file.
     log.info("Snapshotting to %s file %s", form, model_file)
     (weights.save_hdf5 if is_hdf5 else weights.save)(net, model_file, param.snapshot_diff)
     log.info("Snapshotting solver state to %s file %s", form, state_file)
     (_write_hdf5 if is_hdf5 else _write_binary)(state_file, progress, model_file, history)
 
 
-def read_snapshot(path: str | os.PathLike[str], net: Net, history: Sequence[Blob]) -> Progress:
-    """Fill ``history`` from a state file of either form, and the net from the parameters that it names."""
+def read_snapshot(path: str | os.PathLike[str], net: BuiltNet, history: Sequence[Blob]) -> SolverProgress:
+    """Fill ``history`` from a state file of either format, and the net from the parameters that it names."""
     read = _read_hdf5 if str(path).endswith(".h5") else _read_binary
     progress, learned_net = read(path, history)
     if learned_net:
@@ -55,28 +55,28 @@ def read_snapshot(path: str | os.PathLike[str], net: Net, history: Sequence[Blob
 
 
 def find_learned_net(learned_net: str, state_path: str | os.PathLike[str]) -> str:
-    """Return where the parameters of a state lie: where it says or, if they have moved together, beside it."""
+    """Return the path of a state's parameters: the one it names or, if both files were moved, one beside the state."""
     beside = Path(state_path).parent / Path(learned_net).name
     return str(beside) if not Path(learned_net).exists() and beside.exists() else learned_net
 
 
-def _write_binary(path: str, progress: Progress, learned_net: str, history: Sequence[Blob]) -> None:
+def _write_binary(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
     state = SolverState(iter=progress.iteration, learned_net=learned_net, current_step=progress.step)
     state.history.extend([blob.to_proto() for blob in history])
     write_binary(path, state)
 
 
-def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[Progress, str]:
-    state = read_binary(path, "SolverState")
+def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
+    state = read_binary(path, SolverState)
     _check_count(path, len(state.history), len(history))
     for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
         if not blob.fits(stored):
             raise _misfit(path, number, blob, tuple(stored.shape.dim))
         blob.from_proto(stored, reshape=False)
-    return Progress(state.iter, state.current_step), state.learned_net
+    return SolverProgress(state.iter, state.current_step), state.learned_net
 
 
-def _write_hdf5(path: str, progress: Progress, learned_net: str, history: Sequence[Blob]) -> None:
+def _write_hdf5(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
     h5py = require("h5py")
     with replacing(path) as temporary, h5py.File(temporary, "w") as file:
         file.create_dataset("iter", data=np.array([progress.iteration], np.int32))
@@ -87,13 +87,13 @@ def _write_hdf5(path: str, progress: Progress, learned_net: str, history: Sequen
             group.create_dataset(str(number), data=blob.data)
 
 
-def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[Progress, str]:
+def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
     h5py = require("h5py")
     try:
         with h5py.File(path, "r") as file:
             missing = [name for name in ("iter", _GROUP) if name not in file]
             if missing:
-                raise ConfigError(f"{path}: holds no {missing[0]!r}; this is no solver state written by Caffe")
+                raise ConfigError(f"{path}: has no {missing[0]!r}; Caffe did not write this solver state")
             _check_count(path, len(file[_GROUP]), len(history))
             for number, blob in enumerate(history):
                 stored = file[_GROUP][str(number)]
@@ -102,13 +102,13 @@ def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[P
                 blob.data[...] = stored[()]
             step = int(file["current_step"][0]) if "current_step" in file else 0
             learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
-            return Progress(int(file["iter"][0]), step), learned_net
+            return SolverProgress(int(file["iter"][0]), step), learned_net
     except OSError as error:
         raise ConfigError(f"cannot read solver state {path}: {error}") from None
 
 
 def _write_c_string(h5py: Any, file: Any, name: str, text: str) -> None:
-    """Write a string with its closing zero, without which Caffe would read on into other memory."""
+    """Write a string with its terminating zero, without which Caffe would read past its end."""
     content = text.encode() + b"\0"
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(len(content))
@@ -120,7 +120,7 @@ def _write_c_string(h5py: Any, file: Any, name: str, text: str) -> None:
 def _check_count(path: str | os.PathLike[str], stored: int, expected: int) -> None:
     if stored != expected:
         raise ConfigError(
-            f"{path}: holds {stored} history blobs, this solver keeps {expected}; "
+            f"{path}: holds {stored} history blobs, this solver has {expected}; "
             "was it written by another type of solver or for another net?"
         )
 

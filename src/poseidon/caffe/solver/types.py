@@ -1,10 +1,10 @@
-"""The solvers by name: one class per rule, as pycaffe has them."""
+"""The solvers by name: one class per rule, as in pycaffe."""
 
 from __future__ import annotations
 
 import os
 
-from poseidon.caffe.schema import Proto, SolverParameter
+from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver.solver import Connect, Solver
 from poseidon.caffe.upgrade import read_solver
 from poseidon.errors import unknown_name
@@ -50,11 +50,11 @@ SOLVERS: dict[str, type[Solver]] = {
     solver.type: solver
     for solver in (SGDSolver, NesterovSolver, AdaGradSolver, RMSPropSolver, AdaDeltaSolver, AdamSolver)
 }
-"""The solvers by the ``type`` that a prototxt gives."""
+"""The solvers by ``type`` in a prototxt."""
 
 
-def get_solver(definition: str | os.PathLike[str] | Proto, connect: Connect | None = None) -> Solver:
-    """Return the solver whose ``type`` the prototxt (or SolverParameter) gives."""
+def get_solver(definition: str | os.PathLike[str] | SolverParameter, connect: Connect | None = None) -> Solver:
+    """Return the solver for the ``type`` of a prototxt or SolverParameter."""
     param = definition if isinstance(definition, SolverParameter) else read_solver(definition)
     if param.type not in SOLVERS:
         raise unknown_name("solver type", param.type, list(SOLVERS))

@@ -9,20 +9,20 @@ import torch
 
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.learnable import LearnableParam
-from poseidon.caffe.schema import Proto
-from poseidon.caffe.solver.rules import Batch, Rule
+from poseidon.caffe.schema import SolverParameter
+from poseidon.caffe.solver.rules import ParameterBatch, Rule
 from poseidon.errors import unknown_name
 
 log = logging.getLogger("poseidon.caffe")
 
 
-class Updater:
-    """Updates a net's parameters by one rule and owns the history this takes.
+class ParameterUpdater:
+    """Updates a net's parameters by one rule and owns the rule's history.
 
-    Parameters with ``lr_mult: 0`` stay as they are and cost nothing; their history stays zero.
+    Parameters with ``lr_mult: 0`` do not change and cost nothing; their history stays zero.
     """
 
-    def __init__(self, learnable: Sequence[LearnableParam], rule: Rule, param: Proto) -> None:
+    def __init__(self, learnable: Sequence[LearnableParam], rule: Rule, param: SolverParameter) -> None:
         if param.regularization_type not in ("L1", "L2"):
             raise unknown_name("regularization_type", param.regularization_type, ("L1", "L2"))
         self._learnable = list(learnable)
@@ -30,7 +30,7 @@ class Updater:
         self._param = param
         shapes = [entry.blob.shape for entry in self._learnable]
         self.history = [Blob(shape) for _ in range(rule.histories) for shape in shapes]
-        """All first histories in the order of the parameters, then all second ones: the order of the files."""
+        """All first histories in the order of the parameters, then all second ones, as in the files."""
         self._groups: dict[tuple[float, float], list[int]] = {}
         for index, entry in enumerate(self._learnable):
             if entry.lr_mult:
@@ -38,7 +38,7 @@ class Updater:
 
     @torch.no_grad()
     def apply(self, rate: float, iteration: int) -> None:
-        """Change all parameters by their gradients; afterwards every diff holds what was subtracted."""
+        """Update all parameters by their gradients; afterwards every diff holds what was subtracted."""
         self._clip()
         for (lr_mult, decay_mult), members in self._groups.items():
             diffs = [self._learnable[i].blob.diff_tensor for i in members]
@@ -46,7 +46,7 @@ class Updater:
             if self._param.iter_size > 1:
                 torch._foreach_mul_(diffs, 1 / self._param.iter_size)
             self._decay(diffs, data, self._param.weight_decay * decay_mult)
-            self._rule.apply(Batch(diffs, self._histories(members), rate * lr_mult, iteration))
+            self._rule.apply(ParameterBatch(diffs, self._histories(members), rate * lr_mult, iteration))
             torch._foreach_sub_(data, diffs)
 
     def _histories(self, members: Sequence[int]) -> list[list[torch.Tensor]]:

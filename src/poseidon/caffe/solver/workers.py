@@ -1,7 +1,7 @@
-"""What a solver asks of the other workers; ``Alone`` answers where there are none.
+"""What a solver needs from the other workers; ``SoleWorker`` stands in where there are none.
 
-``poseidon.caffe.distributed`` answers for several workers in step, ``poseidon.caffe.drifting`` for those that may drift
-apart. Every call here is collective: all workers make it, in the same order.
+``poseidon.caffe.distributed`` implements it for workers in step, ``poseidon.caffe.drifting`` for workers with bounded
+staleness. Every call here is collective: all workers make it, in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Action(IntEnum):
-    """What a signal asks a solver to do after the iteration under way; with several workers the largest counts."""
+    """What a signal makes a solver do after the current iteration; with several workers the largest wins."""
 
     NONE = 0
     SNAPSHOT = 1
@@ -38,29 +38,29 @@ class Workers(Protocol):
         """Prepare for a backward pass; during the last one of an iteration, complete gradients are exchanged."""
 
     def end_iteration(self) -> None:
-        """Wait until every diff is what the update needs: the mean over all workers, where they stay in step."""
+        """Wait until every diff is ready for the update: for workers in step, the mean over all of them."""
 
     def end_update(self) -> None:
-        """Take note that this worker's solver has changed its parameters."""
+        """Note that this worker's solver has updated its parameters."""
 
     def average(self, values: Sequence[float]) -> list[float]:
         """Return the means of the values over all workers."""
 
     def ask(self, wanted: ActionFunction) -> ActionFunction:
-        """Begin to agree on an action; calling the result gives it."""
+        """Start agreeing on an action; calling the result returns it."""
 
     def take_from_root(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the root's numbers and make the tensors equal to the root's."""
 
     def settle(self) -> None:
-        """Make equal what passes have changed on each worker by itself, such as running averages."""
+        """Make equal what passes change on each worker separately, such as running averages."""
 
     def close(self) -> None:
-        """Leave the others; called once, at the end."""
+        """Leave the job; called once, at the end."""
 
 
-class Alone:
-    """One worker: nothing to exchange, nobody to ask."""
+class SoleWorker:
+    """A single worker: every call is a no-op."""
 
     is_root = True
 
@@ -81,7 +81,7 @@ class Alone:
         return list(values)
 
     def ask(self, wanted: ActionFunction) -> ActionFunction:
-        """Return the question itself, so that it is asked as late as possible."""
+        """Return ``wanted`` itself, so that it is called as late as possible."""
         return wanted
 
     def take_from_root(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:  # noqa: ARG002

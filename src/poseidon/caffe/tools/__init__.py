@@ -1,1 +1,1 @@
-"""What Caffe's command-line tools do, as functions; ``poseidon.launch`` has their options."""
+"""Caffe's command-line tools as functions; ``poseidon.caffe.commands`` has their options."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from poseidon.caffe.io.database import new_database
 from poseidon.caffe.io.datum import encoded_datum, image_datum
 from poseidon.caffe.io.images import Image, decode_image, encode_image, read_bytes, resized
-from poseidon.caffe.io.lists import Line, read_image_list
-from poseidon.caffe.schema import Proto
+from poseidon.caffe.io.lists import ImageLine, read_image_list
+from poseidon.caffe.schema import Datum
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -28,11 +28,11 @@ class Conversion:
     encoded: bool = False
     """Store image files instead of pixels."""
     encode_type: str = ""
-    """The kind of file ("png", "jpg"); empty: as each image's own name says."""
+    """The kind of file ("png", "jpg"); empty: by each image's own extension."""
     check_size: bool = False
-    """Stop at an image that is not as large as the first."""
+    """Stop at an image whose size differs from the first."""
 
-    def datum(self, path: str, label: int) -> tuple[Proto, Image]:
+    def datum(self, path: str, label: int) -> tuple[Datum, Image]:
         """Return the record for an image file, and its pixels."""
         content = read_bytes(path)
         pixels = decode_image(content, "gray" if self.is_gray else "color", path)
@@ -50,9 +50,9 @@ class Conversion:
 def convert_imageset(
     root_folder: str, list_file: str, database: str, backend: str, conversion: Conversion, shuffle: bool = False
 ) -> int:
-    """Write all images that can be read, keyed by their place in the list and their name; return how many.
+    """Write all readable images, keyed by position in the list and name; return how many.
 
-    An image that cannot be read is reported and left out, as in Caffe.
+    An unreadable image is reported and skipped, as in Caffe.
     """
     lines = read_image_list(list_file)
     if shuffle:
@@ -84,7 +84,7 @@ def convert_imageset(
 
 
 def _wrong_size(
-    list_file: str, line: Line, pixels: Image, first_line: Line, first_shape: tuple[int, ...]
+    list_file: str, line: ImageLine, pixels: Image, first_line: ImageLine, first_shape: tuple[int, ...]
 ) -> ConfigError:
     return ConfigError(
         f"{list_file}:{line.number}: {line.name} has shape {pixels.shape} (height, width, channels), "

@@ -1,4 +1,4 @@
-"""Write what a net computes for its data to databases."""
+"""Write the blobs that a net computes for its data to databases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def extract_features(
 
 
 def _store(writer: Writer, blob: Blob, name: str, count: int) -> int:
-    """Write the rows of a blob under the numbers from ``count`` on; return the next number."""
+    """Write the rows of a blob under numbers from ``count`` up; return the next number."""
     for datum in _datums(blob):
         writer.put(f"{count:010d}".encode(), datum.SerializeToString())
         count += 1

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from poseidon.caffe.io.database import open_database
 from poseidon.caffe.io.datum import datum_values, parse_datum
-from poseidon.caffe.schema import BlobProto, Proto
+from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.files import write_binary
 from poseidon.caffe.schema.packed import append_floats
 from poseidon.errors import ConfigError
@@ -56,7 +56,7 @@ def _mean(database: str, backend: str) -> tuple[NDArray[np.float32], int]:
     return (total / count).astype(np.float32), count
 
 
-def _mean_proto(mean: NDArray[np.float32]) -> Proto:
+def _mean_proto(mean: NDArray[np.float32]) -> BlobProto:
     channels, height, width = mean.shape
     proto = BlobProto(num=1, channels=channels, height=height, width=width)
     append_floats(proto, "data", mean)

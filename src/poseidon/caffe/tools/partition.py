@@ -21,8 +21,8 @@ _REPORT_EVERY = 1000
 def partition(path: str, parts: int, backend: str | None = None) -> int:
     """Write ``path_0`` to ``path_{parts-1}``, dealing out records in turn; return how many there were.
 
-    A folder is a database (of the given backend, or whichever it is), a file a list: one record per line, or per
-    image where it is a window file.
+    A folder is a database (of the given backend, or detected), a file is a list: one record per line, or per image in a
+    window file.
     """
     if parts < 1:
         raise ConfigError(f"the number of partitions is {parts}; at least one is needed")
@@ -69,7 +69,7 @@ def _split_list(path: str, targets: list[str]) -> int:
 
 
 def _window_records(lines: list[str]) -> Iterator[str]:
-    """Yield what a window file says about each image, without the image's number, which its place decides."""
+    """Yield each image's entry in a window file without the image's number, which follows from its position."""
     record: list[str] = []
     for line in lines:
         if line.split()[0] == "#":

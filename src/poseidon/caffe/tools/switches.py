@@ -1,4 +1,4 @@
-"""Boolean flags as gflags has them, for commands that also take plain arguments."""
+"""Boolean flags in gflags' style, for commands that also take positional arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _FALSE = ("false", "f", "0", "no", "n")
 def add_switch(parser: Any, name: str, text: str) -> None:
     """Declare ``--name``, ``--noname``, ``--name=true`` and ``--name=false``, with one dash or two, off by default.
 
-    A value can only follow an equals sign, so ``--name ROOT`` leaves ROOT alone. argparse cannot express that, hence
-    every spelling with a value is an option of its own.
+    A value can only follow an equals sign, so ``--name ROOT`` leaves ROOT alone. argparse cannot express that, so every
+    spelling with a value is its own option.
     """
     parser.add_argument(f"-{name}", f"--{name}", dest=name, action="store_true", help=text)
     for spellings, action in (
@@ -25,6 +25,6 @@ def add_switch(parser: Any, name: str, text: str) -> None:
 
 
 def add_logging_switches(parser: Any) -> None:
-    """Accept the flags of Google's logging library that scripts pass; the log goes to stderr in any case."""
+    """Accept the flags of Google's logging library that scripts pass; the log goes to stderr anyway."""
     for name in ("logtostderr", "alsologtostderr"):
         add_switch(parser, name, argparse.SUPPRESS)

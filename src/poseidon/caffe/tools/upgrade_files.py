@@ -1,4 +1,4 @@
-"""Rewrite nets and solvers of older forms in the present one."""
+"""Upgrade files of nets and solvers to the current form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from poseidon.caffe.schema import NetParameter, Proto, SolverParameter
+from poseidon.caffe.schema import NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_binary, read_text, write_binary, write_text
 from poseidon.caffe.upgrade import upgrade_net, upgrade_solver
 from poseidon.errors import ConfigError, unknown_name
@@ -18,25 +18,29 @@ _SOLVER_ONLY = set(SolverParameter.DESCRIPTOR.fields_by_name) - set(NetParameter
 
 
 def upgrade_file(source: str, target: str, kind: str = "auto") -> bool:
-    """Upgrade a net (text or binary) or a solver; return whether anything had to change.
+    """Upgrade a net (text or binary) or a solver; return whether anything changed.
 
-    The target is written in any case, as Caffe's tools do.
+    The target is always written, as Caffe's tools do.
     """
     if kind not in KINDS:
         raise unknown_name("kind of file", kind, KINDS)
     kind = detect_kind(source) if kind == "auto" else kind
-    message_name = "SolverParameter" if kind == "solver_text" else "NetParameter"
-    proto: Proto = (read_binary if kind == "net_binary" else read_text)(source, message_name)
-    changed = (upgrade_solver if kind == "solver_text" else upgrade_net)(proto, source)
+    proto: NetParameter | SolverParameter
+    if kind == "solver_text":
+        proto = read_text(source, SolverParameter)
+        changed = upgrade_solver(proto, source)
+    else:
+        proto = (read_binary if kind == "net_binary" else read_text)(source, NetParameter)
+        changed = upgrade_net(proto, source)
     if not changed:
         log.error("File already in latest proto format: %s", source)
     (write_binary if kind == "net_binary" else write_text)(target, proto)
-    log.info("Wrote upgraded %s %s proto to %s", message_name, kind.rpartition("_")[2], target)
+    log.info("Wrote upgraded %s %s proto to %s", proto.DESCRIPTOR.name, kind.rpartition("_")[2], target)
     return changed
 
 
 def detect_kind(source: str) -> str:
-    """Return what a file is by its content: a binary net, or a net or solver in text form."""
+    """Return the kind of a file by its content: a binary net, or a net or solver in text form."""
     try:
         content = Path(source).read_bytes()
     except OSError as error:
@@ -55,7 +59,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _top_level_fields(text: str) -> set[str]:
-    """Return the names of the fields that stand outside all braces."""
+    """Return the names of the fields outside all braces."""
     bare = re.sub(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', "", text)
     fields: set[str] = set()
     depth = 0

@@ -55,8 +55,8 @@ def crc32c(content: bytes) -> int:
     """Return the CRC-32C of ``content``."""
     if len(content) < 4:
         return _crc32c_short(content)
-    # Zeros in front do not change a state of zero, so lanes are filled up at the front; the customary start value of
-    # all ones is the same as inverting the first four bytes.
+    # Leading zeros do not change a zero state, so lanes are padded at the front; the usual start value of all ones is
+    # equivalent to inverting the first four bytes.
     lane_words = 8 if len(content) < _SHORT_BYTES else 32
     lanes = -(-len(content) // (4 * lane_words))
     padded = np.zeros(lanes * 4 * lane_words, np.uint8)

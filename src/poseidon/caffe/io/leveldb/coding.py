@@ -11,7 +11,7 @@ DELETION = 0
 
 
 class InternalKey(NamedTuple):
-    """A key as tables hold it: of several entries with one user key, the highest sequence number counts."""
+    """A key as stored in tables: among entries with the same user key, the highest sequence number wins."""
 
     user: bytes
     sequence: int
@@ -22,7 +22,7 @@ class InternalKey(NamedTuple):
     def unpack(cls, content: bytes) -> InternalKey:
         """Read a stored key: the user's key, then eight bytes of sequence number and kind."""
         if len(content) < 8:
-            raise ValueError(f"an internal key has at least 8 bytes, this one {len(content)}")
+            raise ValueError(f"an internal key has at least 8 bytes, this one has {len(content)}")
         trailer = int.from_bytes(content[-8:], "little")
         return cls(content[:-8], trailer >> 8, trailer & 0xFF)
 
@@ -32,13 +32,13 @@ class InternalKey(NamedTuple):
 
 
 def string(content: bytes) -> bytes:
-    """Return bytes with their length in front."""
+    """Return bytes prefixed with their length."""
     return varint(len(content)) + content
 
 
 def read_string(content: bytes, position: int) -> tuple[bytes, int]:
-    """Return the bytes at ``position`` and the position behind them."""
+    """Return the bytes at ``position`` and the position after them."""
     length, position = read_varint(content, position)
     if position + length > len(content):
-        raise IndexError("a string goes beyond the end of its record")
+        raise IndexError("a string extends beyond the end of its record")
     return content[position : position + length], position + length

@@ -1,4 +1,4 @@
-"""LevelDB's log format: records cut into fragments that never cross a border of 32 KiB."""
+"""LevelDB's log format: records split into fragments that never cross a 32 KiB boundary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = {(True, True): _FULL, (True, False): _FIRST, (False, False): _MIDDLE, (
 
 
 def read_log(path: Path) -> Iterator[bytes]:
-    """Yield the records of a log file; a damaged or cut-off record is an error naming file and position."""
+    """Yield the records of a log file; a damaged or truncated record raises an error that names file and position."""
     content = path.read_bytes()
     position = 0
     parts: list[bytes] | None = None
@@ -40,7 +40,7 @@ def read_log(path: Path) -> Iterator[bytes]:
 
 
 def _read_fragment(path: Path, content: bytes, position: int) -> tuple[int, bytes, int]:
-    """Return kind, payload and size on disk; kind 0 is space that was reserved and never written."""
+    """Return kind, payload and size on disk; kind 0 is space that was preallocated but never written."""
     header = content[position : position + _HEADER]
     if len(header) < _HEADER:
         raise _damaged(path, position, "the file ends in the middle of a record's header")

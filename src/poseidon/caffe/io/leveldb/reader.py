@@ -1,4 +1,4 @@
-"""Read a LevelDB database in the order of its keys."""
+"""Read a LevelDB database in key order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from poseidon.caffe.io.leveldb.coding import DELETION, VALUE, InternalKey, read_string
 from poseidon.caffe.io.leveldb.log import read_log
-from poseidon.caffe.io.leveldb.table import BlockCache, Entry, Table
+from poseidon.caffe.io.leveldb.table import BlockCache, Entry, SSTable
 from poseidon.caffe.io.leveldb.version import LAST_LEVEL, TableFile, read_version
 from poseidon.errors import ConfigError
 
@@ -17,7 +17,7 @@ _CACHE_BYTES = 256 << 20
 
 
 class LevelDB:
-    """A database opened for reading; what is written to it afterwards is not seen."""
+    """A database opened for reading; later writes are not seen."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -39,14 +39,14 @@ class LevelDB:
                     yield key.user, value
 
     def _level_entries(self, tables: list[TableFile]) -> Iterator[Entry]:
-        # Tables of one level do not overlap, so only the present one needs to be open.
+        # Tables of one level do not overlap, so only the current one needs to be open.
         return chain.from_iterable(self._table(table).entries() for table in tables)
 
-    def _table(self, table: TableFile) -> Table:
+    def _table(self, table: TableFile) -> SSTable:
         for suffix in ("ldb", "sst"):
             path = self._folder / f"{table.number:06d}.{suffix}"
             if path.is_file():
-                return Table(path, self._cache)
+                return SSTable(path, self._cache)
         raise ConfigError(f"{self.path}: damaged LevelDB: table {table.number:06d}.ldb is missing")
 
     def _read_logs(self) -> list[Entry]:
@@ -63,7 +63,7 @@ def _order(entry: Entry) -> tuple[bytes, int]:
 
 
 def _batch_entries(record: bytes, path: Path) -> Iterator[Entry]:
-    """Yield what one write batch contains."""
+    """Yield the entries of one write batch."""
     try:
         sequence, count = int.from_bytes(record[:8], "little"), int.from_bytes(record[8:12], "little")
         position = 12
@@ -77,4 +77,4 @@ def _batch_entries(record: bytes, path: Path) -> Iterator[Entry]:
                 raise ValueError(f"unknown kind {kind}")
             yield InternalKey(key, number, kind), value
     except (ValueError, IndexError) as error:
-        raise ConfigError(f"{path}: damaged LevelDB log: a batch cannot be understood: {error}") from None
+        raise ConfigError(f"{path}: damaged LevelDB log: cannot parse a batch: {error}") from None

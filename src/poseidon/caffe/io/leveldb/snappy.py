@@ -29,7 +29,7 @@ def _decompress(content: bytes) -> bytes:
                 position += extra
             length += 1
             if position + length > end:
-                raise ValueError("a literal goes beyond the end of the compressed content")
+                raise ValueError("a literal extends beyond the end of the compressed content")
             out += content[position : position + length]
             position += length
             continue
@@ -46,7 +46,7 @@ def _decompress(content: bytes) -> bytes:
             position += width
         start = len(out) - offset
         if not offset or start < 0:
-            raise ValueError(f"a copy goes back {offset} bytes, and {len(out)} have been produced")
+            raise ValueError(f"a copy goes back {offset} bytes, but only {len(out)} have been produced")
         if length <= offset:
             out += out[start : start + length]
         else:  # the copy overlaps itself: a pattern of `offset` bytes is repeated

@@ -1,4 +1,4 @@
-"""LevelDB's table files: sorted entries in blocks, an index of the blocks, and a footer that finds the index."""
+"""LevelDB's table files: sorted entries in blocks, an index of the blocks, and a footer that locates the index."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MAGIC = 0xDB4775248B80FB57.to_bytes(8, "little")
 _TRAILER = 5
 _RAW, _SNAPPY = 0, 1
 BLOCK_BYTES = 65536
-"""A block is closed when it holds this much (Caffe's setting)."""
+"""A block is closed at this size (Caffe's setting)."""
 
 Entry = tuple[InternalKey, bytes]
 
 
 class Handle(NamedTuple):
-    """Where a block lies in its file."""
+    """The location of a block in its file."""
 
     offset: int
     size: int
@@ -35,16 +35,16 @@ class Handle(NamedTuple):
 
     @classmethod
     def unpack(cls, content: bytes, position: int = 0) -> tuple[Handle, int]:
-        """Return the handle at ``position`` and the position behind it."""
+        """Return the handle at ``position`` and the position after it."""
         offset, position = read_varint(content, position)
         size, position = read_varint(content, position)
         return cls(offset, size), position
 
 
 class BlockCache:
-    """What is known from earlier passes: which blocks are sound, and as many decompressed ones as there is room for.
+    """Results of earlier passes: which blocks passed their checksum, and as many decompressed blocks as fit.
 
-    What came first stays, since a pass over a database goes through all blocks in the same order every time.
+    The first blocks stay: every pass goes through all blocks in the same order, so evicting the oldest would never hit.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -53,17 +53,17 @@ class BlockCache:
         self._sound: set[tuple[Path, int]] = set()
 
     def get(self, path: Path, offset: int) -> bytes | None:
-        """Return a kept block."""
+        """Return a cached block."""
         return self._blocks.get((path, offset))
 
     def offer(self, path: Path, offset: int, block: bytes) -> None:
-        """Keep a block if there is room."""
+        """Cache a block if it fits."""
         if self._left >= len(block):
             self._left -= len(block)
             self._blocks[path, offset] = block
 
     def is_sound(self, path: Path, offset: int, stored: bytes) -> bool:
-        """Return whether a block matches the checksum at its end; it is computed the first time only."""
+        """Return whether a block matches the checksum at its end; computed only the first time."""
         if (path, offset) not in self._sound:
             if masked(stored[:-4]) != int.from_bytes(stored[-4:], "little"):
                 return False
@@ -71,7 +71,7 @@ class BlockCache:
         return True
 
 
-class Table:
+class SSTable:
     """One table file, opened for reading."""
 
     def __init__(self, path: Path, cache: BlockCache) -> None:
@@ -112,14 +112,14 @@ class Table:
         end = handle.offset + handle.size
         stored = self._content[handle.offset : end + _TRAILER]
         if len(stored) < handle.size + _TRAILER:
-            raise self._damaged(f"the block at byte {handle.offset} goes beyond the end of the file")
+            raise self._damaged(f"the block at byte {handle.offset} extends beyond the end of the file")
         if not self._cache.is_sound(self.path, handle.offset, stored):
             raise self._damaged(f"the block at byte {handle.offset} does not match its checksum")
         kind = stored[-_TRAILER]
         if kind == _RAW:
             return stored[:-_TRAILER]
         if kind != _SNAPPY:
-            raise self._damaged(f"the block at byte {handle.offset} is compressed in unknown way {kind}")
+            raise self._damaged(f"the block at byte {handle.offset} uses unknown compression {kind}")
         block = decompress(stored[:-_TRAILER])
         self._cache.offer(self.path, handle.offset, block)
         return block
@@ -129,7 +129,7 @@ class Table:
 
 
 def _block_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield keys and values; each key is stored as what differs from the one before."""
+    """Yield keys and values; each key is stored as its difference from the previous one."""
     restarts = int.from_bytes(block[-4:], "little")
     end = len(block) - 4 * (restarts + 1)
     if end < 0:
@@ -141,14 +141,14 @@ def _block_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         length, position = read_varint(block, position)
         middle, stop = position + unshared, position + unshared + length
         if shared > len(key) or stop > end:
-            raise ValueError("an entry goes beyond its end")
+            raise ValueError("an entry extends beyond its end")
         key = key[:shared] + block[position:middle]
         yield key, block[middle:stop]
         position = stop
 
 
 class _BlockBuilder:
-    """Collects entries of a block; every key is stored whole, which readers accept and large values make cheap."""
+    """Collects the entries of a block; keys are stored in full, as readers accept and large values make cheap."""
 
     def __init__(self) -> None:
         self._out = bytearray()

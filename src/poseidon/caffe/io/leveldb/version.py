@@ -1,4 +1,4 @@
-"""Which files make up a LevelDB database: the edits of its MANIFEST, added up."""
+"""Which files make up a LevelDB database: the accumulated edits of its MANIFEST."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Version:
     tables: dict[tuple[int, int], TableFile] = field(default_factory=dict)
     """By level and number."""
     log_number: int = 0
-    """Log files from this number on hold records that are in no table."""
+    """Log files from this number up hold records that are in no table."""
     previous_log_number: int = 0
     next_file_number: int = 0
     last_sequence: int = 0
@@ -50,7 +50,7 @@ class Version:
             if tag == _COMPARATOR:
                 name, position = read_string(record, position)
                 if name != COMPARATOR:
-                    raise ValueError(f"keys are ordered by {name.decode(errors='replace')!r}, which is not known here")
+                    raise ValueError(f"keys are ordered by {name.decode(errors='replace')!r}, which is not supported")
             elif tag == _NEW:
                 level, position = read_varint(record, position)
                 number, position = read_varint(record, position)
@@ -96,7 +96,7 @@ def read_version(folder: Path) -> Version:
         try:
             version.edit(record)
         except (ValueError, IndexError) as error:
-            raise ConfigError(f"{manifest}: cannot be understood: {error}") from None
+            raise ConfigError(f"{manifest}: cannot be parsed: {error}") from None
     return version
 
 

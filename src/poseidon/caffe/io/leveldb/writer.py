@@ -37,7 +37,7 @@ class LevelDBWriter:
         """Write what is pending, then the files that make the folder a database."""
         if self._pending:
             self._flush()
-        # Tables that overlap may lie in level 0 only. Those of the last level LevelDB leaves as they are.
+        # Only level 0 may hold overlapping tables. LevelDB does not compact the last level.
         level = 0 if self._has_overlap() else LAST_LEVEL
         version = Version(
             tables={(level, table.number): table for table in self._tables},

@@ -1,11 +1,11 @@
-"""What was done to the script, one line each, said once by worker 0."""
+"""The report to the user: what was done to the script, each line printed once, by worker 0."""
 
 from __future__ import annotations
 
 import sys
 
 
-class Report:
+class ScriptReport:
     """Prints lines about what ``--auto`` did and could not do."""
 
     def __init__(self, is_shown: bool) -> None:

@@ -1,0 +1,43 @@
+"""One class name, one meaning, in the whole tree."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import poseidon
+
+ROOT = Path(poseidon.__file__).parent
+
+STILL_OPEN = (
+    "Exchange",
+    "Flag",
+    "Job",
+    "Kind",
+    "Link",
+    "Options",
+    "Outcome",
+    "Parcel",
+    "Rows",
+    "Schedule",
+    "Setting",
+    "Share",
+    "Transport",
+)
+"""Names that still have two meanings."""
+
+
+def public_classes() -> Iterator[tuple[str, str]]:
+    """Yield each public top-level class and its file."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield node.name, str(path.relative_to(ROOT))
+
+
+def test_no_two_classes_share_a_name():
+    files = defaultdict(list)
+    for name, file in public_classes():
+        files[name].append(file)
+    shared = {name: found for name, found in files.items() if len(found) > 1 and name not in STILL_OPEN}
+    assert not shared
