@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from poseidon.errors import MismatchError
+from poseidon.job.interfaces import Interface
 
 T = TypeVar("T")
 
@@ -15,19 +16,6 @@ OPEN = "open"
 TIMED_OUT = "timed out"
 BUSY = "in use"
 """The outcome for a port on which some other program of the host listens already."""
-
-
-@dataclass(frozen=True)
-class Interface:
-    """One network interface with an IPv4 address."""
-
-    name: str
-    address: str
-    mtu: int = 0
-    speed_mbit: int | None = None
-    """What the card negotiated; None where there is no card (virtual interfaces) or the driver does not say."""
-    is_loopback: bool = False
-    is_wireless: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from poseidon.doctor.facts import Gpu, HostFacts
-from poseidon.doctor.interfaces import read_interfaces
+from poseidon.job.interfaces import read_interfaces
 from poseidon.version import __version__
 
 _VARIABLES = (

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from poseidon.errors import ConfigError
+from poseidon.job import interfaces
 from poseidon.job import tell as report
-from poseidon.launch import interfaces, processes, protocol
+from poseidon.launch import processes, protocol
 from poseidon.launch.lines import LineCutter
 from poseidon.launch.protocol import Message
 from poseidon.launch.script import check_script

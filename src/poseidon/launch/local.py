@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from poseidon.errors import ConfigError
+from poseidon.job.interfaces import free_port
 
 LIFELINE = "POSEIDON_LIFELINE"
 """Names the file descriptor of a pipe that closes when the launcher is gone, however it ended."""
@@ -34,7 +34,7 @@ def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] |
     try:
         with _passing_signals_on(workers):
             base = {**(os.environ if environ is None else environ), LIFELINE: str(reading)}
-            port = _free_port()
+            port = free_port("127.0.0.1")
             for rank in range(count):
                 env = worker_environment(rank, count, port, base)
                 # A session of its own: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
@@ -116,9 +116,3 @@ def _passing_signals_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

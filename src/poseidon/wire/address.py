@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 from dataclasses import dataclass
 
-from poseidon.errors import ConfigError, WireError
+from poseidon.errors import WireError
+from poseidon.job.interfaces import address_of
 from poseidon.wire.settings import WireSettings
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,4 @@ def listening_ip(settings: WireSettings) -> str:
         return settings.ip
     if not settings.interface:
         return "127.0.0.1"
-    name = settings.interface.encode()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15]))
-        except OSError as error:
-            known = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ConfigError(
-                f"interface {settings.interface!r} has no IPv4 address ({error.strerror}); this machine has: {known}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
+    return address_of(settings.interface)

@@ -12,9 +12,9 @@ from poseidon.doctor import command, machine
 from poseidon.doctor.conduct import Examination
 from poseidon.doctor.facts import Gpu, HostFacts, HostReport, PairFacts, host_from_json
 from poseidon.doctor.findings import error, warning
-from poseidon.doctor.interfaces import read_interfaces
 from poseidon.doctor.probe import CLOCK_OFFSET, Probe
 from poseidon.doctor.report import examination_to_json, format_examination
+from poseidon.job.interfaces import read_interfaces
 from poseidon.launch.ssh import is_here
 
 BAD = error("b", "ports", "port 29500 (timed out)", "open ports", "sudo ufw allow from 10.0.0.1")

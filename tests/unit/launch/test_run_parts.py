@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
 from poseidon.job import tell as report
+from poseidon.job.interfaces import address_of, free_port, interface_with
 from poseidon.launch import protocol
 from poseidon.launch.agent import look_around, network_variables
 from poseidon.launch.hosts import Host
-from poseidon.launch.interfaces import address_of, free_port, interface_with
 from poseidon.launch.lines import LONGEST, LineCutter
 from poseidon.launch.output import Output, prefixes, wants_colour
 from poseidon.launch.places import Meeting, passed_on, place_workers, worker_environment

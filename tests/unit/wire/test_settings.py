@@ -55,7 +55,7 @@ def test_the_listening_address_is_one():
     assert listening_ip(WireSettings()) == "127.0.0.1"
     assert listening_ip(WireSettings(ip="10.1.2.3", interface="lo")) == "10.1.2.3"
     assert listening_ip(WireSettings(interface="lo")) == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"'nosuch0' has no IPv4 address .* this machine has: .*lo"):
+    with pytest.raises(ConfigError, match=r"'nosuch0' has no IPv4 address here; this machine has .*lo"):
         listening_ip(WireSettings(interface="nosuch0"))
 
 
