@@ -13,7 +13,7 @@ import pytest
 from sshd import serving
 
 import poseidon
-from poseidon.doctor.probe import CLOCK_OFFSET
+from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.lab import Lab
 
 pytestmark = pytest.mark.cluster
@@ -138,7 +138,7 @@ def test_blocked_port_wrong_version_loopback_name_and_skewed_clock_are_each_foun
     cluster.hosts[1]["python"] = str(old)
     (cluster.folder / "debian").mkdir()
     cluster.hosts[2]["python"] = python_with_names(cluster.folder / "debian", {"machine2": "127.0.1.1"})
-    cluster.hosts[3]["env"][CLOCK_OFFSET] = "-30"
+    cluster.hosts[3]["env"][PROBE_CLOCK_OFFSET.name] = "-30"
 
     status, data = cluster.examine("--seconds", "0.2")
 

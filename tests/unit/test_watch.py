@@ -1,5 +1,7 @@
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,9 +9,10 @@ import pytest
 
 from poseidon.errors import WorkerLostError
 from poseidon.team import watch
+from poseidon.team.membership import Member, Membership
 from poseidon.team.watch import Watch
 
-HOSTS = ["ape", "bee", "cat"]
+TEAM = Membership(0, tuple(Member(rank, host, host) for rank, host in enumerate(["ape", "bee", "cat"])))
 Beat = dict[str, Any]
 
 
@@ -54,7 +57,7 @@ def open_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
     def make(script: dict[int, list[Beat | None]] | None = None, **options: Any) -> tuple[Watch, Store]:
         store = Store(script or {})
-        opened.append(Watch(store, "job", 0, HOSTS, **{"timeout_s": 60.0, **options}))
+        opened.append(Watch(store, "job", 0, TEAM, **{"timeout_s": 60.0, **options}))
         return opened[-1], store
 
     yield make
@@ -231,3 +234,14 @@ def test_without_a_callback_the_process_says_why_and_ends(
         "poseidon: rank 0 (ape) waited in vain at step 0 for fc8: rank 2 (cat) never reported"
         in capsys.readouterr().err
     )
+
+
+def test_a_closed_watch_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT_S", 0.002)
+    one = Watch(Store({}), "job", 0, TEAM, timeout_s=60.0)
+    is_there = weakref.ref(one)
+    one.close()
+    one.close()
+    del one
+    gc.collect()
+    assert is_there() is None

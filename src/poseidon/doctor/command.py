@@ -30,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--hostfile", metavar="F", help="file of `host slots=n` or `id ip port` lines, JSON or TOML")
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how, as for `poseidon run` (also from the cluster file or {PREFIX}NAME)")
-    for setting in (one for one in SETTINGS if one.name in _SHARED):
-        option = f"--{setting.name.replace('_', '-')}"
-        how.add_argument(option, dest=setting.name, type=setting.kind, default=None, help=setting.help)
+    for option in (one for one in SETTINGS if one.name in _SHARED):
+        how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
     parser.add_argument("--ports", default="29500", help="where workers may meet, such as 29500-29510 (default: 29500)")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a stream is measured (default: 0.5)")
     parser.add_argument("--streams", type=int, default=4, help="streams of the second measurement (default: 4)")

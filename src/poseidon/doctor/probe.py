@@ -20,10 +20,10 @@ from typing import Any
 from poseidon.doctor import machine, reaching
 from poseidon.doctor.facts import OPEN, to_json
 from poseidon.doctor.listening import Listener
+from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.version import __version__
 
 SILENCE_S = 180.0
-CLOCK_OFFSET = "POSEIDON_PROBE_CLOCK_OFFSET"
 
 
 class Probe:
@@ -61,7 +61,7 @@ class Probe:
         return [machine.source_address(peer) for peer in question["peers"]]
 
     def _clock(self, _: Mapping[str, Any]) -> float:
-        return time.time() + float(os.environ.get(CLOCK_OFFSET, "0"))
+        return time.time() + PROBE_CLOCK_OFFSET.read()
 
     def _listen(self, question: Mapping[str, Any]) -> dict[str, Any]:
         self.close()

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-LAB_MARK = "POSEIDON_LAB"
-JOB_MARK = "POSEIDON_JOB"
+from poseidon.job import settings
+
+LAB_MARK = settings.LAB.name
+JOB_MARK = settings.JOB.name
 
 
 def pids_in(inodes: Collection[int]) -> list[int]:

@@ -11,8 +11,10 @@ import json
 import os
 from typing import Any
 
-VARIABLE = "POSEIDON_REPORT"
-"""Environment variable that names the pipe to the launcher: its number here, and what proves that it is the one."""
+from poseidon.job import settings
+
+VARIABLE = settings.REPORT.name
+"""Environment variable that names the pipe to the launcher: file descriptor and inode."""
 
 _LONGEST = 4096
 """Up to this many bytes are written to a pipe as one piece, so that threads need not take turns."""
@@ -23,8 +25,8 @@ def tell(**facts: Any) -> None:
 
     Returns at once, from any thread; a launcher that does not read makes it lose the facts, never wait.
     """
-    name = os.environ.get(VARIABLE)
-    if name is None:
+    name = settings.REPORT.read()
+    if not name:
         return
     line = json.dumps(facts).encode() + b"\n"
     # A child of this worker inherits the variable but perhaps not the pipe: its number may be any file of the child's.

@@ -14,6 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 from poseidon.errors import ConfigError
+from poseidon.job import settings
+from poseidon.job.settings import WHOLE
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         if default is None:
             raise ConfigError(f"environment variable {name} is not set; start with torchrun or set it")
         return default
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"environment variable {name} is {text!r}, expected a whole number") from error
+    return WHOLE.read(text, f"environment variable {name}")
 
 
 def _first_host(nodes: str) -> str:
@@ -116,7 +115,7 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
         chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         timeout = timedelta(seconds=timeout_s)
         meeting: dict[str, Any] = {"init_method": f"tcp://{world.master_addr}:{world.master_port}"}
-        if "POSEIDON_RUN" in os.environ:
+        if settings.RUN.read():
             meeting = {"store": _open_store(world, timeout)}
         dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
     return world

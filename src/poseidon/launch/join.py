@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import RUN, WHOLE, refuse
 from poseidon.job.world import World
 
 
@@ -71,7 +72,7 @@ def _kubernetes_share(environ: Mapping[str, str]) -> Share | None:
         text = environ.get(name, "")
         # An elastic job says 1:4; its machines come and go, ours do not.
         if not text.isdigit():
-            raise ConfigError(f"environment variable {name} is {text!r}, expected a whole number")
+            raise refuse(f"environment variable {name}", text, WHOLE.expected)
         values[name] = int(text)
     if "PET_MASTER_ADDR" not in environ:
         raise ConfigError("environment variable PET_MASTER_ADDR is not set, so the workers have nowhere to meet")
@@ -87,7 +88,7 @@ def _kubernetes_share(environ: Mapping[str, str]) -> Share | None:
 def _name_of(environ: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    if "POSEIDON_RUN" in environ:
+    if RUN.name in environ:
         return "poseidon run"
     if any(name.startswith("RAY_") for name in environ):
         return "Ray"

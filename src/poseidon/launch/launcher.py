@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import SECRET
 from poseidon.launch import cause as causes
 from poseidon.launch import protocol, ssh
 from poseidon.launch.cause import Death
@@ -21,7 +22,7 @@ from poseidon.launch.hosts import Host
 from poseidon.launch.join import Share
 from poseidon.launch.link import CLOSED
 from poseidon.launch.output import Output
-from poseidon.launch.places import SECRET, Meeting, Place, passed_on, place_workers, worker_environment
+from poseidon.launch.places import Meeting, Place, passed_on, place_workers, worker_environment
 from poseidon.launch.protocol import Message
 from poseidon.launch.watching import Watching
 from poseidon.version import __version__
@@ -120,7 +121,7 @@ class Launcher:
         share = self._settings.share
         if share is not None:
             # The secret must be the same on all machines, so it is for whoever started them to give.
-            secret = self._settings.environ.get(SECRET, "")
+            secret = SECRET.read(self._settings.environ)
             return Meeting(share.address, share.port, secret, self._run, self._restart)
         wanted = self._settings.port or first.service_port
         self._fleet.links[0].send(protocol.PORT, address=self._address(0), wanted=wanted)

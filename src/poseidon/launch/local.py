@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from poseidon.errors import ConfigError
 from poseidon.job.interfaces import free_port
-
-LIFELINE = "POSEIDON_LIFELINE"
-"""Names the file descriptor of a pipe that closes when the launcher is gone, however it ended."""
+from poseidon.job.settings import LIFELINE
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -33,7 +31,7 @@ def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] |
     workers: list[subprocess.Popen[bytes]] = []
     try:
         with _passing_signals_on(workers):
-            base = {**(os.environ if environ is None else environ), LIFELINE: str(reading)}
+            base = {**(os.environ if environ is None else environ), LIFELINE.name: str(reading)}
             port = free_port("127.0.0.1")
             for rank in range(count):
                 env = worker_environment(rank, count, port, base)
@@ -65,9 +63,9 @@ def worker_environment(rank: int, count: int, port: int, base: Mapping[str, str]
 
 def follow_launcher() -> None:
     """End this worker when its launcher is gone; does nothing in a process that :func:`run_workers` did not start."""
-    lifeline = os.environ.get(LIFELINE)
+    lifeline = LIFELINE.read()
     if lifeline is not None:
-        threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="poseidon-lifeline", daemon=True).start()
+        threading.Thread(target=_wait_for_end, args=(lifeline,), name="poseidon-lifeline", daemon=True).start()
 
 
 def _wait_for_end(lifeline: int) -> None:

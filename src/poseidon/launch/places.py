@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from poseidon.job import settings
 from poseidon.launch.hosts import Host
 
 PASSED_ON = ("POSEIDON_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_", "GLOG_", "PYTHONPATH")
 """Variables of the launcher's environment with these beginnings go to workers on other machines as well."""
 
-SECRET = "POSEIDON_SECRET"
-RESTART = "POSEIDON_RESTART"
-"""How often the job has been restarted: 0 at first. A script that finds more loads its last checkpoint."""
-
-_PRIVATE = ("POSEIDON_SSH_OPTIONS", "POSEIDON_LAB", "POSEIDON_LAB_FOLDER", "POSEIDON_TRACEBACK", SECRET)
+_PRIVATE = {
+    variable.name
+    for variable in (settings.SSH_OPTIONS, settings.LAB, settings.LAB_FOLDER, settings.TRACEBACK, settings.SECRET)
+}
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def worker_environment(
         "GROUP_WORLD_SIZE": str(machines),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
-        RESTART: str(meeting.restart),
+        settings.RESTART.name: str(meeting.restart),
     }
-    return {**variables, SECRET: meeting.secret} if meeting.secret else variables
+    return {**variables, settings.SECRET.name: meeting.secret} if meeting.secret else variables
 
 
 def passed_on(environ: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, str]:

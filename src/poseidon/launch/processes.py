@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from poseidon.job import members
+from poseidon.job import members, settings
 
-MARK = "POSEIDON_RUN"
+MARK = settings.RUN.name
 """Environment variable of every worker: the job it belongs to."""
 
 _PR_SET_PDEATHSIG = 1

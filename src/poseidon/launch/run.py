@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--hostfile", metavar="F", help="file of `host slots=n` or `id ip port` lines, JSON or TOML")
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how (each may also come from the cluster file, or from {PREFIX}NAME)")
-    for setting in SETTINGS:
-        option = f"--{setting.name.replace('_', '-')}"
-        how.add_argument(option, dest=setting.name, type=setting.kind, default=None, help=setting.help)
+    for option in SETTINGS:
+        how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
     how.add_argument("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all workers; repeatable")
     how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
     what = parser.add_argument_group("what")

@@ -6,7 +6,6 @@ Nothing secret ever appears in an argument list: what a remote program must not 
 from __future__ import annotations
 
 import getpass
-import os
 import shlex
 import socket
 import subprocess
@@ -16,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import SSH_OPTIONS
 from poseidon.launch.hosts import Host
 
 FAILED = 255
 """The status with which ssh says that it, and not the remote program, failed."""
-
-OPTIONS_VARIABLE = "POSEIDON_SSH_OPTIONS"
-"""Environment variable with more options for every ssh, such as ``-F my_config``."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,7 @@ class SshSettings:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> SshSettings:
         """Return the settings with the arguments that ``POSEIDON_SSH_OPTIONS`` adds."""
-        words = (os.environ if environ is None else environ).get(OPTIONS_VARIABLE, "")
-        try:
-            return cls(extra=tuple(shlex.split(words)))
-        except ValueError as error:
-            raise ConfigError(f"{OPTIONS_VARIABLE} is {words!r}: {error}") from None
+        return cls(extra=SSH_OPTIONS.read(environ))
 
 
 @dataclass(frozen=True)

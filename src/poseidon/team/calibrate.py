@@ -7,7 +7,6 @@ reproducible; if there is no such file yet, the measured figures are written to 
 from __future__ import annotations
 
 import hashlib
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from poseidon.errors import ConfigError
+from poseidon.job import settings
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.team import Team
 
@@ -33,7 +33,7 @@ def find_cluster(
 
     Unless somebody ``needs_speeds`` the measurement is left out.
     """
-    path = None if isinstance(given, Cluster) else given or os.environ.get("POSEIDON_CLUSTER")
+    path = None if isinstance(given, Cluster) else given or settings.CLUSTER.read()
     found = team.gather_json(_described(given, path) if team.rank == 0 else {})[0]
     if "error" in found:
         raise ConfigError(found["error"])
@@ -118,7 +118,8 @@ def _ping(team: Team, first: int, second: int) -> dict[str, float]:
 def measure_flops(device: torch.device) -> float:
     """Return the rate of a matrix product of the shape that rebuilding a gradient has (few rows in common)."""
     rows, size = (256, 4096) if device.type == "cuda" else (64, 1024)
-    left = torch.randn(rows, size, device=device)
+    # A generator of its own: measuring must not advance the random numbers of the training script.
+    left = torch.randn(rows, size, device=device, generator=torch.Generator(device).manual_seed(0))
     times = []
     for _ in range(4):
         _settle(device)

@@ -8,14 +8,12 @@ import socket
 from collections.abc import Sequence
 
 from poseidon.errors import WireError
+from poseidon.job.settings import SECRET
 from poseidon.planning.cluster import Link
 from poseidon.team.team import Team
 from poseidon.wire.network import NetworkTransport
 from poseidon.wire.open import open_transport
 from poseidon.wire.settings import WireSettings, suited_to
-
-SECRET = "POSEIDON_SECRET"
-"""Environment variable with the job's secret, as a launcher sets it; without it worker 0 draws one."""
 
 
 def connect_wire(
@@ -58,7 +56,7 @@ def default_place() -> dict[str, str]:
 
 
 def _agree_on_secret(team: Team) -> bytes:
-    given = os.environ.get(SECRET, "")
+    given = SECRET.read()
     if all(row[0] for row in team.gather_ints([int(bool(given))], "the job's secret")):
         return given.encode()
     drawn: list[str] = team.gather_json(secrets.token_hex(32) if team.rank == 0 else "")

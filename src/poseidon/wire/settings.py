@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from poseidon.errors import ConfigError, unknown_name
+from poseidon.job.settings import NUMBER, SWITCH, TEXT, WHOLE, Notation, Variable, check_least
 
 CARRIERS = ("tcp", "zeromq")
+_NOTATIONS: Mapping[type, Notation[Any]] = {str: TEXT, int: WHOLE, float: NUMBER, bool: SWITCH}
 PREFIX = "POSEIDON_WIRE_"
 BUFFERED_S = 0.75e-3
 """What lies in the kernel for all peers delays an urgent message by about this much (the kernel doubles it) ..."""
@@ -79,8 +81,7 @@ class WireSettings:
             ("lost_after_s", 1),
             ("close_timeout_s", 0),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"wire setting {name} is {getattr(self, name)}; it must be at least {least}")
+            check_least(getattr(self, name), least, f"wire setting {name}")
         if self.carrier not in CARRIERS:
             raise unknown_name("wire carrier", self.carrier, CARRIERS)
         if self.ip in ("0.0.0.0", "*", "::"):
@@ -89,16 +90,19 @@ class WireSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **defaults: Any) -> WireSettings:
         """Return the settings with what ``POSEIDON_WIRE_*`` says (``POSEIDON_WIRE_CAP_MBIT=200``) over ``defaults``."""
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        known = {PREFIX + field.name.upper(): field for field in fields(cls)}
         values = dict(defaults)
-        for variable, text in environment.items():
+        for variable in environment:
             if variable.startswith(PREFIX):
-                name = variable[len(PREFIX) :].lower()
-                if name not in kinds:
-                    known = ", ".join(PREFIX + known.upper() for known in kinds)
-                    raise ConfigError(f"environment variable {variable} is no wire setting; known: {known}")
-                values[name] = _read(variable, text, kinds[name])
+                if variable not in known:
+                    raise unknown_name("wire setting in the environment:", variable, tuple(known))
+                values[known[variable].name] = variable_of(known[variable]).read(environment)
         return cls(**values)
+
+
+def variable_of(field: Field[Any]) -> Variable[Any]:
+    """Return the environment variable of one of the settings; its purpose is written beneath the field."""
+    return Variable(PREFIX + field.name.upper(), _NOTATIONS[type(field.default)], field.default, "wire/settings.py", "")
 
 
 def suited_to(bytes_per_s: float, peers: int) -> dict[str, Any]:
@@ -108,15 +112,3 @@ def suited_to(bytes_per_s: float, peers: int) -> dict[str, Any]:
         "send_buffer_bytes": int(min(max(each_bytes, SMALLEST_BUFFER_BYTES), LARGEST_BUFFER_BYTES)),
         "balance": bytes_per_s < BALANCED_BELOW,
     }
-
-
-def _read(variable: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        answers = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-        if text.lower() not in answers:
-            raise ConfigError(f"{variable} is {text!r}; write 1 or 0")
-        return answers[text.lower()]
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{variable} is {text!r}; a number is expected") from None

@@ -21,10 +21,10 @@ def test_environment_goes_over_defaults():
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"POSEIDON_WIRE_CAP": "1"}, "POSEIDON_WIRE_CAP is no wire setting; known: .*POSEIDON_WIRE_CAP_MBIT"),
-        ({"POSEIDON_WIRE_CAP_MBIT": "fast"}, "'fast'; a number is expected"),
-        ({"POSEIDON_WIRE_ENCRYPT": "maybe"}, "'maybe'; write 1 or 0"),
-        ({"POSEIDON_WIRE_IO_THREADS": "0"}, "io_threads is 0; it must be at least 1"),
+        ({"POSEIDON_WIRE_CAP": "1"}, "'POSEIDON_WIRE_CAP'; known: .*POSEIDON_WIRE_CAP_MBIT"),
+        ({"POSEIDON_WIRE_CAP_MBIT": "fast"}, "POSEIDON_WIRE_CAP_MBIT is 'fast', expected a number"),
+        ({"POSEIDON_WIRE_ENCRYPT": "maybe"}, "'maybe', expected 1 or 0"),
+        ({"POSEIDON_WIRE_IO_THREADS": "0"}, "io_threads is 0, expected at least 1"),
         ({"POSEIDON_WIRE_CARRIER": "pigeon"}, "unknown wire carrier 'pigeon'; known: tcp, zeromq"),
         ({"POSEIDON_WIRE_IP": "0.0.0.0"}, "name the one address to listen on"),
     ],
