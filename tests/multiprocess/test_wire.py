@@ -14,8 +14,8 @@ from poseidon.wire.message import Header, Kind
 from poseidon.wire.open import open_transport
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.settings import WireSettings
-from poseidon.wire.share import Share
-from poseidon.wire.tcp import Line
+from poseidon.wire.share import BufferShare
+from poseidon.wire.tcp import PeerSender
 from ranks import run_ranks
 
 SECRET = b"a secret of the tests, quite long"
@@ -331,8 +331,8 @@ def test_tcp_does_not_pretend_to_encrypt():
 def test_a_connection_has_the_buffer_that_its_peer_shall_have():
     ours, theirs = socket.socketpair()
     broken = []
-    share = Share(10_000, range(1, 4))
-    line = Line(1, [ours], None, share, lambda peer, why: broken.append((peer, why)))
+    share = BufferShare(10_000, range(1, 4))
+    line = PeerSender(1, [ours], None, share, lambda peer, why: broken.append((peer, why)))
     share.add(2, 1000)
     sent = threading.Event()
     line.put(Outgoing(b"head", memoryview(bytes(1000)), on_sent=sent.set))

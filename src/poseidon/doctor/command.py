@@ -8,10 +8,10 @@ import os
 import sys
 from dataclasses import replace
 
-from poseidon.doctor.conduct import Examination, Options, examine
+from poseidon.doctor.conduct import Examination, ExaminationOptions, examine
 from poseidon.doctor.findings import would_train
 from poseidon.doctor.ports import parse_ports
-from poseidon.doctor.report import examination_to_json, format_examination
+from poseidon.doctor.writing import examination_to_json, format_examination
 from poseidon.errors import ConfigError
 from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
 from poseidon.launch.run import complete_host, count_gpus
@@ -58,7 +58,7 @@ def exit_status(examination: Examination, is_strict: bool) -> int:
     return 0 if is_fine else 1
 
 
-def make_options(args: argparse.Namespace) -> Options:
+def make_options(args: argparse.Namespace) -> ExaminationOptions:
     """Return what to try, checked. Pure."""
     if not 0 < args.seconds <= _LONGEST_S:
         raise ConfigError(f"--seconds is {args.seconds:g}; it takes more than 0 and at most {_LONGEST_S:g}")
@@ -66,7 +66,7 @@ def make_options(args: argparse.Namespace) -> Options:
         raise ConfigError(f"--streams is {args.streams}; it takes 1 to 64")
     if not args.timeout > 0:
         raise ConfigError(f"--timeout is {args.timeout:g}; it takes more than 0")
-    return Options(parse_ports(args.ports), args.seconds, args.streams, args.timeout)
+    return ExaminationOptions(parse_ports(args.ports), args.seconds, args.streams, args.timeout)
 
 
 def find_hosts(args: argparse.Namespace) -> tuple[Host, ...]:

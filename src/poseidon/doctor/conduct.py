@@ -38,7 +38,7 @@ _MORE_LOOKS = 2
 
 
 @dataclass(frozen=True)
-class Options:
+class ExaminationOptions:
     """What to try, and for how long."""
 
     ports: tuple[int, ...] = (29500,)
@@ -76,7 +76,7 @@ class _Patient:
 
 def examine(
     hosts: Sequence[Host],
-    options: Options,
+    options: ExaminationOptions,
     settings: SshSettings | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Examination:
@@ -100,7 +100,7 @@ def examine(
     return Examination(reports, tuple(pairs), tuple(in_order(found)))
 
 
-def _begin(stack: contextlib.ExitStack, host: Host, options: Options, settings: SshSettings) -> Conversation:
+def _begin(stack: contextlib.ExitStack, host: Host, options: ExaminationOptions, settings: SshSettings) -> Conversation:
     try:
         conversation = stack.enter_context(start(host, settings))
     except OSError as problem:
@@ -109,7 +109,7 @@ def _begin(stack: contextlib.ExitStack, host: Host, options: Options, settings: 
     return conversation
 
 
-def _look_at(conversation: Conversation, options: Options) -> _Patient:
+def _look_at(conversation: Conversation, options: ExaminationOptions) -> _Patient:
     host = conversation.host
     details = {"directory": host.directory or str(Path.cwd()), "slots": host.slots, "env": dict(host.env)}
     facts = host_from_json(conversation.ask("facts", options.start_s, **details))
@@ -139,7 +139,7 @@ def _with_address(one: _Patient, patients: Sequence[_Patient]) -> _Patient:
 
 
 def _measure_pairs(
-    patients: Sequence[_Patient], options: Options, tell: Callable[[str], None], lost: dict[str, Finding]
+    patients: Sequence[_Patient], options: ExaminationOptions, tell: Callable[[str], None], lost: dict[str, Finding]
 ) -> list[PairFacts]:
     token = secrets.token_hex(TOKEN_BYTES)
     # Without an interface there is nothing to listen on, and nobody listens on all of them.
@@ -167,7 +167,7 @@ def _measure_pairs(
     return list(found.values())
 
 
-def _listen(one: _Patient, options: Options, token: str) -> Mapping[str, Any]:
+def _listen(one: _Patient, options: ExaminationOptions, token: str) -> Mapping[str, Any]:
     service = one.conversation.host.service_port
     rendezvous = options.ports if service is None else (*options.ports, service)
     ports = ports_to_try(rendezvous, one.report.facts.ephemeral_ports)
@@ -177,7 +177,9 @@ def _listen(one: _Patient, options: Options, token: str) -> Mapping[str, Any]:
     return answer
 
 
-def _measure(source: _Patient, target: _Patient, listening: Mapping[str, Any], options: Options) -> PairFacts:
+def _measure(
+    source: _Patient, target: _Patient, listening: Mapping[str, Any], options: ExaminationOptions
+) -> PairFacts:
     cards = (source.report.interface, target.report.interface)
     mtus = [card.mtu for card in cards if card is not None and card.mtu]
     bulk_port = int(listening["bulk_port"])

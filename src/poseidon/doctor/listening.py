@@ -43,7 +43,7 @@ class Listening:
     """A port that the system chose, for measurements; takes datagrams too."""
 
 
-class Listener:
+class ProbeListener:
     """Listens on one address until closed; every connection is served by a thread of its own."""
 
     def __init__(self, address: str, ports: Sequence[int], token: bytes) -> None:

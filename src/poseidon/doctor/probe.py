@@ -19,7 +19,7 @@ from typing import Any
 
 from poseidon.doctor import machine, reaching
 from poseidon.doctor.facts import OPEN, to_json
-from poseidon.doctor.listening import Listener
+from poseidon.doctor.listening import ProbeListener
 from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.version import __version__
 
@@ -30,7 +30,7 @@ class Probe:
     """Answers questions about this host and its links."""
 
     def __init__(self) -> None:
-        self._listener: Listener | None = None
+        self._listener: ProbeListener | None = None
         self._answers: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
             "facts": self._facts,
             "towards": self._towards,
@@ -65,7 +65,7 @@ class Probe:
 
     def _listen(self, question: Mapping[str, Any]) -> dict[str, Any]:
         self.close()
-        self._listener = Listener(question["address"], question["ports"], bytes.fromhex(question["token"]))
+        self._listener = ProbeListener(question["address"], question["ports"], bytes.fromhex(question["token"]))
         return to_json(self._listener.listening)
 
     def _measure(self, question: Mapping[str, Any]) -> dict[str, Any]:

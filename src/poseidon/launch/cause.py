@@ -18,7 +18,7 @@ HUNG_STATUS = 124
 """Of a job that was ended because it stood still; what ``timeout`` uses."""
 
 
-class Kind(Enum):
+class DeathKind(Enum):
     """How a worker was lost."""
 
     EXIT = "exit"
@@ -32,7 +32,7 @@ class Death:
 
     rank: int
     host: str
-    kind: Kind
+    kind: DeathKind
     status: int = 0
     """Exit status, negative for a signal."""
     tail: tuple[str, ...] = ()
@@ -42,25 +42,25 @@ class Death:
     @property
     def is_symptom(self) -> bool:
         """Whether the worker only says that another one was lost."""
-        if self.kind is not Kind.EXIT or self.status < 0:
+        if self.kind is not DeathKind.EXIT or self.status < 0:
             return False
         return self.status == BLAMES_ANOTHER or _SYMPTOMS.search("\n".join(self.tail[-20:])) is not None
 
     @property
     def exit_status(self) -> int:
         """The job's status if this is its cause, as a shell would report the worker's."""
-        if self.kind is Kind.HANG:
+        if self.kind is DeathKind.HANG:
             return HUNG_STATUS
-        if self.kind is Kind.MACHINE:
+        if self.kind is DeathKind.MACHINE:
             return BLAMES_ANOTHER
         return 128 - self.status if self.status < 0 else self.status
 
     @property
     def how(self) -> str:
         """How it was lost, in words."""
-        if self.kind is Kind.MACHINE:
+        if self.kind is DeathKind.MACHINE:
             return f"its machine was lost: {self.note}"
-        if self.kind is Kind.HANG:
+        if self.kind is DeathKind.HANG:
             return f"it hangs: {self.note}"
         return describe_status(self.status)
 
@@ -119,7 +119,7 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
     found = accused(deaths)
     if found is not None and found[0] in running:
         rank, what = found
-        return Death(rank, running[rank], Kind.HANG, note=f"the others waited for it in vain and say: it {what}")
+        return Death(rank, running[rank], DeathKind.HANG, note=f"the others waited for it in vain and say: it {what}")
     if finished:
         early = ", ".join(map(str, finished))
         return Death(
@@ -170,7 +170,7 @@ def _begins(lines: Sequence[str], number: int) -> bool:
 def explain(cause: Death, others: Mapping[int, str]) -> str:
     """Return the report of a failed job: the cause, its last words, where each other worker stood."""
     lines = [f"worker {cause.rank} on {cause.host} failed first: {cause.how}"]
-    if cause.note and cause.kind is Kind.EXIT:
+    if cause.note and cause.kind is DeathKind.EXIT:
         lines.append(f"  {cause.note}")
     if cause.tail:
         lines += ["  its last words:", *(f"    {line}" for line in last_traceback(cause.tail))]

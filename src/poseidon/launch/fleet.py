@@ -12,7 +12,7 @@ from typing import Any
 from poseidon.errors import ConfigError
 from poseidon.launch import protocol, ssh
 from poseidon.launch.hosts import Host
-from poseidon.launch.link import CLOSED, Events, Link
+from poseidon.launch.link import CLOSED, AgentLink, Events
 from poseidon.launch.protocol import Message
 
 ANSWER_S = 40.0
@@ -31,7 +31,7 @@ class Fleet:
     def __init__(
         self, hosts: Sequence[Host], directory: str, settings: ssh.SshSettings, run: str, take: Handler
     ) -> None:
-        self.links: list[Link] = []
+        self.links: list[AgentLink] = []
         self.left: dict[int, list[int]] = {}
         """Machines that have been seen to be clean, or the processes that could not be ended there."""
         self._hosts = hosts
@@ -45,7 +45,7 @@ class Fleet:
     def start(self, script: str | None) -> None:
         """Start the agents and tell them to look around; their answers come later."""
         for number, host in enumerate(self._hosts):
-            link = Link(number, host, ssh.is_here(host), self._home(host), self._settings)
+            link = AgentLink(number, host, ssh.is_here(host), self._home(host), self._settings)
             self.links.append(link)
             link.listen(self._events)
             link.send(
@@ -147,18 +147,18 @@ class Fleet:
     def _home(self, host: Host) -> str:
         return host.directory or self._directory
 
-    def _start_sweeps(self, lost: Sequence[Link]) -> list[threading.Thread]:
+    def _start_sweeps(self, lost: Sequence[AgentLink]) -> list[threading.Thread]:
         links = [link for link in lost if link.number not in self.left]
         sweeps = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in links]
         for sweep in sweeps:
             sweep.start()
         return sweeps
 
-    def _sweep(self, lost: Link) -> None:
+    def _sweep(self, lost: AgentLink) -> None:
         """Ask a machine whose agent was lost, through a new agent, to end what the old one left."""
         settings = replace(self._settings, connect_timeout_s=SWEEP_CONNECT_S)
         events: Events = queue.Queue()
-        link = Link(lost.number, lost.host, lost.is_local, self._home(lost.host), settings)
+        link = AgentLink(lost.number, lost.host, lost.is_local, self._home(lost.host), settings)
         link.listen(events)
         link.send(protocol.STOP, grace_s=0.0, run=self.mark(lost.number))
         deadline = time.monotonic() + SWEEP_S

@@ -11,7 +11,7 @@ from poseidon.job.world import World
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """One machine's part of a job whose machines were started by something else, one process on each."""
 
     machine: int
@@ -28,7 +28,7 @@ class Joined:
 
     starter: str
     world: World
-    share: Share | None = None
+    share: MachineShare | None = None
 
 
 def find_starter(environ: Mapping[str, str]) -> Joined | None:
@@ -58,7 +58,7 @@ def joined_environment(joined: Joined, environ: Mapping[str, str]) -> dict[str, 
     return {**{name: value for name, value in known.items() if value is not None}, **environ}
 
 
-def _kubernetes_share(environ: Mapping[str, str]) -> Share | None:
+def _kubernetes_share(environ: Mapping[str, str]) -> MachineShare | None:
     """Read the PET_ variables that the training operator sets for torchrun, where a pod is to run several workers."""
     if "PET_NPROC_PER_NODE" not in environ or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
         return None
@@ -76,7 +76,7 @@ def _kubernetes_share(environ: Mapping[str, str]) -> Share | None:
         values[name] = int(text)
     if "PET_MASTER_ADDR" not in environ:
         raise ConfigError("environment variable PET_MASTER_ADDR is not set, so the workers have nowhere to meet")
-    return Share(
+    return MachineShare(
         values["PET_NODE_RANK"],
         values["PET_NNODES"],
         int(workers),

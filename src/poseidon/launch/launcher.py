@@ -19,9 +19,9 @@ from poseidon.launch import protocol, ssh
 from poseidon.launch.cause import Death
 from poseidon.launch.fleet import Fleet
 from poseidon.launch.hosts import Host
-from poseidon.launch.join import Share
+from poseidon.launch.join import MachineShare
 from poseidon.launch.link import CLOSED
-from poseidon.launch.output import Output
+from poseidon.launch.output import JobOutput
 from poseidon.launch.places import Meeting, Place, passed_on, place_workers, worker_environment
 from poseidon.launch.protocol import Message
 from poseidon.launch.watching import Watching
@@ -53,7 +53,7 @@ class JobSettings:
     """Where workers meet; None: a free one."""
     hang_timeout_s: float = 0.0
     """A job in which nothing moves for so long is ended; 0: never."""
-    share: Share | None = None
+    share: MachineShare | None = None
     """This machine's part of a job that others started; None: the whole job is ours."""
     grace_s: float = 30.0
     """How long workers may take to end after Ctrl-C."""
@@ -71,7 +71,7 @@ class Ending:
 class Launcher:
     """One start of a job; :meth:`run` blocks until nothing of it is left. Must be made on the main thread."""
 
-    def __init__(self, settings: JobSettings, output: Output, restart: int = 0) -> None:
+    def __init__(self, settings: JobSettings, output: JobOutput, restart: int = 0) -> None:
         self._settings = settings
         self._output = output
         self._restart = restart

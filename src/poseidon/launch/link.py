@@ -24,7 +24,7 @@ CLOSED = "closed"
 Events: TypeAlias = "queue.Queue[tuple[int, Message]]"
 
 
-class Link:
+class AgentLink:
     """A running agent. Events carry the number of its machine; sending and closing are safe from any thread."""
 
     def __init__(self, number: int, host: Host, is_local: bool, directory: str, settings: ssh.SshSettings) -> None:

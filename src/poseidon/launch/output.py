@@ -34,7 +34,7 @@ def prefixes(places: Sequence[Place], colour: bool) -> list[str]:
     return [f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m[{name:<{width}}]\x1b[0m " for rank, name in enumerate(names)]
 
 
-class Output:
+class JobOutput:
     """Writes workers' lines to this process's streams and to a log file per worker. One thread only."""
 
     def __init__(

@@ -19,7 +19,7 @@ from poseidon.launch import ssh
 from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
 from poseidon.launch.join import Joined, find_starter, joined_environment
 from poseidon.launch.launcher import JobSettings, Launcher
-from poseidon.launch.output import Output
+from poseidon.launch.output import JobOutput
 from poseidon.launch.places import place_workers
 from poseidon.launch.run_settings import PREFIX, SETTINGS, Chosen, resolve, show
 from poseidon.launch.script import check_module, check_script
@@ -195,7 +195,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, program: Program) -> int:
     """Start the job, again after failures if that is wanted, and follow it to its end."""
     log_dir = _log_dir(str(chosen["log_dir"].value), program.name)
-    output = Output(place_workers(settings.hosts), log_dir)
+    output = JobOutput(place_workers(settings.hosts), log_dir)
     try:
         if not args.quiet:
             output.say(_introduce(settings, chosen, args, log_dir))

@@ -39,15 +39,6 @@ class SshSettings:
         return cls(extra=SSH_OPTIONS.read(environ))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a remote command ended."""
-
-    status: int
-    stdout: bytes
-    stderr: str
-
-
 def ssh_arguments(host: Host, remote: Sequence[str], settings: SshSettings | None = None) -> list[str]:
     """Return the argument list that runs ``remote`` on the host. Pure.
 
@@ -85,20 +76,6 @@ def start_command(host: Host, remote: Sequence[str], settings: SshSettings | Non
         return subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     except FileNotFoundError:
         raise ConfigError(f"{arguments[0]} is not installed on this machine; install OpenSSH's client") from None
-
-
-def run_command(
-    host: Host, remote: Sequence[str], stdin: bytes = b"", settings: SshSettings | None = None, timeout_s: float = 60.0
-) -> Outcome:
-    """Run a command on the host to its end and return how it went; status 255 and a reason when time is up."""
-    process = start_command(host, remote, settings)
-    try:
-        out, err = process.communicate(stdin, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        return Outcome(FAILED, out, f"{err.decode(errors='replace')}no answer within {timeout_s:g} s")
-    return Outcome(process.returncode, out, err.decode(errors="replace"))
 
 
 def is_here(host: Host) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poseidon.launch import cause as causes
-from poseidon.launch.cause import Death, Kind
+from poseidon.launch.cause import Death, DeathKind
 from poseidon.launch.places import Place
 from poseidon.launch.progress import Slowest, Standing, furthest_behind, status_line
 
@@ -57,7 +57,7 @@ class Watching:
         place = self._places[rank]
         self._statuses[rank] = status
         if place.machine not in self._lost_machines and self._hung_at is None and status != 0:
-            self._die(Death(rank, place.host, Kind.EXIT, status, self._tail(rank)), now)
+            self._die(Death(rank, place.host, DeathKind.EXIT, status, self._tail(rank)), now)
 
     def machine_lost(self, machine: int, reason: str, now: float) -> None:
         """Learn that a machine, with all its workers, is out of reach."""
@@ -65,7 +65,7 @@ class Watching:
         if machine in self._lost_machines or not ranks:
             return
         self._lost_machines.add(machine)
-        self._die(Death(ranks[0], self._places[ranks[0]].host, Kind.MACHINE, 0, self._tail(ranks[0]), reason), now)
+        self._die(Death(ranks[0], self._places[ranks[0]].host, DeathKind.MACHINE, 0, self._tail(ranks[0]), reason), now)
 
     def note_hang(self, now: float) -> None:
         """Note where everybody stands, before ending them changes that."""
@@ -144,7 +144,7 @@ class Watching:
             note = f"nothing moved for {self._hang_timeout_s:g} s (--hang-timeout)"
         stood = self._stood[place.rank]
         return Death(
-            place.rank, place.host, Kind.HANG, 0, self._tail(place.rank), f"{note}; {stood}" if stood else note
+            place.rank, place.host, DeathKind.HANG, 0, self._tail(place.rank), f"{note}; {stood}" if stood else note
         )
 
     def _where(self, place: Place, now: float) -> str:

@@ -96,7 +96,7 @@ def combine_columns(columns: Index, values: Array) -> tuple[Index, Array]:
     return unique, total
 
 
-class Rows(Protocol):
+class RowStore(Protocol):
     """What a table asks of the place its rows are in."""
 
     def add(self, patch: Patch) -> None:

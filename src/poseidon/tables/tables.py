@@ -16,7 +16,7 @@ import numpy as np
 from poseidon.errors import ConfigError, ServerError, unknown_name
 from poseidon.tables.clocks import Clocks, Consistency
 from poseidon.tables.importance import most_changed
-from poseidon.tables.rows import DenseRows, Index, Patch, Rows, SparseRows
+from poseidon.tables.rows import DenseRows, Index, Patch, RowStore, SparseRows
 from poseidon.wire.formats import Array
 
 DTYPES = ("float32", "float64", "int32", "int64")
@@ -33,7 +33,7 @@ class TableSpec:
     consistency: str = "bsp"
     staleness: int = 0
     sparse: bool = False
-    """Rows keep only the columns that were touched."""
+    """RowStore keep only the columns that were touched."""
     eager: bool = True
     """Servers send changed rows to the workers that hold them, without being asked (SSPPush)."""
     managed: bool = False
@@ -56,7 +56,7 @@ class TableSpec:
         """The number that stands for the name on the wire."""
         return zlib.crc32(self.name.encode())
 
-    def make_rows(self, stride: int = 1, offset: int = 0) -> Rows:
+    def make_rows(self, stride: int = 1, offset: int = 0) -> RowStore:
         """Return storage for the rows (with ``stride``, for one place's share of them), all zero."""
         if self.sparse:
             return SparseRows(self.dtype)
@@ -74,7 +74,7 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Rows for one worker."""
+    """RowStore for one worker."""
 
     worker: int
     patch: Patch

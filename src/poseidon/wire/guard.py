@@ -31,7 +31,7 @@ Check = Callable[[str, Sequence[bytes]], int | None]
 """Returns the rank that a mechanism's credentials prove, or None."""
 
 
-class Owner(Protocol):
+class ConnectionObserver(Protocol):
     """What the guard tells; all on its thread."""
 
     def connected(self, peer: int) -> None:
@@ -56,10 +56,10 @@ class Guard:
         check: Check,
         listeners: Sequence[zmq.Socket[bytes]],
         peers: Mapping[zmq.Socket[bytes], int],
-        owner: Owner,
+        observer: ConnectionObserver,
     ) -> None:
         self._check = check
-        self._owner = owner
+        self._observer = observer
         self._door = context.socket(zmq.REP)
         self._door.bind(_ZAP_ENDPOINT)
         self._listeners = [socket.get_monitor_socket(_EVENTS) for socket in listeners]
@@ -96,14 +96,18 @@ class Guard:
         if socket in self._peers:
             self._see_peer(self._peers[socket], kind)
         elif kind in _FAILED and _FAILED[kind] != "wrong secret":
-            self._owner.refused(_FAILED[kind], f"a connection to {event['endpoint'].decode()} spoke another language")
+            self._observer.refused(
+                _FAILED[kind], f"a connection to {event['endpoint'].decode()} spoke another language"
+            )
 
     def _answer(self, request: Sequence[bytes]) -> None:
         """Let a connection in if its credentials prove a rank."""
         version, number, _domain, address, _identity, mechanism, *credentials = request
         rank = self._check(mechanism.decode(), credentials)
         if rank is None:
-            self._owner.refused("wrong secret", f"a connection from {address.decode()} does not know this job's secret")
+            self._observer.refused(
+                "wrong secret", f"a connection from {address.decode()} does not know this job's secret"
+            )
             self._door.send_multipart([version, number, b"400", b"refused", b"", b""])
         else:
             self._door.send_multipart([version, number, b"200", b"OK", str(rank).encode(), b""])
@@ -111,9 +115,9 @@ class Guard:
     def _see_peer(self, peer: int, kind: zmq.Event) -> None:
         if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._missing.pop(peer, None)
-            self._owner.connected(peer)
+            self._observer.connected(peer)
         elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            self._owner.rejected(peer, "it was given another secret")
+            self._observer.rejected(peer, "it was given another secret")
         elif kind == zmq.Event.DISCONNECTED:
             self._missing.setdefault(peer, time.monotonic() + GOODBYE_GRACE_S)
 
@@ -126,4 +130,4 @@ class Guard:
         now = time.monotonic()
         for peer in [peer for peer, when in self._missing.items() if when <= now]:
             del self._missing[peer]
-            self._owner.disconnected(peer)
+            self._observer.disconnected(peer)

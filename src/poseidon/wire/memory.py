@@ -12,7 +12,7 @@ from poseidon.wire.transport import Transport
 
 
 @dataclass(frozen=True)
-class Parcel:
+class InFlightMessage:
     """One message under way."""
 
     peer: int
@@ -24,11 +24,11 @@ class Parcel:
     on_sent: Callable[[], None] | None = field(default=None, compare=False)
 
 
-Scheduler = Callable[[Sequence[Parcel]], int]
+Scheduler = Callable[[Sequence[InFlightMessage]], int]
 """Chooses which of the parcels under way (never none) arrives next, by its index."""
 
 
-def first_urgent(parcels: Sequence[Parcel]) -> int:
+def first_urgent(parcels: Sequence[InFlightMessage]) -> int:
     """Choose the lowest priority value, and of equal ones the one sent first."""
     return min(range(len(parcels)), key=lambda index: (parcels[index].priority, parcels[index].number))
 
@@ -38,7 +38,7 @@ class MemoryNetwork:
 
     def __init__(self, scheduler: Scheduler = first_urgent) -> None:
         self.transports: list[MemoryTransport] = []
-        self.parcels: list[Parcel] = []
+        self.parcels: list[InFlightMessage] = []
         self._scheduler = scheduler
         self._numbers = count()
 
@@ -46,7 +46,7 @@ class MemoryNetwork:
         self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
     ) -> None:
         """Take a message on its way."""
-        self.parcels.append(Parcel(peer, header, payload, priority, next(self._numbers), on_sent))
+        self.parcels.append(InFlightMessage(peer, header, payload, priority, next(self._numbers), on_sent))
 
     def step(self) -> bool:
         """Let one parcel arrive; False when none is under way."""

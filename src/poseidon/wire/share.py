@@ -15,7 +15,7 @@ EAGERNESS = 4
 """The power of how far a peer is behind or ahead. In mere proportion to it, less was gained."""
 
 
-class Share:
+class BufferShare:
     """Parts of a link for ``peers``: ``each_bytes`` where as much waits for every one of them.
 
     A peer alone has the parts of all. It needs them: bytes leave the kernel when their acknowledgement has come, which

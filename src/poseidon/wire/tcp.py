@@ -26,7 +26,7 @@ from poseidon.wire.outbox import Outgoing
 from poseidon.wire.pool import Pool
 from poseidon.wire.reading import read_into, read_large, widen
 from poseidon.wire.settings import LARGEST_BUFFER_BYTES, WireSettings
-from poseidon.wire.share import Share
+from poseidon.wire.share import BufferShare
 
 HANDSHAKE_S = 10.0
 RETRY_S = 0.2
@@ -44,7 +44,7 @@ class TcpTransport(NetworkTransport):
         self.listen(Kind.BYE, self._hear_goodbye)
         cap_mbit = self.settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
-        self._lines: list[Line] = []
+        self._senders: list[PeerSender] = []
         self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}
@@ -66,17 +66,17 @@ class TcpTransport(NetworkTransport):
         parsed = [Address.parse(text) for text in addresses]
         beyond = [peer for peer, address in enumerate(parsed) if address.ip != parsed[self.rank].ip]
         buffer_bytes = self.settings.send_buffer_bytes
-        link = Share(buffer_bytes, beyond if self.settings.balance else ())
+        link = BufferShare(buffer_bytes, beyond if self.settings.balance else ())
         # Inside a machine packets are as large as the buffers of slow links, and would wait for each other there.
-        inside = Share(max(buffer_bytes, LARGEST_BUFFER_BYTES), ())
+        inside = BufferShare(max(buffer_bytes, LARGEST_BUFFER_BYTES), ())
         for peer, address in enumerate(parsed):
             streams = [self._open(peer, address, deadline) for _ in range(self.settings.streams_per_peer)]
             share = link if peer in beyond else inside
-            self._lines.append(Line(peer, streams, self._bucket, share, self._lose))
+            self._senders.append(PeerSender(peer, streams, self._bucket, share, self._lose))
         self._is_connected = True
 
     def _queue(self, peer: int, message: Outgoing) -> None:
-        self._lines[peer].put(message)
+        self._senders[peer].put(message)
 
     def close(self) -> None:
         """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
@@ -84,10 +84,10 @@ class TcpTransport(NetworkTransport):
             return
         self._is_closed = True
         deadline = time.monotonic() + self.settings.close_timeout_s
-        for line in self._lines:
-            line.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
-        for line in self._lines:
-            line.join(deadline)
+        for sender in self._senders:
+            sender.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
+        for sender in self._senders:
+            sender.join(deadline)
         _end(self._listener)
         self._door.join()
         with self._lock:
@@ -249,7 +249,7 @@ class TcpTransport(NetworkTransport):
         self._tell_lost(peer, why)
 
 
-class Line:
+class PeerSender:
     """The way out to one peer: messages wait by urgency for the next connection that is free.
 
     A connection's thread hands over one message at a time, so an urgent one waits for what lies in the kernel's
@@ -261,7 +261,7 @@ class Line:
         peer: int,
         connections: Sequence[socket.socket],
         bucket: SharedBucket | None,
-        share: Share,
+        share: BufferShare,
         on_broken: Callable[[int, str], None],
     ) -> None:
         self._peer = peer

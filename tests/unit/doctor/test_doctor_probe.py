@@ -13,7 +13,7 @@ from poseidon.doctor.conduct import Examination
 from poseidon.doctor.facts import Gpu, HostFacts, HostReport, PairFacts, host_from_json
 from poseidon.doctor.findings import error, warning
 from poseidon.doctor.probe import Probe
-from poseidon.doctor.report import examination_to_json, format_examination
+from poseidon.doctor.writing import examination_to_json, format_examination
 from poseidon.job.interfaces import read_interfaces
 from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.launch.ssh import is_here

@@ -18,7 +18,7 @@ from poseidon.routes.compact import ChunkRows, CompactSum, is_compacted
 from poseidon.routes.staging import Done, Waiter
 from poseidon.sums.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
 from poseidon.sums.slots import Slot, make_slots
-from poseidon.wire.memory import MemoryTransport, Parcel, make_memory_network
+from poseidon.wire.memory import InFlightMessage, MemoryTransport, make_memory_network
 from poseidon.wire.message import Header, Kind
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +48,7 @@ class Worker:
 
 
 def make_workers(
-    count: int, sizes: Sequence[int], scheduler: Callable[[Sequence[Parcel]], int] | None = None
+    count: int, sizes: Sequence[int], scheduler: Callable[[Sequence[InFlightMessage]], int] | None = None
 ) -> tuple[list[Worker], Callable[[], int]]:
     slots = make_slots(0, sizes, [4] * len(sizes), count, 4 * 2 * FEWEST_COMPACTED)
     transports = make_memory_network(count, scheduler)
