@@ -13,8 +13,8 @@ from poseidon.doctor.findings import would_train
 from poseidon.doctor.ports import parse_ports
 from poseidon.doctor.writing import examination_to_json, format_examination
 from poseidon.errors import ConfigError
-from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
-from poseidon.launch.run import complete_host, count_gpus
+from poseidon.launch.hosts import Host
+from poseidon.launch.run import complete_host, read_cluster
 from poseidon.launch.run_settings import PREFIX, SETTINGS, resolve
 
 _LONGEST_S = 30.0
@@ -71,21 +71,11 @@ def make_options(args: argparse.Namespace) -> ExaminationOptions:
 
 def find_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     """Return the hosts as ``poseidon run`` would reach them with the same options, file and environment."""
-    cluster = _read_cluster(args)
+    cluster = read_cluster(args)
     chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
     values = {name: one.value for name, one in chosen.items()}
     first, *others = (complete_host(host, values) for host in cluster.hosts)
     return (replace(first, service_port=first.service_port or values["master_port"]), *others)
-
-
-def _read_cluster(args: argparse.Namespace) -> ClusterFile:
-    if args.cluster is not None:
-        return read_cluster_file(args.cluster)
-    if args.hosts is not None:
-        return ClusterFile(parse_hosts(args.hosts))
-    if args.hostfile is not None:
-        return ClusterFile(read_hostfile(args.hostfile))
-    return ClusterFile((Host("localhost", slots=max(1, count_gpus(os.environ))),))
 
 
 def _tell(text: str) -> None:

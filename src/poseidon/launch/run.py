@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     joined = find_starter(os.environ)
     if joined is not None:
         return _join(joined, program, args)
-    cluster = _read_cluster(args)
+    _check_where(args)
+    cluster = read_cluster(args, args.nproc)
     chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
     settings = make_settings(args, program, cluster, chosen)
     return run_job(settings, chosen, args, program)
@@ -168,20 +169,24 @@ def parse_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[st
     return variables
 
 
-def _read_cluster(args: argparse.Namespace) -> ClusterFile:
+def _check_where(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in ("nproc", "hosts", "hostfile", "cluster") if getattr(args, name) is not None]
     if len(given) > 1:
         hint = "; write --hosts name:2 for two workers there" if "--nproc" in given else ""
         raise ConfigError(f"{' and '.join(given)} say the same thing in different ways; use one of them{hint}")
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc is {args.nproc}; a job needs at least 1 worker")
+
+
+def read_cluster(args: argparse.Namespace, workers: int | None = None) -> ClusterFile:
+    """Return the hosts that the options name; without any, this machine with ``workers``, or one per GPU."""
     if args.cluster is not None:
         return read_cluster_file(args.cluster)
     if args.hosts is not None:
         return ClusterFile(parse_hosts(args.hosts))
     if args.hostfile is not None:
         return ClusterFile(read_hostfile(args.hostfile))
-    if args.nproc is not None and args.nproc < 1:
-        raise ConfigError(f"--nproc is {args.nproc}; a job needs at least 1 worker")
-    return ClusterFile((Host("localhost", slots=args.nproc or max(1, count_gpus(os.environ))),))
+    return ClusterFile((Host("localhost", slots=workers or max(1, count_gpus(os.environ))),))
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:

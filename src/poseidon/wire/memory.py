@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from poseidon.errors import WireError
-from poseidon.wire.message import Buffer, Header, check_payload, pack, unpack
+from poseidon.wire.message import Header, check_payload, pack, unpack
 from poseidon.wire.transport import Transport
 
 
@@ -76,21 +76,14 @@ class MemoryTransport(Transport):
         self.network = network
         self._closed = False
 
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        payload: Buffer | None = None,
-        *,
-        priority: int = 0,
-        on_sent: Callable[[], None] | None = None,
-    ) -> None:
-        """Put the message under way; it arrives when the network is pumped."""
-        view = self._payload_view(peer, header, payload)
+    def _check_sendable(self, peer: int, header: Header) -> None:
         if self._closed:
             raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport is closed")
-        self.stats.count_sent(view.nbytes)
-        self.network.put(peer, header, view, priority, on_sent)
+
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+    ) -> None:
+        self.network.put(peer, header, payload, priority, on_sent)
 
     def arrive(self, head: bytes, payload: bytes) -> None:
         """Hand an arriving message to its handler, unless this rank is closed or lost."""

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from poseidon.errors import WireError
-from poseidon.wire.message import CHECKED, Buffer, Header, pack
+from poseidon.wire.message import CHECKED, Header, pack
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.secret import JobSecret
 from poseidon.wire.settings import WireSettings
@@ -37,20 +37,10 @@ class NetworkTransport(Transport):
     def connect(self, addresses: Sequence[str]) -> None:
         """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
 
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        payload: Buffer | None = None,
-        *,
-        priority: int = 0,
-        on_sent: Callable[[], None] | None = None,
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
     ) -> None:
-        """Queue a message and return at once; see ``Transport.send``."""
-        view = self._payload_view(peer, header, payload)
-        self._check_sendable(peer, header)
-        self.stats.count_sent(view.nbytes)
-        self._queue(peer, Outgoing(self._head(header, view), view, priority, on_sent))
+        self._queue(peer, Outgoing(self._head(header, payload), payload, priority, on_sent))
 
     @abstractmethod
     def _queue(self, peer: int, message: Outgoing) -> None:

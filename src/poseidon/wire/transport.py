@@ -55,7 +55,6 @@ class Transport(ABC):
         """Also tell ``handler`` when a peer goes away without having closed its transport."""
         self._lost_handlers.append(handler)
 
-    @abstractmethod
     def send(
         self,
         peer: int,
@@ -65,11 +64,25 @@ class Transport(ABC):
         priority: int = 0,
         on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a message and return at once; any thread, and ``peer`` may be this rank.
+        """Queue a message without blocking. Any thread may call it, and ``peer`` may be this rank.
 
         Lower priorities leave first, equal ones in the order they were sent. The payload must not change until
         ``on_sent`` is called, on any thread. ``header.length`` is the payload's size in bytes.
         """
+        view = self._payload_view(peer, header, payload)
+        self._check_sendable(peer, header)
+        self.stats.count_sent(view.nbytes)
+        self._send(peer, header, view, priority, on_sent)
+
+    @abstractmethod
+    def _check_sendable(self, peer: int, header: Header) -> None:
+        """Raise ``WireError`` if this message cannot be sent now."""
+
+    @abstractmethod
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+    ) -> None:
+        """Queue a message that was checked."""
 
     @abstractmethod
     def close(self) -> None:
