@@ -1,6 +1,6 @@
-"""The door of a transport: who may connect, what was turned away, and which peer went without a goodbye.
+"""Guards a ZeroMQ transport: authenticates connections, counts refusals, notices peers that left without a goodbye.
 
-One thread answers ZeroMQ's questions about new connections (ZAP, RFC 27) before any of their messages is read, and
+One thread answers ZeroMQ's authentication requests (ZAP, RFC 27), before any message of a connection is read, and
 follows the events of all sockets.
 """
 
@@ -25,30 +25,30 @@ for _event in _FAILED:
     _EVENTS |= _event
 
 GOODBYE_GRACE_S = 1.0
-"""A goodbye may be queued behind other messages when the connection's end is seen already."""
+"""The end of a connection may be seen while its goodbye is still queued behind other messages."""
 
 Check = Callable[[str, Sequence[bytes]], int | None]
-"""Returns the rank that a mechanism's credentials prove, or None."""
+"""Returns the rank that the credentials of a mechanism prove, or None."""
 
 
 class ConnectionObserver(Protocol):
-    """What the guard tells; all on its thread."""
+    """Receives the guard's events, on its thread."""
 
     def connected(self, peer: int) -> None:
-        """Report that a connection to ``peer`` is open."""
+        """Note that a connection to ``peer`` is open."""
 
     def rejected(self, peer: int, why: str) -> None:
-        """Report that ``peer`` turned this rank away."""
+        """Note that the listener of ``peer`` refused this rank."""
 
     def disconnected(self, peer: int) -> None:
-        """Report that ``peer`` has been without connection for a while."""
+        """Note that the connection to ``peer`` has been gone for a while."""
 
     def refused(self, reason: str, message: str) -> None:
-        """Report that a stranger was turned away."""
+        """Note that a stranger's connection was refused."""
 
 
 class Guard:
-    """Watches the listening sockets and those of each peer; made before any of them binds or connects."""
+    """Watches the listening sockets and those of each peer; create it before any of them binds or connects."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Guard:
         self._listeners = [socket.get_monitor_socket(_EVENTS) for socket in listeners]
         self._peers = {socket.get_monitor_socket(_EVENTS): peer for socket, peer in peers.items()}
         self._missing: dict[int, float] = {}
-        """Peers whose connection ended, and when to report them."""
+        """Peers whose connection has ended, and when to report them."""
         self._thread = threading.Thread(target=self._run, name="poseidon-wire-guard", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread to end; the context must have been terminated."""
+        """Wait for the thread to end, after the context was terminated."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -97,11 +97,11 @@ class Guard:
             self._see_peer(self._peers[socket], kind)
         elif kind in _FAILED and _FAILED[kind] != "wrong secret":
             self._observer.refused(
-                _FAILED[kind], f"a connection to {event['endpoint'].decode()} spoke another language"
+                _FAILED[kind], f"a connection to {event['endpoint'].decode()} spoke another protocol"
             )
 
     def _answer(self, request: Sequence[bytes]) -> None:
-        """Let a connection in if its credentials prove a rank."""
+        """Accept a connection if its credentials prove a rank."""
         version, number, _domain, address, _identity, mechanism, *credentials = request
         rank = self._check(mechanism.decode(), credentials)
         if rank is None:
@@ -117,7 +117,7 @@ class Guard:
             self._missing.pop(peer, None)
             self._observer.connected(peer)
         elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            self._observer.rejected(peer, "it was given another secret")
+            self._observer.rejected(peer, "it has another secret")
         elif kind == zmq.Event.DISCONNECTED:
             self._missing.setdefault(peer, time.monotonic() + GOODBYE_GRACE_S)
 

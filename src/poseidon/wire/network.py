@@ -1,4 +1,4 @@
-"""What transports between processes have in common, whatever carries their bytes."""
+"""What transports between processes share, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
 
 LAST = 1 << 62
-"""Priority of a goodbye: behind everything."""
+"""Priority of a goodbye: after everything else."""
 
 
 class NetworkTransport(Transport):
-    """A transport that listens from construction on, at ``address``, and sends once ``connect`` returned."""
+    """A transport that listens at ``address`` from construction on, and can send after ``connect``."""
 
     address: str
 
@@ -35,7 +35,7 @@ class NetworkTransport(Transport):
 
     @abstractmethod
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+        """Connect to all ranks, given their addresses by rank; blocks until every connection is open."""
 
     def _send(
         self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
@@ -44,7 +44,7 @@ class NetworkTransport(Transport):
 
     @abstractmethod
     def _queue(self, peer: int, message: Outgoing) -> None:
-        """Let a message that was checked leave when its turn comes."""
+        """Queue a message that was checked."""
 
     def _check_sendable(self, peer: int, header: Header) -> None:
         if header.length > self.settings.max_message_bytes:
@@ -57,7 +57,7 @@ class NetworkTransport(Transport):
             raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
 
     def _head(self, header: Header, payload: memoryview) -> bytes:
-        """Return the packed header, with the payload's checksum where the settings ask for it."""
+        """Return the packed header, with the payload's checksum if the settings ask for it."""
         if self.settings.payload_checksum and payload.nbytes:
             header = header._replace(flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
         return pack(header)

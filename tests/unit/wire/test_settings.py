@@ -47,7 +47,7 @@ def test_addresses_survive_being_told():
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1", "host:5#ab", "10.0.0.1:x#ab", "10.0.0.1:5#a#b"])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(WireError, match="is no address"):
+    with pytest.raises(WireError, match="is not an address"):
         Address.parse(text)
 
 
@@ -62,14 +62,14 @@ def test_the_listening_address_is_one():
 def test_words_and_keys_hold_for_one_pair_and_one_listener():
     secret, other = JobSecret(b"s" * 32), JobSecret(b"t" * 32)
     words = {
-        secret.word("n", 0, 1),
-        secret.word("n", 1, 0),
-        secret.word("m", 0, 1),
-        secret.word("n", 0, 2),
-        other.word("n", 0, 1),
+        secret.password("n", 0, 1),
+        secret.password("n", 1, 0),
+        secret.password("m", 0, 1),
+        secret.password("n", 0, 2),
+        other.password("n", 0, 1),
     }
     assert len(words) == 5
-    assert secret.word("n", 0, 1) in words
+    assert secret.password("n", 0, 1) in words
     assert secret.keys("sender", "", 1) == JobSecret(b"s" * 32).keys("sender", "", 1)
     assert secret.keys("sender", "", 1) != secret.keys("listener", "", 1)
     assert "sss" not in repr(secret)
