@@ -1,4 +1,4 @@
-"""Workers on this machine: start them, pass signals on to them, end them all when one fails."""
+"""Workers on this machine: starts them, passes signals on to them, ends them all when one fails."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` as ``count`` workers with torchrun's variables set; return the exit status of the job.
+    """Run ``command`` as ``count`` workers with torchrun's variables; return the exit status of the job.
 
-    Output goes where this process's goes. The first worker that fails ends the others.
+    Workers share this process's output. The first one that fails ends the others.
     """
     if count < 1:
         raise ConfigError(f"a job needs at least 1 worker, not {count}")
@@ -35,7 +35,7 @@ def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] |
             port = free_port("127.0.0.1")
             for rank in range(count):
                 env = worker_environment(rank, count, port, base)
-                # A session of its own: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
+                # Its own session: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
                 workers.append(subprocess.Popen(list(command), env=env, pass_fds=(reading,), start_new_session=True))
             return _wait(workers)
     finally:
@@ -56,13 +56,13 @@ def worker_environment(rank: int, count: int, port: int, base: Mapping[str, str]
         MASTER_PORT=str(port),
     )
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The workers share the cores; more threads than cores would only get in each other's way.
+    # The workers share the cores; more threads than cores would only slow each other down.
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return env
 
 
 def follow_launcher() -> None:
-    """End this worker when its launcher is gone; does nothing in a process that :func:`run_workers` did not start."""
+    """End this worker when its launcher is gone; a no-op in a process that :func:`run_workers` did not start."""
     lifeline = LIFELINE.read()
     if lifeline is not None:
         threading.Thread(target=_wait_for_end, args=(lifeline,), name="poseidon-lifeline", daemon=True).start()
@@ -71,7 +71,7 @@ def follow_launcher() -> None:
 def _wait_for_end(lifeline: int) -> None:
     with contextlib.suppress(OSError):
         os.read(lifeline, 1)
-    # No worker writes to the pipe, so the read has ended because nobody can any more.
+    # No worker writes to the pipe, so the read ended because the launcher closed it.
     os._exit(1)
 
 

@@ -43,7 +43,7 @@ def test_what_runs(words: list[str], argv: list[str], script: str | None) -> Non
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ([], "what shall run"),
+        ([], "no script given"),
         (["-m"], "-m needs a module's name"),
         (["--auto", "--as-caffe", "t.py"], "use one of them"),
         (["--scale-lr", "t.py"], "--scale-lr needs --auto"),
