@@ -40,7 +40,7 @@ def test_ports_are_open_refused_or_answered_by_others(target):
         answering.join()
     assert outcomes[target.bulk_port] == OPEN
     assert outcomes[closed] == "connection refused"
-    assert outcomes[port] == "closed by whoever answers there"
+    assert outcomes[port] == "closed by the program that answers there"
 
 
 def test_a_port_in_use_is_told_and_the_others_are_listened_on():

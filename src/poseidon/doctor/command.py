@@ -1,4 +1,4 @@
-"""``poseidon doctor``: would training work on these hosts? Asked before a long job rather than found out in it."""
+"""``poseidon doctor``: checks whether training would work on these hosts, before a long job finds out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from poseidon.launch.run_settings import PREFIX, SETTINGS, resolve
 
 _LONGEST_S = 30.0
 _SHARED = ("user", "ssh_port", "identity", "python", "directory", "interface", "master_port")
-"""Settings of ``poseidon run`` that decide how a host is reached and what runs there."""
+"""Settings of ``poseidon run`` that determine how a host is reached and what runs there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_status(examination: Examination, is_strict: bool) -> int:
-    """Return 0 if training would work, or, if asked to be strict, if there is nothing to say at all."""
+    """Return 0 if training would work; if strict, only if there are no findings at all."""
     is_fine = not examination.findings if is_strict else would_train(examination.findings)
     return 0 if is_fine else 1
 
@@ -79,6 +79,6 @@ def find_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _tell(text: str) -> None:
-    """Show what is being done, on a terminal only, on one line that the next replaces."""
+    """Show the current activity, on a terminal only, on one line that the next one replaces."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
