@@ -103,7 +103,7 @@ def test_a_dead_worker_is_named_with_its_last_words(open_watch: Open) -> None:
     one, _ = open_watch({1: beats(1, 41, "in forward"), 2: beats(9, 42, "in backward")})
     one.note(42, "in backward")
     text = text_of(one, peer=2)
-    assert text.startswith("rank 0 (ape) waited in vain at step 42 for fc1 from rank 2 (cat): ")
+    assert text.startswith("rank 0 (ape) gave up waiting at step 42 for fc1 from rank 2 (cat): ")
     assert "rank 1 (bee) is dead or cut off; last seen at step 41, in forward" in text
     assert text.endswith("The wait ended with: TimeoutError: no answer")
     assert "rank 2 (cat) is" not in text
@@ -231,7 +231,7 @@ def test_without_a_callback_the_process_says_why_and_ends(
     one.close()
     assert statuses == [watch.EXIT_STATUS] == [75]
     assert (
-        "poseidon: rank 0 (ape) waited in vain at step 0 for fc8: rank 2 (cat) never reported"
+        "poseidon: rank 0 (ape) gave up waiting at step 0 for fc8: rank 2 (cat) never reported"
         in capsys.readouterr().err
     )
 

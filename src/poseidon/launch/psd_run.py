@@ -146,7 +146,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--cluster-config",
         required=True,
         metavar="CLUSTER_CONFIG",
-        help="JSON file: worker_nodes and, if need be, username, pem_file, virtualenv, master_node, server_nodes",
+        help="JSON file: worker_nodes and, if needed, username, pem_file, virtualenv, master_node, server_nodes",
     )
     parser.add_argument("-o", "--out", metavar="OUTPUT_FOLDER", help="folder for a log file per worker")
     parser.add_argument("cmd", help='what to run, in quotes: "python model.py --max_steps 1000"')

@@ -53,7 +53,7 @@ class TableSpec:
 
     @property
     def ident(self) -> int:
-        """The number that stands for the name on the wire."""
+        """The number that represents the name on the wire."""
         return zlib.crc32(self.name.encode())
 
     def make_rows(self, stride: int = 1, offset: int = 0) -> RowStore:

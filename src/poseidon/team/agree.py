@@ -27,7 +27,7 @@ def describe(named: Sequence[tuple[str, Tensor]]) -> Description:
 def check_same_model(team: Team, mine: Description) -> None:
     """Raise :class:`MismatchError` on every worker, naming the first difference, unless all models are the same."""
     digest = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:7], "little")
-    digests = [row[0] for row in team.gather_ints([digest], "everybody to wrap the same model")]
+    digests = [row[0] for row in team.gather_ints([digest], "all workers to wrap the same model")]
     if len(set(digests)) == 1:
         return
     everybody = team.gather_json(mine)

@@ -177,11 +177,11 @@ class Team:
     def gather_json(self, value: Any) -> list[Any]:
         """Return every worker's plain data, by rank. It travels as text, never as pickled objects."""
         data = json.dumps(value).encode()
-        sizes = [row[0] for row in self.gather_ints([len(data)], "everybody's greeting")]
+        sizes = [row[0] for row in self.gather_ints([len(data)], "the workers' introductions")]
         mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everybody = [torch.empty_like(mine) for _ in range(self.size)]
-        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "everybody's greeting")
+        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "the workers' introductions")
         pairs = zip(everybody, sizes, strict=True)
         return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
 

@@ -100,7 +100,7 @@ class Watch:
 
     def lost(self, what: str, peer: int | None, cause: BaseException) -> WorkerLostError:
         """Return the error for a wait that failed, naming the culprit as far as heartbeats show."""
-        head = f"rank {self.rank} ({self.hosts[self.rank]}) waited in vain at step {self._step} for {what}"
+        head = f"rank {self.rank} ({self.hosts[self.rank]}) gave up waiting at step {self._step} for {what}"
         if peer is not None:
             head += f" from rank {peer} ({self.hosts[peer]})"
         try:

@@ -16,7 +16,7 @@ from poseidon.launch.cause import (
 LOST = (
     "Traceback (most recent call last):",
     '  File "train.py", line 3, in <module>',
-    "poseidon.errors.WorkerLostError: rank 0 (ape) waited in vain at step 4 for the gradients: nobody is dead, but "
+    "poseidon.errors.WorkerLostError: rank 0 (ape) gave up waiting at step 4 for the gradients: nobody is dead, but "
     "rank 2 (cat) is alive, at step 3, in forward (waited 60 s; timeout_s= changes that). The wait ended with: x",
 )
 
