@@ -26,8 +26,8 @@ from poseidon.planning.profile import Profile
 from poseidon.profiling.measuring import estimate_profile
 from poseidon.sim import paper
 from poseidon.sim.cells import SIMULATED, Bench, predict_ms
+from poseidon.sim.media import LEAST_HOST, MEDIA
 from poseidon.sim.picture import STYLES, new_figure
-from poseidon.sim.transport import LEAST_HOST, TRANSPORTS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -239,7 +239,7 @@ def main(arguments: list[str]) -> None:
     print(format_cells(cells), format_paper(published), sep="\n\n")
     if writes:
         constants = {
-            "cells": {"least_host": LEAST_HOST, "message_s": TRANSPORTS["messages"].message_s},
+            "cells": {"least_host": LEAST_HOST, "message_s": MEDIA["messages"].message_s},
             "paper": {"host_bits": paper.HOST_BITS, "incast_exponent": paper.INCAST_EXPONENT},
         }
         data = {"cells": cells, "paper": published, "fitted": constants}

@@ -1,15 +1,15 @@
 """The public surface: start reading here.
 
-:class:`DistributedDataParallel` wraps a model; behind it :class:`~poseidon.engine.engine.Engine` exchanges
-gradients and :class:`~poseidon.engine.hooks.AutogradFrontEnd` listens to autograd. ``docs/journey.md`` follows one
-gradient through all of it.
+:class:`DistributedDataParallel` wraps a model. Behind it :class:`~poseidon.engine.hooks.AutogradFrontEnd` listens to
+autograd, :class:`~poseidon.engine.engine.Engine` exchanges gradients, and a :class:`~poseidon.engine.policy.Policy`
+decides when they take effect. ``docs/journey.md`` follows one gradient through all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from poseidon.engine.assemble import assemble_engine
+from poseidon.engine.buffers import BufferSync
 from poseidon.engine.discover import find_units, tensors_of
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
+from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job.world import World, init
@@ -30,9 +32,10 @@ from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.mirror import Mirror, mirror_all, mirrors_of
+from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 
 __all__ = ["DistributedDataParallel", "World", "init", "plan"]
@@ -48,8 +51,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ``routes`` insists on routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster`
     or a JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` says whether factors travel by an
-    all-gather (the default with NCCL) or by direct messages through host memory. With one worker, or without a process
-    group, the model runs as it is.
+    all-gather (the default with NCCL) or by direct messages through host memory. ``policy`` is for
+    :func:`poseidon.distribute`. With one worker, or without a process group, the model runs as it is.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         timeout_s: float = 60.0,
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
+        policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -97,13 +101,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._routes = dict(routes or {})
         self._cluster = cluster
         self._gather_factors = gather_factors
+        self._policy = policy or UpdateNow()
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
-        self._will_sync_buffers = True
         self._team: Team | None = None
-        self._mirrors: list[Mirror] = []
-        self._mirrored: list[int] = []
-        """Identities of the buffers in the mirrors."""
+        self._buffer_sync: BufferSync | None = None
+        """None where buffers are each worker's own."""
+        self._will_sync_buffers = True
         self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
         self._connect(process_group, init_sync)
@@ -113,14 +117,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def bucket_bytes_cap(self) -> int:
         """Most bytes that share a collective."""
-        return limit_collective(self._bucket_bytes, defers=False)
+        return limit_collective(self._bucket_bytes, self._policy.defers)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""
         if self._engine is None:
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        inputs, kwargs = self._before_forward(inputs, kwargs)
+        self._before_forward(torch.compiler.is_compiling())
+        inputs, kwargs = self._prepare(inputs, kwargs)
         outputs = self.module(*inputs, **kwargs)
         self._after_forward(outputs)
         return outputs
@@ -134,6 +139,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; those of an update that is due once it is done."""
+        if not self._policy.zero_grad(set_to_none):
+            super().zero_grad(set_to_none)
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -186,6 +196,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Machines, links and device rates that the plan rests on; None with one worker."""
         return None if self._engine is None else self._engine.cluster
 
+    def finish_step(self) -> None:
+        """Wait until the step under way is finished: every update done, nothing on the wire."""
+        self._policy.finish()
+
     def verify_replicas(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective."""
         if self._team is not None:
@@ -194,10 +208,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             check_same_bits(self._team, [*self.module.named_parameters()])
 
     def close(self) -> None:
-        """Stop exchanging and give the model back as it was; done also when the wrapper is garbage-collected."""
+        """Finish the step under way, stop exchanging, give model and optimizer back as they were.
+
+        Done also when the wrapper is garbage-collected.
+        """
         if self._release is not None:
             self._release()
-            self._engine = self._front_end = self._team = None
+            self._engine = self._front_end = self._team = self._buffer_sync = None
 
     # Inside.
 
@@ -223,23 +240,32 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
-        check_overrides([unit.spec for unit in units], self._routes)
-        if not dist.is_initialized():
-            world = World.from_environment()
-            if world.size > 1:
-                raise ConfigError(
-                    f"this is worker {world.rank} of {world.size}, but there is no process group; call poseidon.init()"
-                )
-            return
-        if dist.get_world_size(process_group) == 1:
-            return
-        team = Team(process_group, self.timeout_s)
-        try:
-            self._start_exchange(team, units, init_sync)
-        except BaseException:
-            self._team = None
-            team.close()
-            raise
+        check_overrides([unit.spec for unit in units], self._routes, standard_routes())
+        if self._policy.uses_engine and self._has_company(process_group):
+            team = Team(process_group, self.timeout_s)
+            try:
+                self._start_exchange(team, units, init_sync)
+            except BaseException:
+                self._team = None
+                team.close()
+                raise
+        self._policy.connect(self.module, self._engine)
+        turns = _Turns(self._policy, self._buffer_sync)
+        if self._engine is not None:
+            self._front_end = AutogradFrontEnd(self._engine, turns)
+        # Threads and hooks must not outlive the wrapper, however it goes away.
+        self._release = weakref.finalize(self, _release, self._front_end, turns)
+        self._release.atexit = False
+
+    def _has_company(self, process_group: dist.ProcessGroup | None) -> bool:
+        if dist.is_initialized():
+            return dist.get_world_size(process_group) > 1
+        world = World.from_environment()
+        if world.size > 1:
+            raise ConfigError(
+                f"this is worker {world.rank} of {world.size}, but there is no process group; call poseidon.init()"
+            )
+        return False
 
     def _start_exchange(self, team: Team, units: list[LiveUnit], init_sync: bool) -> None:
         self._team = team
@@ -254,28 +280,27 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
             routes=self._routes,
+            defers=self._policy.defers,
         )
-        self._engine = assemble_engine(units, team, self.device, self._adapted(options), self._cluster)
-        self._front_end = self._make_front_end(self._engine)
-        # Threads and hooks must not outlive the wrapper, however it goes away.
-        self._release = weakref.finalize(self, _release, self._front_end)
-        self._release.atexit = False
-
-    def _adapted(self, options: Options) -> Options:
-        return options
-
-    def _make_front_end(self, engine: Engine) -> AutogradFrontEnd:
-        return AutogradFrontEnd(engine)
+        self._engine = assemble_engine(units, team, self.device, options, self._cluster)
+        if self.forward_sync_buffers:
+            self._buffer_sync = BufferSync(self.module, team, self._ignored)
 
     @torch.compiler.disable
-    def _before_forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before_forward(self, is_compiling: bool) -> None:
+        """Let the policy finish what this forward would not wait for by itself."""
+        asks = self.module.training and torch.is_grad_enabled() and not is_compiling
+        self._policy.before_forward(self.module, asks, self._join_config.enable)
+        if self._buffer_sync is not None:
+            self._buffer_sync.complete()
+
+    @torch.compiler.disable
+    def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._engine is not None
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._join_config.enable:
             Join.notify_join_context(self)
-            ShadowHook.announce(self, is_synced)
+            ShadowHook(self).announce(is_synced)
         inputs, kwargs = self._moved(inputs, kwargs)
         if torch.is_grad_enabled():
             # A forward without gradients (an evaluation, a target network) leaves a backward still to come alone.
@@ -296,8 +321,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         tensors = list(tensors_in(outputs))
         unused: list[nn.Parameter] = []
         if self.find_unused_parameters and not self.static_graph:
-            unused = unreached(tensors, [p for unit in self._engine.units for p in unit.parameters])
+            unused = unreached(tensors, self._engine.parameters)
         self._front_end.watch_outputs(tensors, unused)
+        if self._policy.syncs_buffers_early and not self._join_config.enable:
+            # Nothing is under way here; in the next forward the buffers would queue behind gradients.
+            self._policy.finish()
+            if self._buffer_sync is not None:
+                self._buffer_sync.start(0)
+            self._will_sync_buffers = False
 
     def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.device_ids:
@@ -307,39 +338,47 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def sync_buffers(self, source: int) -> None:
         """Copy ``source``'s buffers to everybody, as torch's class does before each forward. Collective."""
-        for complete in self._start_sync(source):
-            complete()
-
-    def _start_sync(self, source: int) -> list[Callable[[], None]]:
-        """Begin :meth:`sync_buffers`; call the results to complete it."""
-        if self._team is None or not self.forward_sync_buffers:
-            return []
-        named = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
-        if [id(buffer) for _, buffer in named] != self._mirrored:  # a buffer was replaced by assignment
-            self._mirrored = [id(buffer) for _, buffer in named]
-            self._mirrors = mirrors_of([buffer for _, buffer in named])
-        return [mirror.start_copy(self._team, source, "the buffers") for mirror in self._mirrors]
+        if self._buffer_sync is not None:
+            self._buffer_sync.sync(source)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
-        return {
-            **self.__dict__,
-            "_engine": None,
-            "_front_end": None,
-            "_team": None,
-            "_mirrors": [],
-            "_mirrored": [],
-            "_release": None,
-        }
+        if not self._policy.is_copyable:
+            raise UnsupportedError(
+                "a distributed model cannot be copied with its optimizer; copy model.module, or save model.state_dict()"
+            )
+        here = ("_engine", "_front_end", "_team", "_buffer_sync", "_release")
+        return {**self.__dict__, **dict.fromkeys(here), "_policy": UpdateNow()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect(None, init_sync=True)
 
 
-def _release(front_end: AutogradFrontEnd) -> None:
-    front_end.close()
-    front_end.turns.close()
+class _Turns:
+    """Tells the policy of a backward's begin and end, and takes over the buffers at its end."""
+
+    def __init__(self, policy: Policy, buffers: BufferSync | None) -> None:
+        self._policy = policy
+        self._buffers = buffers
+
+    def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
+        self._policy.begin_backward(unused)
+
+    def end_backward(self) -> None:
+        with self._policy.guard():
+            if self._buffers is not None:
+                self._buffers.complete()
+            self._policy.end_backward()
+
+    def close(self) -> None:
+        self._policy.close()
+
+
+def _release(front_end: AutogradFrontEnd | None, turns: _Turns) -> None:
+    if front_end is not None:
+        front_end.close()
+    turns.close()
 
 
 _TORCH_ONLY = {

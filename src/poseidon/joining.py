@@ -30,34 +30,28 @@ class ShadowHook(JoinHook):
     """Answers every exchange of the others with nothing, and takes over the final model at the end."""
 
     def __init__(self, owner: Joining) -> None:
-        self._owner = owner
-
-    @staticmethod
-    def announce(owner: Joining, is_synced: bool) -> None:
-        """Tell workers that have run out of input what the coming forward and backward of this one will exchange."""
         assert owner._team is not None
         assert owner._engine is not None
-        owner._team.gather_ints(
-            [1, int(is_synced), int(owner._engine.will_be_dense()), int(owner._will_sync_buffers)],
-            "the others' next batch",
-        )
+        self._owner = owner
+        self._team: Team = owner._team
+        self._engine: Engine = owner._engine
+
+    def announce(self, is_synced: bool) -> None:
+        """Tell workers that have run out of input what the coming forward and backward of this one will exchange."""
+        words = [1, int(is_synced), int(self._engine.will_be_dense()), int(self._owner._will_sync_buffers)]
+        self._team.gather_ints(words, "the others' next batch")
 
     def main_hook(self) -> None:
         """Go through one iteration of the others."""
-        owner = self._owner
-        assert owner._team is not None
-        assert owner._engine is not None
-        calls = owner._team.gather_ints([0, 0, 0, 0], "the others' next batch")
+        calls = self._team.gather_ints([0, 0, 0, 0], "the others' next batch")
         active = [rank for rank, call in enumerate(calls) if call[0]]
         if any(call[3] for call in calls):
-            owner.sync_buffers(0)
+            self._owner.sync_buffers(0)
         if any(call[1] for call in calls):
-            owner._engine.shadow_backward(is_dense=any(calls[rank][2] for rank in active))
+            self._engine.shadow_backward(is_dense=any(calls[rank][2] for rank in active))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a worker that trained to the end."""
-        owner = self._owner
-        assert owner._team is not None
-        claims = owner._team.gather_ints([int(is_last_joiner)], "the end of join()")
+        claims = self._team.gather_ints([int(is_last_joiner)], "the end of join()")
         source = max(rank for rank, (claim,) in enumerate(claims) if claim)
-        mirror_all(owner._team, tensors_of(owner.module, owner._ignored), source, "the final model")
+        mirror_all(self._team, tensors_of(self._owner.module, self._owner._ignored), source, "the final model")

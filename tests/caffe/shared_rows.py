@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 - the signatures are those of a layer
 """A data layer for tests with several workers: together they read what one worker with the total batch would read."""
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _by_hand() -> str:
     import keras
 
     class Manual(keras.Sequential):  # type: ignore[misc]
-        def train_step(self, state: Any, data: Any) -> Any:  # noqa: ARG002 - Keras' own signature
+        def train_step(self, state: Any, data: Any) -> Any:
             return {}, state
 
     model = Manual([keras.Input((40,)), keras.layers.Dense(5)])

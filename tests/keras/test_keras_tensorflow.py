@@ -346,7 +346,7 @@ def _check_files_and_logs(folder: Path) -> Any:
     distributed = poseidon.keras.distribute(model)
 
     class Impatient(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1 and rank == 1:
                 self.model.stop_training = True
 

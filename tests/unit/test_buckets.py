@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from poseidon.engine.buckets import SMALLEST_BUCKET_BYTES, Bucket, assign_buckets
-from poseidon.planning.packing import limit_collective, limit_served
+from poseidon.planning.packing import SMALLEST_BUCKET_BYTES, assign_buckets, limit_collective, limit_served
+from poseidon.routes.buckets import Bucket
 from poseidon.sums.slots import chunk_bytes_for
 
 MB = 2**20
@@ -75,7 +75,7 @@ def parameter(*shape: int) -> nn.Parameter:
 def test_gradients_are_packed_in_order_and_missing_ones_are_zero() -> None:
     one, two, three = parameter(2, 2), parameter(3), parameter(1)
     one.grad, three.grad = torch.arange(4.0).view(2, 2), torch.tensor([9.0])
-    bucket = Bucket([one, two, three], "body", keep_views=False)
+    bucket = Bucket([one, two, three], keep_views=False)
     assert bucket.pack().tolist() == [0, 1, 2, 3, 0, 0, 0, 9]
     two.grad = torch.ones(3)
     assert bucket.pack().tolist() == [0, 1, 2, 3, 1, 1, 1, 9]
@@ -86,7 +86,7 @@ def test_averages_come_back_to_the_parameters_that_somebody_used(keep_views: boo
     one, two, three = parameter(2), parameter(2), parameter(2)
     one.grad = torch.tensor([2.0, 4.0])
     before = one.grad
-    bucket = Bucket([one, two, three], "body", keep_views)
+    bucket = Bucket([one, two, three], keep_views)
     flat = bucket.pack()
     flat.copy_(torch.arange(6.0))
     bucket.unpack([True, True, False])
@@ -105,7 +105,7 @@ def test_averages_come_back_to_the_parameters_that_somebody_used(keep_views: boo
 def test_views_are_not_copied_onto_themselves_but_new_gradients_are() -> None:
     one, two = parameter(2), parameter(2)
     one.grad, two.grad = torch.ones(2), torch.ones(2)
-    bucket = Bucket([one, two], "body", keep_views=True)
+    bucket = Bucket([one, two], keep_views=True)
     flat = bucket.pack()
     bucket.unpack([True, True])
     one.grad.add_(5)
@@ -117,7 +117,7 @@ def test_views_are_not_copied_onto_themselves_but_new_gradients_are() -> None:
 def test_a_lone_gradient_travels_where_it_lies() -> None:
     one = parameter(2, 3)
     one.grad = torch.ones(2, 3)
-    bucket = Bucket([one], "fc", keep_views=False)
+    bucket = Bucket([one], keep_views=False)
     flat = bucket.pack()
     flat.mul_(7)
     bucket.unpack([True])
@@ -127,7 +127,7 @@ def test_a_lone_gradient_travels_where_it_lies() -> None:
 
 def test_a_lone_gradient_that_is_missing_or_in_another_order_is_copied() -> None:
     one = parameter(2, 3)
-    bucket = Bucket([one], "fc", keep_views=False)
+    bucket = Bucket([one], keep_views=False)
     assert bucket.pack().tolist() == [0] * 6
     one.grad = torch.arange(6.0).view(3, 2).t()
     flat = bucket.pack()
@@ -157,7 +157,7 @@ def test_any_layout_survives_the_journey(layouts: list[torch.Tensor], keep_views
     wanted = [torch.randn(p.shape, generator=generator) for p in parameters]
     for p, gradient in zip(parameters, wanted, strict=True):
         p.grad = gradient.clone()
-    bucket = Bucket(parameters, "body", keep_views)
+    bucket = Bucket(parameters, keep_views)
     flat = bucket.pack()
     assert flat.numel() == sum(p.numel() for p in parameters)
     flat.mul_(2)
@@ -171,7 +171,7 @@ def test_any_layout_survives_the_journey(layouts: list[torch.Tensor], keep_views
 
 def test_gradients_keep_the_memory_order_of_their_parameters() -> None:
     weight = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    bucket = Bucket([weight, parameter(2)], "conv", keep_views=False)
+    bucket = Bucket([weight, parameter(2)], keep_views=False)
     bucket.pack()
     bucket.unpack([True, True])
     assert weight.grad is not None

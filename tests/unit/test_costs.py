@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost
 from poseidon.planning.planner import make_plan
+from poseidon.routes import standard_routes
 from poseidon.units import Load, ParameterSpec, Unit
 
 MACHINES, WORKERS = st.integers(1, 64), st.integers(1, 8)
@@ -67,7 +68,7 @@ def test_factors_are_chosen_exactly_where_they_are_fewer_bytes(
     cluster = Cluster(p, between=Link(1e9, 0), flops=1e30)
     ring, broadcast = 2 * 4 * m * n * (p - 1) / p, k * (p - 1) * (m + n) * value_bytes
     if broadcast != pytest.approx(ring):
-        route = make_plan([linear(m, n)], {"fc": Load(k, value_bytes)}, cluster).routes["fc"]
+        route = make_plan([linear(m, n)], {"fc": Load(k, value_bytes)}, cluster, standard_routes()).routes["fc"]
         assert route == ("factors" if broadcast < ring else "allreduce")
 
 

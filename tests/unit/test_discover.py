@@ -37,7 +37,6 @@ def test_live_units_hold_the_models_own_tensors() -> None:
     assert unit.module is model.fc
     assert unit.weight is model.fc.weight
     assert unit.parameters[1] is model.fc.bias
-    assert unit.row_dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -1,25 +1,34 @@
 import json
 import re
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
+from poseidon.planning import planner
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.planning.planner import (
-    ROUTES,
-    Plan,
-    check_overrides,
-    make_plan,
-    possible_routes,
-    server_beats_nccl,
-)
+from poseidon.planning.planner import Plan, check_overrides, server_beats_nccl
+from poseidon.routes import standard_routes
 from poseidon.team.nccl import chooses_sockets
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 SLOW = Cluster(8, between=Link(1e8, 1e-4), flops=1e12)
 FAST = Cluster(8, between=Link(1e12, 1e-6), flops=1e9)
+
+
+ROUTES = standard_routes()
+
+
+def make_plan(
+    units: Sequence[Unit], loads: Mapping[str, Load], cluster: Cluster, overrides: Mapping[str, str] | None = None
+) -> Plan:
+    return planner.make_plan(units, loads, cluster, ROUTES, overrides)
+
+
+def possible_routes(one: Unit) -> list[str]:
+    return [route.name for route in ROUTES.for_unit(one)]
 
 
 def unit(name: str, kind: Kind, *shape: int, is_sparse: bool = False) -> Unit:
@@ -83,7 +92,7 @@ def test_units_without_rows_take_allreduce(loads: dict[str, Load]) -> None:
 
 
 def test_only_rows_can_carry_sparse_gradients() -> None:
-    assert possible_routes(SPARSE) == ("rows",)
+    assert possible_routes(SPARSE) == ["rows"]
     (entry,) = make_plan([SPARSE], {}, SLOW).entries
     assert entry.route == "rows"
     assert entry.why == "sparse gradients were asked for"
@@ -158,7 +167,7 @@ def test_one_worker_exchanges_nothing_whatever_is_asked_for() -> None:
 def test_overrides_that_cannot_be_obeyed_are_refused(overrides: dict[str, str], match: str) -> None:
     units = [CONV, FC, OUT, TABLE, SPARSE]
     with pytest.raises(ConfigError, match=match):
-        check_overrides(units, overrides)
+        check_overrides(units, overrides, ROUTES)
     with pytest.raises(ConfigError, match=match):
         make_plan(units, LOADS, SLOW, overrides)
 

@@ -47,9 +47,10 @@ def test_a_plan_can_be_made_and_printed_without_torch() -> None:
         "sys.modules['torch'] = None\n"
         "from poseidon.planning.cluster import Cluster\n"
         "from poseidon.planning.planner import make_plan\n"
+        "from poseidon.routes import standard_routes\n"
         "from poseidon.units import Load, ParameterSpec, Unit\n"
         "fc = Unit('fc', 'linear', (ParameterSpec('fc.weight', (4096, 4096), 4),))\n"
-        "plan = make_plan([fc], {'fc': Load(32)}, Cluster(8))\n"
+        "plan = make_plan([fc], {'fc': Load(32)}, Cluster(8), standard_routes())\n"
         "assert isinstance(plan, poseidon.Plan)\n"
         "print(plan)\n"
     )

@@ -9,7 +9,6 @@ batch.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 import zlib
 from collections import defaultdict
@@ -26,6 +25,7 @@ from poseidon.engine.assemble import ExchangeOptions, assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.errors import ConfigError
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes import standard_routes
 from poseidon.team.mirror import mirror_all
 
 log = logging.getLogger("poseidon.caffe")
@@ -44,11 +44,9 @@ class Together(Joined):
         self._units = find_net_units(net)
         if not self._units:
             raise ConfigError(f"net {net.name!r} learns nothing, so there is nothing to train on several workers")
-        check_overrides([unit.live.spec for unit in self._units], dict(options.routes or {}))
+        check_overrides([unit.live.spec for unit in self._units], dict(options.routes or {}), standard_routes())
         super().__init__(net, options.timeout_s)
-        before = set(threading.enumerate())
         self._engine = self._make_engine(options)
-        self._threads = [thread for thread in threading.enumerate() if thread not in before]
         self._plan: Plan | None = None
         self._is_exchanging = False
         self._is_first_pass = True
@@ -126,10 +124,6 @@ class Together(Joined):
             if isinstance(unit.layer, Embed):
                 unit.layer.rows_sink = None
         self._release()
-        # A thread that ended later would be the last to hold a process group, and freeing one while the interpreter
-        # shuts down aborts the process.
-        for thread in self._threads:
-            thread.join(self._team.timeout_s)
 
     # Inside.
 
@@ -148,7 +142,7 @@ class Together(Joined):
 
     def _factor_sink(self, unit: NetUnit) -> _Sink:
         def sink(top_diff: torch.Tensor, bottom_rows: torch.Tensor) -> None:
-            unit.give_factors(self._kept(top_diff), self._kept(bottom_rows))
+            self._engine.give(unit.live, *unit.order_factors(self._kept(top_diff), self._kept(bottom_rows)))
 
         return sink
 

@@ -13,7 +13,7 @@ from poseidon.caffe.layers.embed import Embed
 from poseidon.caffe.layers.inner_product import InnerProduct
 from poseidon.caffe.learnable import LearnableParam
 from poseidon.caffe.net import Net
-from poseidon.routes.base import LiveUnit
+from poseidon.routes.base import FactorPair, LiveUnit
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -43,10 +43,10 @@ class NetUnit:
             return Load(net.tops_of(self.layer_index)[0].count // self.layer.param.inner_product_param.num_output)
         return Load(torch.unique(net.bottoms_of(self.layer_index)[0].data_tensor).numel())
 
-    def give_factors(self, top_diff: torch.Tensor, bottom_rows: torch.Tensor) -> None:
-        """Take the factors of a pass; a transposed weight swaps their roles."""
+    def order_factors(self, top_diff: torch.Tensor, bottom_rows: torch.Tensor) -> FactorPair:
+        """Return the factors of a pass as the engine takes them; a transposed weight swaps their roles."""
         is_transposed = self.layer.param.inner_product_param.transpose
-        self.live.give(*((top_diff, bottom_rows) if is_transposed else (bottom_rows, top_diff)))
+        return (top_diff, bottom_rows) if is_transposed else (bottom_rows, top_diff)
 
     def take_rows(self) -> torch.Tensor | None:
         """Return the rows of all passes as one sparse gradient; None if there were none."""

@@ -16,9 +16,9 @@ from poseidon.planning.profile import Profile
 from poseidon.planning.table import format_bytes
 from poseidon.profiling.source import Source, device_flops, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
+from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA
 from poseidon.sim.setting import Setting
 from poseidon.sim.systems import find_system
-from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS
 
 GPU_FLOPS = 1e12
 """A device with a higher matrix rate is taken for a GPU, whose collectives NCCL carries."""
@@ -123,7 +123,7 @@ def make_setting(args: argparse.Namespace, profile: Profile, cluster: Cluster, s
         profile,
         cluster,
         simulated,
-        collectives=TRANSPORTS[transport],
+        collectives=MEDIA[transport],
         offers_server=transport == "gloo" or server_beats_nccl(cluster, simulated.overlaps_forward),
         # A profile says nothing of Triton, which compacts gradients; PyTorch for CUDA brings it along.
         compacts=transport == "nccl",

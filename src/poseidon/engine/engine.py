@@ -1,39 +1,41 @@
-"""One backward after the other: holds units, plan and schedule together, and keeps all workers in step.
+"""One backward after the other: holds units, plan, carriers and schedules, and the step that is under way.
 
 What a front end must tell the engine is small: :meth:`Engine.arm` before a forward, :meth:`Engine.begin_backward` when
 the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, factors
-(``unit.give``) where :meth:`Engine.collects` says that they are wanted instead of a gradient, and
+(:meth:`Engine.give`) where :meth:`Engine.collects` says that they are wanted instead of a gradient, and
 :meth:`Engine.end_backward`. Three do so: PyTorch's autograd in ``hooks.py``, Caffe nets in ``caffe/distributed.py``,
 and ``outside.py`` for frameworks that hand over arrays.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from poseidon.engine.schedule import Gather, Item, Schedule
-from poseidon.engine.scheduler import Flight, Routes, Scheduler
+from poseidon.engine.backward import Backward, Flight, LiveSchedule
+from poseidon.engine.replanning import Replanning
+from poseidon.engine.rollcall import RollCall
+from poseidon.engine.step import Phase, Rules, Step
 from poseidon.engine.stopwatch import Stopwatch
-from poseidon.errors import MismatchError, UnsupportedError
+from poseidon.errors import UnsupportedError
+from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
-from poseidon.planning.packing import limit_collective
-from poseidon.planning.planner import Plan, make_plan, server_beats_nccl
-from poseidon.routes.base import LiveUnit, can_be_served
+from poseidon.planning.planner import Plan, server_beats_nccl
+from poseidon.planning.route import Routes
+from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
+from poseidon.planning.transfers import Conditions
+from poseidon.routes.base import Brought, Carrier, Context, LiveItem, LiveUnit, can_be_served
+from poseidon.routes.buckets import Bucket
+from poseidon.routes.catalogue import COLLECTIVES, standard_routes
 from poseidon.team.nccl import nccl_uses_sockets
-from poseidon.team.team import PendingGather, Team
+from poseidon.team.team import Team
 from poseidon.units import Load
 
-_REPLAN_RATIO = 1.3
-"""A batch that grows or shrinks by more than this makes a new plan worth while..."""
-_REPLAN_AFTER = 2
-"""... if it stays so for this many steps: the last batch of an epoch is often smaller, and the next one is not."""
 _TIMED_BACKWARD = 3
 """Which backward of a new plan is timed; the first ones still allocate memory and choose kernels."""
 
@@ -59,48 +61,38 @@ class Options:
 
 
 @dataclass(frozen=True)
-class RollCall:
-    """What every worker says at the beginning of a backward."""
-
-    step: int
-    is_dense: int
-    """1 if all units take allreduce in this backward, 0 if they follow the plan."""
-    batch: int
-    """Values in the inputs of this step, which stand for the size of the batch."""
-    is_joined: int
-    """1 if this worker has run out of input and only keeps the others company."""
-
-    def check(self, other: RollCall, rank: int, other_rank: int) -> None:
-        """Raise :class:`MismatchError` if the two workers are about to exchange different things."""
-        if self.step != other.step:
-            raise MismatchError(
-                f"rank {rank} is in backward {self.step}, rank {other_rank} in backward {other.step}: some worker "
-                "skipped or repeated one; give all workers equally many batches, or use join()"
-            )
-        if self.is_dense != other.is_dense and not (self.is_joined or other.is_joined):
-            raise MismatchError(
-                f"rank {rank} {self._says()} before backward {self.step}, rank {other_rank} {other._says()}: "
-                "use no_sync() on all workers alike"
-            )
-
-    def _says(self) -> str:
-        return "had gradients from no_sync()" if self.is_dense else "had none from no_sync()"
-
-
-@dataclass(frozen=True)
 class Landing:
     """A closed backward, whose gradients may still be under way."""
 
     flights: Sequence[Flight]
-    calls: Sequence[RollCall]
     must_land: bool
     """Landing something here needs all workers at once, so all must let everything land now, in this order."""
 
 
-class Engine:
-    """Exchanges the gradients of a model's units, backward by backward."""
+@dataclass(frozen=True)
+class _StaticGraph:
+    """What the first backward of a static graph was like."""
 
-    def __init__(self, units: Sequence[LiveUnit], team: Team, cluster: Cluster, options: Options) -> None:
+    additions: tuple[int, ...]
+    """By parameter: how often its gradient is added to."""
+    used: tuple[bool, ...]
+    """By parameter: whether any worker uses it."""
+
+
+class Engine:
+    """Exchanges the gradients of a model's units, backward by backward.
+
+    ``routes`` are those that suit the team and its devices unless given. Making one is collective.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[LiveUnit],
+        team: Team,
+        cluster: Cluster,
+        options: Options,
+        routes: Routes | None = None,
+    ) -> None:
         self.units = units
         self.team = team
         self.cluster = cluster
@@ -109,51 +101,71 @@ class Engine:
         self.batch = 0
         self.is_armed = False
         """Whether the next backward exchanges gradients (false under no_sync and before any forward)."""
-        self.is_joined = False
         self.divide_by_active = False
         """Under join(): average over the workers that still have input, not over all."""
-        self.plan: Plan | None = None
-        is_cuda = any(p.is_cuda for unit in units for p in unit.parameters)
-        self._routes = Routes(team, is_cuda, options.gather_factors, cluster.between)
-        self._offers_server = all(can_be_served(p) for unit in units for p in unit.parameters) and (
-            not team.is_nccl or (server_beats_nccl(cluster, options.defers) and nccl_uses_sockets(team))
-        )
-        self._unit_of = {p: unit for unit in units for p in unit.parameters}
-        self._has_local_gradients = False
+        self.parameters: tuple[nn.Parameter, ...] = tuple(p for unit in units for p in unit.parameters)
+        """All parameters, in the order of the units."""
+        self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
+        is_cuda = any(parameter.is_cuda for parameter in self.parameters)
+        self._context = Context(team, cluster, is_cuda)
+        self._carriers: dict[str, Carrier] = {}
+        self._routes = self._choose_routes(is_cuda) if routes is None else routes
+        specs = [unit.spec for unit in units]
+        self._model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self.parameters])
+        self._planning = Replanning(specs, cluster, self._routes, options.routes)
         self._order = list(reversed(range(len(units))))
-        self._loads: dict[str, Load] = {}
-        self._dense = self._schedule({unit.index: "rows" if unit.spec.is_sparse else "allreduce" for unit in units})
-        self._planned: Schedule | None = None
+        """Units as their gradients are expected to become final."""
+        self._dense = self._make_live([self._routes.first_for(spec).name for spec in specs])
+        self._planned: LiveSchedule | None = None
         self._planned_backwards = 0
-        self._planned_batch = 0.0
-        self._odd_batches = 0
-        self._additions: Counter[nn.Parameter] = Counter()
-        """How often each parameter's gradient was added to in this backward."""
-        self._expected: dict[nn.Parameter, int] | None = None
-        """With a static graph: the same for the first backward, once it is over."""
-        self.is_used: dict[nn.Parameter, bool] = {}
-        """Whether any worker used a parameter in the last settled step; not in it: yes."""
+        self._static: _StaticGraph | None = None
+        self._has_local_gradients = False
+        self._factor_dtypes: dict[int, torch.dtype | None] = {}
+        """By unit: type of the last factors seen."""
+        self._backward: Backward | None = None
+        """The one under way, or the last one."""
+        self._failure: BaseException | None = None
         self._lock = threading.RLock()
-        self._current: Schedule | None = None
-        self._is_landing = False
-        """Closed, but not all means are in ``.grad``; stays so if an error breaks it off."""
+        self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
 
     # What a front end calls.
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the end of the first backward."""
+        return self._planning.plan
+
+    @property
+    def phase(self) -> Phase:
+        """How far the last backward is; landed before the first one."""
+        return Phase.LANDED if self._backward is None else self._backward.step.phase
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the exchange, after which the replicas may differ."""
+        return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Take note that the exchange is broken; the first error stays."""
+        self._failure = self._failure or error
+        if self._backward is not None:
+            self._backward.step.fail(error)
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward that exchanges gradients is under way."""
-        return self._current is not None
+        return self.phase is Phase.OPEN
 
     @property
     def is_observing(self) -> bool:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
         return self.plan is None
 
-    def observe(self, unit: LiveUnit, load: Load) -> None:
-        """Record load on a unit in this backward; loads of several calls add up."""
-        before = self._loads.get(unit.name, Load(0, load.value_bytes))
-        self._loads[unit.name] = Load(before.rows + load.rows, max(before.value_bytes, load.value_bytes))
+    def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
+        """Record load on a unit in this backward, and the type its factors would have."""
+        self._planning.observe(unit.name, load)
+        if factor_dtype is not None:
+            self._factor_dtypes[unit.index] = factor_dtype
 
     def local_gradient(self) -> None:
         """Take note that a backward without exchange has left gradients behind."""
@@ -161,16 +173,25 @@ class Engine:
 
     def collects(self, unit: LiveUnit) -> bool:
         """Whether this backward wants the unit's factors instead of its gradient."""
-        return self._current is not None and self._current.route_of[unit.index] == "factors"
+        backward = self._backward
+        if backward is None or backward.step.phase is not Phase.OPEN:
+            return False
+        return self._delivers(backward.live, unit) == "factors"
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         planned = None if self.will_be_dense() else self._planned
-        return self.is_armed and planned is not None and planned.route_of[unit.index] == "rows"
+        return self.is_armed and planned is not None and self._delivers(planned, unit) == "rows"
+
+    def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
+        """Add the factors of one call of a linear unit to the backward under way; any thread may."""
+        assert self._backward is not None
+        self._backward.brought[unit.index].give(x, g)
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Say, before a forward, whether the backward to come exchanges gradients, and the size of its batch."""
-        if self._current is not None or (self._is_landing and not self.options.defers):
+        phase = self.phase
+        if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
                 f"rank {self.team.rank}: backward {self.step} was broken off by an error, so the replicas may differ; "
                 "start again from a checkpoint"
@@ -179,58 +200,47 @@ class Engine:
         self.team.watch.note(self.step, "in forward")
 
     def will_be_dense(self) -> bool:
-        """Whether the next backward sends all units by allreduce: before there is a plan, and after no_sync."""
+        """Whether the next backward sends full gradients only: before there is a plan, and after no_sync."""
         return self._planned is None or self._has_local_gradients
 
-    def begin_backward(self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None) -> bool:
+    def begin_backward(
+        self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None, is_joined: bool = False
+    ) -> bool:
         """Start an exchange unless one is under way; ``unused`` will get no gradient here. True if it started."""
         with self._lock:
-            if self._current is not None:
+            if self.in_backward:
                 return False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
-            current = self._dense if is_dense or self._planned is None else self._planned
-            for unit in self.units:
-                self._prepare(unit, current)
+            live = self._dense if is_dense or self._planned is None else self._planned
+            left_out = {self._number_of[parameter] for parameter in unused}
+            tells_used = self.options.allow_unused and not self.options.static_graph
+            used = tuple(number not in left_out for number in range(len(self.parameters))) if tells_used else ()
+            call = RollCall(self.step, is_dense, self.batch, is_joined, used)
+            stopwatch = self._make_stopwatch(live)
+            rules = Rules(self.options.allow_unused, self.options.static_graph)
+            expected = None if self._static is None else self._static.additions
+            step = Step(live.schedule, call, rules, expected, takes_times=stopwatch is not None)
+            brought = [self._prepare(unit, live) for unit in self.units]
+            backward = Backward(live, step, self.team, brought, stopwatch)
             # Not before: another thread of autograd that sees it gives its factors without waiting for the lock.
-            self._current = current
+            self._backward = backward
             self.team.watch.note(self.step, "in backward")
-            self._my_call = RollCall(self.step, int(is_dense), self.batch, int(self.is_joined))
-            self._roll_call = self._start_roll_call(unused)
-            stopwatch = self._make_stopwatch()
-            self._scheduler = Scheduler(self._current, self._routes, self.step, self.options.defers, stopwatch)
-            self._waiting = dict.fromkeys(self._unit_of)
-            self._missing_of = {unit.index: len(unit.parameters) for unit in self.units}
-            self._ready_order: list[int] = []
-            self._additions.clear()
-            for parameter in self._never_added() if self._expected is not None else unused:
-                self._settle(parameter)
+            backward.begin(left_out)
             return True
 
     def parameter_ready(self, parameter: nn.Parameter, is_dense: bool = False) -> None:
         """Take note that a parameter's gradient is final; ``is_dense``: a full gradient arrived in ``.grad``."""
         with self._lock:
-            unit = self._unit_of[parameter]
-            unit.has_dense |= is_dense
-            self._additions[parameter] += 1
-            if self.options.static_graph:
-                if self._expected is None or self._additions[parameter] < self._expected[parameter]:
-                    return
-            elif parameter not in self._waiting:
-                raise UnsupportedError(
-                    f"{unit.name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "
-                    "checkpointing of shared layers does this; use checkpoint(..., use_reentrant=False), or pass "
-                    "static_graph=True if every step does the same"
-                )
-            self._settle(parameter)
+            assert self._backward is not None
+            self._backward.gradient(self._number_of[parameter], is_dense)
 
     def end_backward(self) -> None:
         """Complete the exchange: afterwards every ``.grad`` is the mean over all workers."""
         forgotten = self.close_backward()
         landing = self.settle()
         for flight in landing.flights:
-            flight.land(self.is_used)
-        self._rescale(landing.calls)
-        self._is_landing = False
+            flight.land()
+        self._rescale()
         self.check_forgotten(forgotten)
 
     def close_backward(self) -> list[nn.Parameter]:
@@ -238,48 +248,44 @@ class Engine:
 
         The exchange goes on in the background; :meth:`settle` must be called before the next backward begins.
         """
-        assert self._current is not None
+        backward = self._backward
+        assert backward is not None
         self.team.watch.note(self.step, "at the end of backward")
-        forgotten = [parameter for parameter in self._waiting if not self._additions[parameter]]
-        # In the order in which gradients came, where a static graph is still being learnt.
-        for parameter in [*(p for p in self._additions if p in self._waiting), *forgotten]:
-            self._settle(parameter)
-        self._scheduler.close()
-        self._current = None
-        self._is_landing = True
+        with self._lock:
+            forgotten = backward.close()
+        for unit, brought in zip(self.units, backward.brought, strict=True):
+            self._factor_dtypes[unit.index] = brought.factor_dtype
         self._has_local_gradients = False
-        return forgotten
+        return [self.parameters[number] for number in forgotten]
 
     def settle(self) -> Landing:
         """Learn what the others said about the closed backward, plan if that is due; return what is under way.
 
         The means are in ``.grad`` once each flight has landed.
         """
-        calls = self._finish_roll_call()
-        must_land = self._scheduler.hear_flags()
-        flights = self._scheduler.flights()
-        self._reorder_if_timed()
-        if not any(call.is_joined for call in calls):
-            self._plan_if_due(calls)
+        backward = self._backward
+        assert backward is not None
+        verdict = backward.hear(self._complete_calls)
+        flights = backward.flights()
+        self._reorder_if_timed(backward)
+        if not any(call.is_joined for call in verdict.calls):
+            self._plan_if_due(backward)
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
-        return Landing(flights, calls, must_land)
+        return Landing(flights, verdict.must_land)
 
     def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
         """Raise if a closed backward brought nothing for some parameters that should have had a gradient."""
-        if forgotten and not (self.is_joined or self.options.static_graph):
+        assert self._backward is not None
+        if forgotten and not (self._backward.step.call.is_joined or self.options.static_graph):
             raise self._forgotten_error(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
-        """Keep the others company in a backward for which this worker has no input."""
-        for parameter in self._unit_of:
+        """Take part in a backward for which this worker has no input, so that the others can go on."""
+        for parameter in self.parameters:
             parameter.grad = None
-        self.is_joined = True
-        try:
-            self.begin_backward(unused=list(self._unit_of), is_dense=is_dense)
-            self.end_backward()
-        finally:
-            self.is_joined = False
+        self.begin_backward(unused=self.parameters, is_dense=is_dense, is_joined=True)
+        self.end_backward()
 
     def close(self) -> None:
         """End the background threads of this engine and its team."""
@@ -287,106 +293,85 @@ class Engine:
         self.team.close()
 
     def detach(self) -> None:
-        """End the background threads of this engine; its team goes on."""
-        self._routes.close()
+        """Let what is queued for others leave, and end the background threads of this engine; its team goes on."""
+        self._keep_open()
+        self._context.close()
+        for carrier in self._carriers.values():
+            carrier.close()
 
-    # Inside.
+    # One step.
 
-    def _prepare(self, unit: LiveUnit, schedule: Schedule) -> None:
-        unit.has_dense = False
-        unit.is_used = True
-        unit.pieces.clear()
-        if schedule.route_of[unit.index] == "rows" and not unit.spec.is_sparse:
-            unit.kept, unit.weight.grad = unit.weight.grad, None
+    def _delivers(self, live: LiveSchedule, unit: LiveUnit) -> str:
+        return self._routes[live.schedule.route_of[unit.index]].delivers
 
-    def _settle(self, parameter: nn.Parameter) -> None:
-        """Nothing more will come for this parameter; its unit leaves when that holds for all of its parameters."""
-        self._waiting.pop(parameter, None)
-        unit = self._unit_of[parameter]
-        self._missing_of[unit.index] -= 1
-        if self._missing_of[unit.index] == 0:
-            self._ready_order.append(unit.index)
-            self._scheduler.ready(unit)
+    def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
+        brought = Brought(self._factor_dtypes.get(unit.index))
+        if self._delivers(live, unit) == "rows" and not unit.spec.is_sparse:
+            brought.kept, unit.weight.grad = unit.weight.grad, None
+        return brought
 
-    def _make_stopwatch(self) -> Stopwatch[Item] | None:
-        """Take times in one backward after a plan: where landing is deferred the best order rests on them."""
-        if not self.options.defers or self._current is not self._planned:
-            return None
-        self._planned_backwards += 1
-        if self._planned_backwards != _TIMED_BACKWARD:
-            return None
-        return Stopwatch(self.units[0].parameters[0].device)
+    def _complete_calls(self, calls: Sequence[RollCall]) -> Sequence[RollCall]:
+        """Add which parameters are used, where a static graph knows it from its first backward. Collective then."""
+        if not self.options.static_graph:
+            return calls
+        if self._static is None:
+            assert self._backward is not None
+            counted = self._backward.step.additions
+            additions = tuple(counted[number] for number in range(len(self.parameters)))
+            everybody = self.team.gather_ints([int(count > 0) for count in additions])
+            used = tuple(any(column) for column in zip(*everybody, strict=True))
+            self._static = _StaticGraph(additions, used)
+        return [replace(call, used=self._static.used) for call in calls]
 
-    def _reorder_if_timed(self) -> None:
-        """Let collectives leave in the order in which the next forward needs them, as far as they are ready."""
-        stopwatch, planned = self._scheduler.stopwatch, self._planned
-        if stopwatch is None or planned is None:
-            return
-        items = planned.collectives
-        rate, machines = self.cluster.between.bytes_per_s, self.cluster.machines
-        guessed_s = [item.wire_bytes(machines) / rate for item in items]
-        seconds = [*map(stopwatch.ready_s, items), *(stopwatch.wire_s(items) or guessed_s)]
-        everybody = self.team.gather_ints([round(value * 1e6) for value in seconds], "the times of gradients")
-        # A collective leaves when the slowest worker is ready for it.
-        slowest_s = [max(times) / 1e6 for times in zip(*everybody, strict=True)]
-        planned.reorder(order_by_need(slowest_s[: len(items)], slowest_s[len(items) :]))
-
-    def _never_added(self) -> list[nn.Parameter]:
-        return [parameter for parameter, count in (self._expected or {}).items() if count == 0]
-
-    def _start_roll_call(self, unused: Collection[nn.Parameter]) -> PendingGather:
-        call = self._my_call
-        words = [call.step, call.is_dense, call.batch, call.is_joined]
-        if self.options.allow_unused and not self.options.static_graph:
-            left_out = set(unused)
-            words += [int(parameter not in left_out) for parameter in self._unit_of]
-        return self.team.start_gather(words)
-
-    def _finish_roll_call(self) -> list[RollCall]:
-        """Return what everybody said; learn which parameters anybody uses."""
-        rows = self._roll_call("the others to start backward")
-        calls = [RollCall(*row[:4]) for row in rows]
-        for rank, call in enumerate(calls):
-            self._my_call.check(call, self.team.rank, rank)
-        used = [row[4:] for row in rows]
-        if self.options.static_graph and self._expected is None:
-            self._expected = {parameter: self._additions[parameter] for parameter in self._unit_of}
-            used = self.team.gather_ints([int(count > 0) for count in self._expected.values()])
-        if used[0]:
-            anybody = [any(column) for column in zip(*used, strict=True)]
-            self.is_used = dict(zip(self._unit_of, anybody, strict=True))
-        for unit in self.units:
-            unit.is_used = any(self.is_used.get(parameter, True) for parameter in unit.parameters)
-        return calls
-
-    def _rescale(self, calls: Sequence[RollCall]) -> None:
-        active = sum(not call.is_joined for call in calls)
-        if self.divide_by_active and 0 < active < len(calls):
-            for parameter in self._unit_of:
+    def _rescale(self) -> None:
+        assert self._backward is not None
+        verdict = self._backward.step.verdict
+        assert verdict is not None
+        if self.divide_by_active and 0 < verdict.active < len(verdict.calls):
+            for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(len(calls) / active)
+                    parameter.grad.mul_(len(verdict.calls) / verdict.active)
 
-    def _plan_if_due(self, calls: Sequence[RollCall]) -> None:
-        """Make the first plan after the first backward; make a new one when the batch has changed for good.
+    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+        names = [self._model.parameters[self._number_of[parameter]].name for parameter in parameters]
+        some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        return UnsupportedError(
+            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: {some}. "
+            "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
+            "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+        )
 
-        Everything this rests on is the same on all workers, so they change over together.
-        """
+    # Plans and schedules: everything they rest on is the same on all workers, so they change over together.
+
+    def _choose_routes(self, is_cuda: bool) -> Routes:
+        topology, gathers = self.team.topology, self.options.gather_factors
+        return standard_routes(
+            offers_server=self._offers_server(),
+            gathers_factors=is_cuda and self.team.is_nccl if gathers is None else gathers,
+            combines_first=topology.has_levels and topology.is_even and not is_cuda,
+        )
+
+    def _offers_server(self) -> bool:
+        if not all(map(can_be_served, self.parameters)):
+            return False
+        beats = server_beats_nccl(self.cluster, self.options.defers)
+        return not self.team.is_nccl or (beats and nccl_uses_sockets(self.team))
+
+    def _plan_if_due(self, backward: Backward) -> None:
+        """Make the first plan after the first backward; make a new one when the batch has changed for good."""
+        assert backward.step.verdict is not None
+        calls = backward.step.verdict.calls
         batch = sum(call.batch for call in calls) / len(calls)
         if self.plan is None:
-            self._order = self.team.gather_ints(self._ready_order, "the order of gradients")[0]
-            self._loads = self._common_loads()
-            self._adopt_plan(batch)
-            return
-        ratio = batch / self._planned_batch if self._planned_batch else 1.0
-        self._odd_batches = self._odd_batches + 1 if not 1 / _REPLAN_RATIO <= ratio <= _REPLAN_RATIO else 0
-        if self._odd_batches >= _REPLAN_AFTER:
-            self._loads = {name: Load(load.rows * ratio, load.value_bytes) for name, load in self._loads.items()}
-            self._adopt_plan(batch)
+            self._order = self.team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
+            self._adopt(self._planning.make(self._common_loads(), batch))
+        elif self._planning.is_due(batch):
+            self._adopt(self._planning.make(self._planning.scaled_loads(batch), batch))
 
     def _common_loads(self) -> dict[str, Load]:
-        """Return the largest load of any worker for each unit."""
+        """Return the largest load of any worker for each unit. Collective."""
         special = [unit for unit in self.units if unit.spec.kind != "dense"]
-        mine = [self._loads.get(unit.name, Load(0)) for unit in special]
+        mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
         everybody = self.team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
         loads = {}
         for i, unit in enumerate(special):
@@ -395,42 +380,64 @@ class Engine:
                 loads[unit.name] = Load(rows, max(words[2 * i + 1] for words in everybody))
         return loads
 
-    def _adopt_plan(self, batch: float) -> None:
-        specs = [unit.spec for unit in self.units]
-        self.plan = make_plan(specs, self._loads, self.cluster, self.options.routes, self._offers_server)
-        self._planned_batch = batch
-        self._odd_batches = 0
+    def _adopt(self, plan: Plan) -> None:
         self._planned_backwards = 0
-        routes = self.plan.routes
-        self._planned = self._schedule({unit.index: routes[unit.name] for unit in self.units})
+        self._planned = self._make_live([entry.route for entry in plan.entries])
         # The dense schedule's buffers are only needed again after no_sync; a fresh one allocates them then.
-        self._dense = self._schedule(self._dense.route_of)
+        self._dense = self._make_live(self._dense.schedule.route_of)
 
-    def _schedule(self, route_of: Mapping[int, str]) -> Schedule:
-        gathers = [
-            Gather(
-                unit, capacity=math.ceil(self._loads[unit.name].rows), value_bytes=self._loads[unit.name].value_bytes
-            )
-            for unit in self.units
-            if self._routes.gather is not None and route_of[unit.index] == "factors" and unit.name in self._loads
-        ]
+    def _make_live(self, route_of: Sequence[str]) -> LiveSchedule:
+        """Make a schedule and bind it to tensors and carriers. Collective."""
         options = self.options
-        bucket_bytes = limit_collective(options.bucket_bytes, options.defers)
-        served_bytes, book = 0, None
-        if "sharded" in route_of.values():
-            served_bytes = self._routes.sharded.limit_bucket(options.bucket_bytes)
-            book = self._routes.sharded.book
-        return Schedule(
-            self.units, route_of, self._order, bucket_bytes, options.keep_views, gathers, served_bytes, book
+        packing = Packing(self.cluster, options.bucket_bytes, options.defers)
+        schedule = make_schedule(
+            self._model, route_of, self._order, self._routes, packing, self._planning.loads, options.defers
         )
+        items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
+        carriers = {}
+        for name in self._routes:
+            mine = [item for item in items if item.item.route == name]
+            if mine:
+                carriers[name] = self._carrier(name)
+                carriers[name].prepare(mine)
+        return LiveSchedule(schedule, items, carriers)
 
-    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
-        names = {
-            p: spec.name for unit in self.units for p, spec in zip(unit.parameters, unit.spec.parameters, strict=True)
-        }
-        some = ", ".join(names[p] for p in parameters[:5]) + (", ..." if len(parameters) > 5 else "")
-        return UnsupportedError(
-            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: {some}. "
-            "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
-            "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
-        )
+    def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
+        item = schedule.items[number]
+        parameters = tuple(self.parameters[p] for p in item.parameters)
+        bucket = Bucket(parameters, self.options.keep_views) if item.is_packed else None
+        return LiveItem(item, tuple(self.units[unit] for unit in item.units), parameters, bucket)
+
+    def _carrier(self, name: str) -> Carrier:
+        """Return the open carrier of a route. Collective the first time: connections are made where they are needed."""
+        if name not in self._carriers:
+            self._carriers[name] = self._routes[name].open(self._context)
+        return self._carriers[name]
+
+    def _make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
+        """Take times in one backward after a plan: where landing is deferred the best order rests on them."""
+        if not self.options.defers or live is not self._planned:
+            return None
+        self._planned_backwards += 1
+        if self._planned_backwards != _TIMED_BACKWARD:
+            return None
+        return Stopwatch(self.parameters[0].device)
+
+    def _reorder_if_timed(self, backward: Backward) -> None:
+        """Let collectives leave in the order in which the next forward needs them, as far as they are ready."""
+        stopwatch, planned = backward.stopwatch, self._planned
+        if stopwatch is None or planned is None:
+            return
+        schedule = planned.schedule
+        queue = schedule.queues.get(COLLECTIVES, ())
+        conditions, rate = Conditions(self.cluster), self.cluster.between.bytes_per_s
+        items = [schedule.items[number] for number in queue]
+        transfers = [self._routes[item.route].transfers(item, conditions) for item in items]
+        guessed_s = [sum(transfer.out_bytes for transfer in each) / rate for each in transfers]
+        seconds = [*map(stopwatch.ready_s, queue), *(stopwatch.wire_s(queue) or guessed_s)]
+        everybody = self.team.gather_ints([round(value * 1e6) for value in seconds], "the times of gradients")
+        # A collective leaves when the slowest worker is ready for it.
+        slowest_s = [max(times) / 1e6 for times in zip(*everybody, strict=True)]
+        order = order_by_need(slowest_s[: len(queue)], slowest_s[len(queue) :])
+        if queue:
+            self._planned = planned.reordered(COLLECTIVES, order)

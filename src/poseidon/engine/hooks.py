@@ -1,6 +1,6 @@
 """Step 1 of the journey: PyTorch's autograd says that a gradient, or the factors of one, is ready.
 
-After: ``scheduler.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is
+After: ``backward.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is
 final in this backward, whatever the model did with the parameter. Linear layers whose factors travel get a forward
 whose backward hands over the factors and makes no weight gradient; embeddings whose rows travel get sparse
 gradients.
@@ -291,11 +291,10 @@ class _FactorLinearFunction(torch.autograd.Function):
             if front_end.exchanges:
                 front_end.begin()
             if engine.is_observing and engine.in_backward:
-                unit.factor_dtype = x.dtype
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size()), x.dtype)
             # Under create_graph the caller wants to differentiate once more, which factors cannot do.
             if engine.collects(unit) and not torch.is_grad_enabled():
-                unit.give(rows_x.detach(), rows_g.detach())
+                engine.give(unit, rows_x.detach(), rows_g.detach())
                 return grad_x, None, None, None, None, None
         grad_weight = (rows_g.t() @ rows_x).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None

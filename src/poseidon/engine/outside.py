@@ -28,6 +28,7 @@ from poseidon.engine.assemble import ExchangeOptions, assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.errors import ConfigError, MismatchError, UnsupportedError
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model
 from poseidon.team.mirror import mirror_all
@@ -119,7 +120,7 @@ class OutsideFrontEnd:
         self._parameters = [_mirror(variable) for variable in variables]
         self._units = [self._make_unit(number, unit) for number, unit in enumerate(units)]
         self._unit_at = {position: self._units[n] for n, unit in enumerate(units) for position in unit.positions}
-        check_overrides([unit.spec for unit in self._units], dict(options.routes or {}))
+        check_overrides([unit.spec for unit in self._units], dict(options.routes or {}), standard_routes())
         settings = Options(keep_views=True, routes=options.routes)
         self._engine = assemble_engine(self._units, team, torch.device("cpu"), settings, options.cluster)
         self._lock = threading.Lock()
@@ -188,17 +189,21 @@ class OutsideFrontEnd:
     def give_factors(self, position: int, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Hand over a linear unit's inputs (K x N) and output gradients (K x M), a pair per call; arrays are copied."""
         unit, weight = self._unit_at[position], self.weight
+        is_short = self._engine.collects(unit)
+        total = torch.zeros(() if is_short else unit.weight.shape, dtype=unit.weight.dtype)
         for x, g in pairs:
             rows, gradient = as_tensor(x), as_tensor(g)
             if weight != 1.0:
                 gradient = gradient * weight
             if self._engine.is_observing:
                 self._engine.observe(unit, Load(rows.shape[0], rows.element_size()))
-            # The kernel is laid out as inputs x outputs, the transpose of what the engine takes: the factors swap.
-            unit.give(gradient, rows)
-        is_short = self._engine.collects(unit)
+            if is_short:
+                # The kernel is laid out as inputs x outputs, the transpose of what the engine takes: the factors swap.
+                self._engine.give(unit, gradient, rows)
+            else:
+                total.addmm_(rows.t().to(total.dtype), gradient.to(total.dtype))
         if not is_short:
-            unit.weight.grad = _product(unit)
+            unit.weight.grad = total
         self._engine.parameter_ready(unit.weight, is_dense=not is_short)
 
     def give_rows(self, position: int, numbers: Array, values: Array) -> None:
@@ -321,12 +326,3 @@ def step_weight(mine: int, counts: Sequence[int]) -> float:
     if total == 0:
         raise UnsupportedError("no worker has a sample in this step; give at least one worker a batch")
     return 1.0 if len(set(counts)) == 1 else mine * len(counts) / total
-
-
-def _product(unit: LiveUnit) -> Tensor:
-    """Return the gradient that a unit's pieces stand for, and take them away."""
-    pieces, unit.pieces = unit.pieces, []
-    total = torch.zeros(unit.weight.shape, dtype=unit.weight.dtype)
-    for left, right in pieces:
-        total.addmm_(right.t().to(total.dtype), left.to(total.dtype))
-    return total

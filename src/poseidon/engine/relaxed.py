@@ -8,7 +8,9 @@ the updates of the mean gradient; other optimizers come close to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from poseidon.engine.update import check_optimizer, clear_gradients, plain_step
+from poseidon.engine.engine import Engine
+from poseidon.engine.policy import Policy
+from poseidon.engine.update import check_max_norm, check_optimizer, clear_gradients, defer, give_back, plain_step
 from poseidon.errors import UnsupportedError
-from poseidon.ps import Table
+from poseidon.job.closing import Stage, at_exit
+from poseidon.ps import Table, connect
+from poseidon.wire.settings import WireSettings
 
 WIDTH = 1024
 """Parameters per row of the table."""
@@ -89,21 +95,78 @@ class Shared:
         ledger.write(self._table.get(self._every_row))
 
 
-class RelaxedUpdater:
-    """What the optimizer's methods become; see :class:`~poseidon.engine.update.Deferring`."""
+class RelaxedUpdates(Policy):
+    """Steps the optimizer on this worker's own gradients and shares the changes through a table.
 
+    ``bound`` is the staleness allowed, ``consistency`` its kind: "ssp" or "asp". ``managed`` and ``settings`` are those
+    of :func:`poseidon.ps.connect` and its tables.
+    """
+
+    uses_engine = False
+    is_copyable = False
     is_updating = True
     """The optimizer's state is always that of a finished step."""
 
     def __init__(
-        self, optimizer: Optimizer, ledger: Ledger, table: Table, workers: int, max_grad_norm: float | None
+        self,
+        optimizer: Optimizer,
+        consistency: str,
+        staleness: int,
+        max_grad_norm: float | None = None,
+        *,
+        timeout_s: float = 60.0,
+        managed: bool = False,
+        settings: WireSettings | None = None,
     ) -> None:
         check_optimizer(optimizer)
+        check_max_norm(max_grad_norm)
         self.plain = type(optimizer)
         self._optimizer = optimizer
-        self._ledger = ledger
+        # Without staleness every read holds exactly the finished steps, which is what "bsp" promises.
+        self._consistency = "bsp" if consistency == "ssp" and staleness == 0 else consistency
+        self._staleness = staleness
         self._max_grad_norm = max_grad_norm
-        self._shared = Shared(ledger, table, workers)
+        self._timeout_s = timeout_s
+        self._managed = managed
+        self._settings = settings
+        self._cancel: Callable[[], None] | None = None
+
+    def connect(self, module: nn.Module, engine: Engine | None) -> None:  # noqa: ARG002
+        """Join the job's tables and take over worker 0's parameters. Collective."""
+        self._ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
+        self._job = connect(timeout_s=self._timeout_s, settings=self._settings)
+        try:
+            self._table = self._job.table(
+                "parameters",
+                self._ledger.rows,
+                WIDTH,
+                self._ledger.dtype_name,
+                consistency=self._consistency,
+                staleness=self._staleness,
+                managed=self._managed,
+            )
+            self._shared = Shared(self._ledger, self._table, len(self._job.workers))
+        except BaseException:
+            self._job.__exit__(*sys.exc_info())
+            raise
+        defer(self._optimizer, self)
+        self._cancel = at_exit(Stage.TABLES, self.close)
+
+    @property
+    def staleness_seen(self) -> Counter[int]:
+        """How many rows of parameters were read at which staleness, in clocks."""
+        return self._table.staleness_seen
+
+    @property
+    def losses(self) -> dict[int, int]:
+        """Workers that died, each with its last step known here."""
+        return self._job.losses
+
+    def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
+        """Do nothing: gradients never leave their worker."""
+
+    def end_backward(self) -> None:
+        """Do nothing: gradients never leave their worker."""
 
     def step(self) -> None:
         """Update here, tell the table, and take over what the others have told it; waits for who is too far behind."""
@@ -113,14 +176,16 @@ class RelaxedUpdater:
         plain_step(self.plain)(self._optimizer)
         self._shared.share(self._ledger, before)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> bool:
         """Clear the gradients."""
         clear_gradients([p for group in self._optimizer.param_groups for p in group["params"]], set_to_none)
-
-    def land_all(self) -> None:
-        """Nothing is ever under way here."""
+        return True
 
     def close(self) -> None:
-        """Give the optimizer its own class back."""
-        self._optimizer.__dict__.pop("_poseidon_updater", None)
-        self._optimizer.__class__ = self.plain
+        """Wait until the others are done as well, and give the optimizer its own class back."""
+        if self._cancel is None:
+            return
+        self._cancel()
+        self._cancel = None
+        give_back(self._optimizer, self.plain)
+        self._job.close()

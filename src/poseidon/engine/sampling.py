@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan, make_plan
+from poseidon.routes import standard_routes
 from poseidon.units import Load
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def plan(model: nn.Module, sample_inputs: Any, cluster: Cluster, routes: Mapping
 
     units = find_units(model)
     loads = sample_loads(model, units, sample_inputs)
-    return make_plan([unit.spec for unit in units], loads, cluster, routes)
+    return make_plan([unit.spec for unit in units], loads, cluster, standard_routes(), routes)
 
 
 def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) -> dict[str, Load]:

@@ -1,96 +1,120 @@
 """Step 6 of the journey: each unit is updated when its mean gradient has arrived and somebody needs the unit.
 
-Before: a route has brought the mean (``routes/``). After: the unit's next forward goes on. :class:`Updater` sits
-between the user's optimizer and the engine: ``step()`` only writes down that an update is due, with the learning rates
-of that moment. The first touch of a parameter (``pending.py``) lets the flight that carries its gradient land and steps
-the user's own optimizer for just the parameters of that flight. What the next forward needs late arrives behind it.
+Before: a route has brought the mean (``routes/``). After: the unit's next forward goes on. :class:`DeferredUpdates`
+sits between the user's optimizer and the engine: ``step()`` only writes down that an update is due, with the learning
+rates of that moment. The first touch of a parameter (``pending.py``) lets the flight that carries its gradient land
+and steps the user's own optimizer for just the parameters of that flight. What the next forward needs late arrives
+behind it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
+from poseidon.engine.backward import Flight
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import make_pending, make_plain
-from poseidon.engine.scheduler import Flight
+from poseidon.engine.policy import Policy
+from poseidon.engine.step import Phase
 from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
+from poseidon.job.closing import Stage, at_exit
 
 
-class Updater:
+class DeferredUpdates(Policy):
     """Defers the updates of one optimizer; any thread may touch parameters."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
+    defers = True
+    syncs_buffers_early = True
+    is_copyable = False
+
+    def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
         check_optimizer(optimizer)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive")
-        self.engine = engine
+        check_max_norm(max_grad_norm)
         self.optimizer = optimizer
-        self.is_paused = False
-        """Finish every backward before it returns, as without this class."""
+        self.plain = type(optimizer)
         self.is_updating = False
         self._max_grad_norm = max_grad_norm
-        self.plain = type(optimizer)
+        self._engine: Engine | None = None
+        self._is_paused = False
+        """Under join(): finish every backward before it returns."""
         self._lock = threading.RLock()
-        self._parameters = [p for unit in engine.units for p in unit.parameters]
-        self._is_open = False
-        """A closed backward has not landed wholly."""
-        self._is_settled = False
-        """Somebody has touched a parameter since it was closed."""
         self._pending: dict[nn.Parameter, Flight | None] = {}
         """What has not landed, with its flight once that is known."""
         self._due: list[dict[str, Any]] | None = None
         """Options of the parameter groups when ``step()`` was called; None before that."""
+        self._group_of: dict[nn.Parameter, int] = {}
+        """Parameter to its group then."""
         self._clears: bool | None = None
         """``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
-        self._failure: BaseException | None = None
-        # A script may end with a step under way; the others cannot finish theirs without this worker.
-        atexit.register(self._finish)
+        self._undo: list[Callable[[], None]] = []
 
-    # What the front end and the wrapper call.
+    # What the wrapper and the front end call.
+
+    def connect(self, module: nn.Module, engine: Engine | None) -> None:
+        """Take over the optimizer's steps; alone, only see to the norm."""
+        self._engine = engine
+        if engine is None:
+            if self._max_grad_norm is not None:
+                self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
+            return
+        defer(self.optimizer, self)
+        # A script may end with a step under way; the others cannot finish theirs without this worker.
+        self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine whose gradients it waits for."""
+        assert self._engine is not None
+        return self._engine
+
+    def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
+        """Finish the step where the forward would not ask parameter by parameter."""
+        self._is_paused = is_joining
+        if is_joining or not asks or has_compiled_parts(module):
+            self.finish()
 
     @contextlib.contextmanager
-    def breaking_off(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Around a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
         try:
             yield
         except WorkerLostError as error:
-            with self._lock:
-                self._failure = self._failure or error
+            self.engine.fail(error)
             raise
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the step before, then begin the exchange of this one unless it has begun."""
         if not self.engine.in_backward:  # every gradient asks
-            with self.breaking_off():
-                self.land_all()
+            with self.guard():
+                self.finish()
                 self.engine.begin_backward(unused)
 
     def end_backward(self) -> None:
         """Let the exchange of the backward that ends go on in the background."""
-        if self.engine.plan is None or self.is_paused:
+        if self.engine.plan is None or self._is_paused:
             self.engine.end_backward()
             return
         forgotten = self.engine.close_backward()
         with self._lock:
-            self._is_open, self._is_settled = True, False
-            self._pending = dict.fromkeys(self._parameters)
-            for parameter in self._parameters:
+            self._pending = dict.fromkeys(self.engine.parameters)
+            for parameter in self.engine.parameters:
                 make_pending(parameter, self._touch)
         if forgotten:
-            self.land_all()
+            self.finish()
             self.engine.check_forgotten(forgotten)
 
-    def land_all(self) -> None:
+    def finish(self) -> None:
         """Finish the step that is under way: every gradient has landed, every due update is done."""
+        if self._engine is None:
+            return
         with self._lock:
             self._check_failure()
             while self._pending:
@@ -101,20 +125,19 @@ class Updater:
             self._check_failure()
             make_plain(parameter)
             try:
-                if self._is_open and not self._is_settled:
+                if self.engine.phase is Phase.CLOSED:
                     self._settle()
                 flight = self._pending.get(parameter)
                 if flight is not None:
                     self._land([flight])
             except BaseException as error:
-                self._failure = error
+                self.engine.fail(error)
                 raise
 
     def _settle(self) -> None:
         landing = self.engine.settle()
-        self._is_settled = True
         self._pending = {p: flight for flight in landing.flights for p in flight.parameters}
-        for parameter in self._parameters:
+        for parameter in self.engine.parameters:
             if parameter not in self._pending:
                 make_plain(parameter)
         if landing.must_land or (self._max_grad_norm is not None and self._due is not None):
@@ -126,7 +149,7 @@ class Updater:
         for parameter in parameters:
             make_plain(parameter)
         for flight in flights:
-            flight.land(self.engine.is_used)
+            flight.land()
         for parameter in parameters:
             del self._pending[parameter]
         if self._due is not None:
@@ -134,7 +157,6 @@ class Updater:
             if self._clears is not None:
                 clear_gradients(parameters, self._clears)
         if not self._pending:
-            self._is_open = self._is_settled = False
             self._due = self._clears = None
 
     # What the optimizer's own methods have become.
@@ -143,56 +165,64 @@ class Updater:
         """Write down that an update is due; update at once what nothing is under way for."""
         with self._lock:
             self._check_failure()
-            if self._due is not None or (self._is_settled and self._max_grad_norm is not None):
+            is_read = self.engine.phase is Phase.SETTLED
+            if self._due is not None or (is_read and self._max_grad_norm is not None):
                 # Twice in a row; or gradients have been read, and their norm needs the rest of them as well.
-                self.land_all()
+                self.finish()
             groups = self.optimizer.param_groups
             options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             self._group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-            self._due = options if self._is_open else None
+            self._due = options if self._pending else None
             self._clears = None
             self._update([p for p in self._group_of if p not in self._pending], options)
             if getattr(self.optimizer, "grad_scaler", None) is not None:
-                self.land_all()  # the scale belongs to this very call
+                self.finish()  # the scale belongs to this very call
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> bool:
         """Clear gradients; those of an update that is due once it is done."""
+        if self._engine is None:
+            return False
         with self._lock:
             self._check_failure()
             if self._due is None:
-                self.land_all()
+                self.finish()
             else:
                 self._clears = set_to_none
             members = [p for group in self.optimizer.param_groups for p in group["params"]]
             clear_gradients([p for p in members if p not in self._pending], set_to_none)
+            return True
 
     def close(self) -> None:
         """Finish what is under way, give the optimizer its own class back, and close the engine."""
-        atexit.unregister(self._finish)
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._engine is None:
+            return
         try:
-            self._finish()
+            self._finish_unless_broken()
         finally:
             for parameter in self._pending:
                 make_plain(parameter)
-            self.optimizer.__dict__.pop("_poseidon_updater", None)
-            self.optimizer.__class__ = self.plain
+            give_back(self.optimizer, self.plain)
             self.engine.close()
+            self._engine = None
 
-    def _finish(self) -> None:
-        if self._failure is None:
-            self.land_all()
+    def _finish_unless_broken(self) -> None:
+        if self.engine.failure is None:
+            self.finish()
 
     def _check_failure(self) -> None:
-        if self._failure is not None:
+        if self.engine.failure is not None:
             raise UnsupportedError(
                 f"rank {self.engine.team.rank}: an update was broken off by an error, so the replicas may differ; "
                 "start again from a checkpoint"
-            ) from self._failure
+            ) from self.engine.failure
 
     def _update(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
         """Step the user's optimizer for some parameters, with the options that held when ``step()`` was called."""
         if self._max_grad_norm is not None and not self._pending:
-            nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+            nn.utils.clip_grad_norm_(self.engine.parameters, self._max_grad_norm)
         members: list[list[nn.Parameter]] = [[] for _ in options]
         for parameter in parameters:
             if parameter in self._group_of:
@@ -228,6 +258,28 @@ def clear_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> No
             parameter.grad.zero_()
 
 
+def check_max_norm(max_grad_norm: float | None) -> None:
+    """Raise unless gradients can be clipped to this norm."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive")
+
+
+def clip_before_steps(optimizer: Optimizer, module: nn.Module, max_grad_norm: float) -> Callable[[], None]:
+    """Clip the norm of a module's gradients before each of an optimizer's own steps; the result takes that back."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    handle = optimizer.register_step_pre_hook(lambda *_: _clip(parameters, max_grad_norm))
+    return handle.remove
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_grad_norm: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+
+
+def has_compiled_parts(module: nn.Module) -> bool:
+    """Return whether a compiled graph runs any of it: such a graph reads its parameters without asking."""
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in module.modules())
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless the optimizer's parameters can be updated one by one."""
     if not isinstance(optimizer, Optimizer):
@@ -248,7 +300,7 @@ def plain_step(plain: type[Optimizer]) -> Any:
 
 
 class StepTaker(Protocol):
-    """Who takes an optimizer's steps in its stead."""
+    """What takes an optimizer's steps in its stead."""
 
     plain: type[Optimizer]
     """The optimizer's own class."""
@@ -258,27 +310,27 @@ class StepTaker(Protocol):
     def step(self) -> None:
         """Take a step, or write down that it is due."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> bool:
         """Clear gradients."""
 
-    def land_all(self) -> None:
+    def finish(self) -> None:
         """Finish the step under way."""
 
 
 class Deferring:
     """Mixed into an optimizer's class: same object, same state, but steps are deferred."""
 
-    _poseidon_updater: StepTaker
+    _poseidon_policy: StepTaker
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""
-        self._poseidon_updater.zero_grad(set_to_none)
+        self._poseidon_policy.zero_grad(set_to_none)
 
     @property
     def state(self) -> Any:
         """As the optimizer's own, once the step under way is finished."""
-        if not self._poseidon_updater.is_updating:
-            self._poseidon_updater.land_all()
+        if not self._poseidon_policy.is_updating:
+            self._poseidon_policy.finish()
         return self.__dict__["state"]
 
     @state.setter
@@ -287,24 +339,24 @@ class Deferring:
 
     def state_dict(self) -> Any:
         """As the optimizer's own, once the step under way is finished."""
-        self._poseidon_updater.land_all()
+        self._poseidon_policy.finish()
         return super().state_dict()  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As the optimizer's own, once the step under way is finished."""
-        self._poseidon_updater.land_all()
+        self._poseidon_policy.finish()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own, once the step under way is finished."""
-        self._poseidon_updater.land_all()
+        self._poseidon_policy.finish()
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies are plain optimizers: they have no model to wait for.
-        self._poseidon_updater.land_all()
-        state = {key: value for key, value in self.__dict__.items() if key not in ("_poseidon_updater", "step")}
-        return object.__new__, (self._poseidon_updater.plain,), state
+        self._poseidon_policy.finish()
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_poseidon_policy", "step")}
+        return object.__new__, (self._poseidon_policy.plain,), state
 
 
 def _deferred_step(self: Any, closure: Any = None) -> None:
@@ -313,7 +365,7 @@ def _deferred_step(self: Any, closure: Any = None) -> None:
             "step(closure) evaluates the model inside the step; call backward() yourself and step() without a closure"
         )
     self._opt_called = True  # what learning-rate schedulers look for
-    self._poseidon_updater.step()
+    self._poseidon_policy.step()
 
 
 @cache
@@ -325,9 +377,15 @@ def _deferring_class(plain: type) -> type:
     return type(plain.__name__, (Deferring, plain), {"step": step})
 
 
-def defer(optimizer: Optimizer, updater: StepTaker) -> None:
-    """Let ``updater`` take the optimizer's steps. Schedulers and references to it go on working."""
+def give_back(optimizer: Optimizer, plain: type[Optimizer]) -> None:
+    """Give an optimizer its own class back."""
+    optimizer.__dict__.pop("_poseidon_policy", None)
+    optimizer.__class__ = plain
+
+
+def defer(optimizer: Optimizer, policy: StepTaker) -> None:
+    """Let ``policy`` take the optimizer's steps. Schedulers and references to it go on working."""
     optimizer.__dict__.pop("step", None)  # a scheduler's wrapper around the plain step
-    optimizer._poseidon_updater = updater  # type: ignore[attr-defined]
+    optimizer._poseidon_policy = policy  # type: ignore[attr-defined]
     plain: type = type(optimizer)
     optimizer.__class__ = _deferring_class(plain)

@@ -22,6 +22,7 @@ from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.moments import replace_moments
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.team.team import PendingGather, Team
 from poseidon.units import Kind, Load, ParameterSpec, Unit
@@ -234,12 +235,11 @@ class _Product(torch.autograd.Function):
             if front.exchanges:
                 front.begin()
             if engine.is_observing and engine.in_backward:
-                unit.factor_dtype = x.dtype
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size()), x.dtype)
             # Under create_graph the caller wants to differentiate once more, which factors cannot do.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 # The kernel is the transpose of what the engine takes: the factors swap.
-                unit.give((rows_g * ctx.weight.get()).detach(), rows_x.detach())
+                engine.give(unit, (rows_g * ctx.weight.get()).detach(), rows_x.detach())
                 return grad_x, None, None, None, None
         return grad_x, (rows_x.t() @ rows_g).to(kernel.dtype), None, None, None
 
@@ -271,7 +271,7 @@ def _numpy(tensor: Tensor) -> Any:
 
 def _make_engine(setup: Setup) -> Engine:
     units = [_live(number, unit, setup.variables) for number, unit in enumerate(setup.units)]
-    check_overrides([unit.spec for unit in units], dict(setup.options.routes or {}))
+    check_overrides([unit.spec for unit in units], dict(setup.options.routes or {}), standard_routes())
     device = units[0].parameters[0].device
     options = Options(allow_unused=True, routes=setup.options.routes)
     return assemble_engine(units, setup.team, device, options, setup.options.cluster)

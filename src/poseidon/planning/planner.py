@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from poseidon.errors import ConfigError, unknown_name
+from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost
+from poseidon.planning.costs import Cost
+from poseidon.planning.route import Route, Routes
 from poseidon.units import Kind, Load, Unit
-
-ROUTES = ("allreduce", "sharded", "factors", "rows")
 
 FASTEST_SERVED_BITS = 30e9
 """Beyond this, as measured between programs, the processors rather than the links limit what goes through host memory.
 Nothing above 25 Gbit/s was tried."""
-
-_ROUTE_OF_KIND: dict[Kind, str | None] = {"dense": None, "linear": "factors", "embedding": "rows"}
 
 
 @dataclass(frozen=True)
@@ -88,19 +85,17 @@ def make_plan(
     units: Sequence[Unit],
     loads: Mapping[str, Load],
     cluster: Cluster,
+    routes: Routes,
     overrides: Mapping[str, str] | None = None,
-    offers_server: bool = False,
 ) -> Plan:
-    """Choose for every unit the route with the lowest estimated time; ties go to allreduce.
+    """Choose for every unit the route with the lowest estimated time; ties go to the first in ``routes``.
 
     ``loads`` holds what is known of each linear or embedding unit by name; without an entry it travels in full.
     ``overrides`` maps unit names or patterns (``"head.*"``) to routes; the first that matches and is possible wins.
-    ``offers_server``: the parameter server (``sharded``) may be chosen without being asked for.
     """
     overrides = dict(overrides or {})
-    check_overrides(units, overrides)
-    offered = tuple(route for route in ROUTES if route != "sharded" or (offers_server and cluster.machines > 1))
-    return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, overrides, offered) for unit in units))
+    check_overrides(units, overrides, routes)
+    return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, routes, overrides) for unit in units))
 
 
 def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
@@ -114,85 +109,77 @@ def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
     return defers and cluster.workers_per_machine == 1 and cluster.between.bits_per_s <= FASTEST_SERVED_BITS
 
 
-def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str]) -> None:
+def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str], routes: Routes) -> None:
     """Raise :class:`ConfigError` for a pattern that matches nothing or a route that its units cannot take."""
-    for pattern, route in overrides.items():
-        if route not in ROUTES:
-            raise unknown_name("route", route, ROUTES)
+    for pattern, name in overrides.items():
+        route = routes[name]
         matched = [unit for unit in units if fnmatch.fnmatchcase(unit.name, pattern)]
         if not matched:
             names = ", ".join(unit.name for unit in units[:8]) + (", ..." if len(units) > 8 else "")
             raise ConfigError(f"routes: no unit matches {pattern!r}; the model's units are {names}")
-        able = [unit for unit in matched if route in possible_routes(unit)]
-        if not able:
+        if not any(route.accepts(unit) for unit in matched):
+            known = ", ".join(other.name for other in routes.for_unit(matched[0]))
             raise ConfigError(
-                f"routes: {pattern!r} cannot take {route!r}: {matched[0].name} is {matched[0].kind}; "
-                f"it can take {', '.join(possible_routes(matched[0]))}"
+                f"routes: {pattern!r} cannot take {name!r}: {matched[0].name} is {matched[0].kind}; it can take {known}"
             )
 
 
-def possible_routes(unit: Unit) -> tuple[str, ...]:
-    """Return every route that can carry the unit exactly."""
-    special = _ROUTE_OF_KIND[unit.kind]
-    if unit.is_sparse:
-        return ("rows",)
-    return ("allreduce", "sharded") if special is None else ("allreduce", "sharded", special)
-
-
-def _decide(
-    unit: Unit, load: Load | None, cluster: Cluster, overrides: Mapping[str, str], offered: Sequence[str]
-) -> PlanEntry:
-    possible = possible_routes(unit)
-    costs = _costs(unit, load, cluster, [route for route in possible if route in offered])
-    wanted = next((r for p, r in overrides.items() if fnmatch.fnmatchcase(unit.name, p) and r in possible), None)
-    route = min(costs, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
+def _decide(unit: Unit, load: Load | None, cluster: Cluster, routes: Routes, overrides: Mapping[str, str]) -> PlanEntry:
+    possible = routes.for_unit(unit)
+    if not possible:
+        raise ConfigError(f"{unit.name}: none of the routes {', '.join(routes)} can carry a {unit.kind} unit")
+    costs = _costs(unit, load, cluster, [route for route in possible if route.is_offered(cluster)])
+    wanted = _wanted(unit, overrides, possible)
+    ranks = {name: rank for rank, name in enumerate(routes)}
+    name = min(costs, key=lambda each: (costs[each].seconds, ranks[each]))
     if unit.is_sparse:
         why = "sparse gradients were asked for"
     elif cluster.workers > 1:
-        why = _reason(route, costs, unit, load)
+        why = _reason(routes[name], possible, costs, unit, load)
     else:
         why = "one worker: nothing to exchange"
     if wanted is not None and cluster.workers > 1:
         costs = {**_costs(unit, load, cluster, [wanted]), **costs}
-        costs.setdefault(wanted, Cost(0.0, 0.0, 0.0))
-        route, why = wanted, "asked for"
+        costs.setdefault(wanted.name, Cost(0.0, 0.0, 0.0))
+        name, why = wanted.name, "asked for"
     return PlanEntry(
         unit=unit.name,
         kind=unit.kind,
         shape=tuple(p.shape for p in unit.parameters),
         rows=None if load is None or unit.kind == "dense" else load.rows,
-        route=route,
+        route=name,
         why=why,
         costs=costs,
     )
 
 
-def _costs(unit: Unit, load: Load | None, cluster: Cluster, possible: Sequence[str]) -> dict[str, Cost]:
-    costs = {}
-    if "allreduce" in possible:
-        costs["allreduce"] = allreduce_cost(unit, load, cluster)
-    if "sharded" in possible:
-        costs["sharded"] = sharded_cost(unit, load, cluster)
-    if "factors" in possible and load is not None and load.rows > 0:
-        costs["factors"] = factors_cost(unit, load, cluster)
-    if "rows" in possible and (unit.is_sparse or (load is not None and load.rows > 0)):
-        costs["rows"] = rows_cost(unit, load or Load(rows=0), cluster)
-    return costs
+def _wanted(unit: Unit, overrides: Mapping[str, str], possible: Sequence[Route]) -> Route | None:
+    for pattern, name in overrides.items():
+        if fnmatch.fnmatchcase(unit.name, pattern):
+            for route in possible:
+                if route.name == name:
+                    return route
+    return None
 
 
-def _reason(route: str, costs: Mapping[str, Cost], unit: Unit, load: Load | None) -> str:
-    others = [name for name in costs if name != route]
+def _costs(unit: Unit, load: Load | None, cluster: Cluster, possible: Sequence[Route]) -> dict[str, Cost]:
+    found = {route.name: route.cost(unit, load, cluster) for route in possible}
+    return {name: cost for name, cost in found.items() if cost is not None}
+
+
+def _reason(route: Route, possible: Sequence[Route], costs: Mapping[str, Cost], unit: Unit, load: Load | None) -> str:
     if unit.kind != "dense" and (load is None or load.rows <= 0):
         return "no rows seen in backward"
-    if unit.kind == "dense":
-        return "no cheaper exact form" if route == "allreduce" else "no cheaper exact form; fewer hops than a ring"
-    other = min(others, key=lambda name: (costs[name].seconds, ROUTES.index(name)))
-    if route == "sharded":
-        other = next(name for name in others if name != "allreduce")
+    short = [other.name for other in possible if other.name in costs and other.delivers != "gradients"]
+    if route.delivers == "gradients" and not short:
+        return f"no cheaper exact form; {route.note}" if route.note else "no cheaper exact form"
+    # What goes in full was compared with the short form, and the other way round.
+    others = short if route.delivers == "gradients" else [name for name in costs if name != route.name]
+    other = min(others, key=lambda name: costs[name].seconds)
     if costs[other].seconds <= 0:
         return "nothing to exchange"
-    gain = costs[other].seconds / max(costs[route].seconds, 1e-12)
-    byte_gain = costs[other].wire_bytes / max(costs[route].wire_bytes, 1e-12)
+    gain = costs[other].seconds / max(costs[route.name].seconds, 1e-12)
+    byte_gain = costs[other].wire_bytes / max(costs[route.name].wire_bytes, 1e-12)
     if byte_gain >= 1:
         return f"{byte_gain:.1f}x fewer bytes than {other}"
     return f"{gain:.1f}x faster than {other}"

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.routes.base import Exchange
+from poseidon.routes.base import Brought, Carrier, Context, Exchange, LiveItem
 from poseidon.routes.levels import Levels, LevelsExchange
 from poseidon.team.team import Team
 
 
-class AllreduceRoute:
-    """Averages flat tensors over the team; calls must come in the same order on all workers."""
+class AllreduceCarrier(Carrier):
+    """Averages buckets over the team; calls must come in the same order on all workers."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, context: Context) -> None:
+        team = self._team = context.team
         use_levels = team.topology.has_levels and team.topology.is_even and not team.is_nccl
         self._levels = Levels(team) if use_levels else None
         self._counterparts = team.new_group(team.topology.counterparts(team.rank)) if use_levels else None
@@ -32,8 +32,9 @@ class AllreduceRoute:
         if self._levels is not None:
             self._levels.close()
 
-    def start(self, flat: Tensor, name: str) -> Exchange:
-        """Replace ``flat`` by its mean over the team, in place."""
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
+        """Replace the bucket by its mean over the team, in place."""
+        flat, name = item.pack(), item.name
         flat.div_(self._team.size)
         if self._levels is not None and not flat.is_cuda:
             return LevelsExchange(self._team, self._levels.start(flat, name, self._between), name)
@@ -50,7 +51,10 @@ class _FlatExchange(Exchange):
         self._name = name
         self._work = dist.all_reduce(flat, group=team.group, async_op=True)
 
-    def finish(self) -> None:
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        self.wait()
+
+    def wait(self) -> None:
         self._team.wait_for(self._work, self._flat, self._name)
 
     def join_stream(self) -> None:
@@ -64,5 +68,5 @@ def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         flat = parameter.grad.contiguous().div(team.size)
-        _FlatExchange(team, flat, name).finish()
+        _FlatExchange(team, flat, name).wait()
         parameter.grad.copy_(flat)

@@ -17,32 +17,30 @@ import torch
 from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
-from poseidon.routes.base import Exchange, Factors, LiveUnit
-from poseidon.routes.pairs import Gathered, Pairs, Parcel
+from poseidon.routes.base import Brought, Carrier, Context, Exchange, FactorPair, Flag, LiveItem, LiveUnit
+from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
 
-_HAS_DENSE = 1
 
+class FactorsCarrier(Carrier):
+    """Exchanges the factors of linear units; calls may come in any order."""
 
-class FactorsRoute:
-    """Exchanges the factors of linear units."""
-
-    def __init__(self, team: Team, pairs: Pairs) -> None:
-        self._team = team
-        self._pairs = pairs
+    def __init__(self, context: Context) -> None:
+        self._team = context.team
+        self._pairs = context.pairs
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self, unit: LiveUnit, step: int) -> Exchange:
-        """Send this worker's factors, which the unit gives away."""
-        pieces, unit.pieces = unit.pieces, []
-        dtype = unit.row_dtype
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
+        """Send this worker's factors and keep none."""
+        unit, mine = item.unit, brought[0]
+        pieces, dtype = mine.take_pieces(), row_dtype(unit, mine)
         outputs, inputs = unit.weight.shape
         count = sum(x.shape[0] for x, _ in pieces)
         host = torch.empty(count, inputs + outputs, dtype=dtype, device="cpu", pin_memory=unit.weight.is_cuda)
         exchange = _FactorsExchange(self._team, unit, dtype, self._side_stream(unit.weight))
         settle = exchange.fill(host, pieces)
-        flags = _HAS_DENSE * unit.has_dense
-        parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), flags, settle, exchange.land)
+        exchange.flags = Flag.HAS_DENSE if mine.has_dense else Flag(0)
+        parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), exchange.flags, settle, exchange.land)
         exchange.future = self._pairs.start(parcel)
         return exchange
 
@@ -65,7 +63,7 @@ class _FactorsExchange(Exchange):
         self._dtype = dtype
         self._side = side
 
-    def fill(self, host: Tensor, pieces: Sequence[Factors]) -> Callable[[], None] | None:
+    def fill(self, host: Tensor, pieces: Sequence[FactorPair]) -> Callable[[], None] | None:
         """Copy the factors side by side into rows (X | G); the result, if any, waits until that is done."""
         if self._side is None:
             fill_rows(host, pieces)
@@ -85,7 +83,7 @@ class _FactorsExchange(Exchange):
 
     def land(self, gathered: Gathered) -> tuple[bool, Tensor, Tensor | None, torch.cuda.Event | None]:
         """Rebuild the mean gradient on the side stream. On the CPU leave that to :meth:`finish`: see there."""
-        has_dense = any(flags & _HAS_DENSE for flags in gathered.flags)
+        has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
         rows = gathered.rows.view(self._dtype)
         if self._side is None:
             return has_dense, rows, None, None
@@ -95,10 +93,10 @@ class _FactorsExchange(Exchange):
             done.record(self._side)
         return has_dense, weight, bias, done
 
-    def finish(self) -> None:
+    def finish(self, is_used: bool) -> None:
         has_dense, weight, bias, done = self._team.result(self.future, self._unit.name)
         unit = self._unit
-        if not unit.is_used:
+        if not is_used:
             return
         if has_dense:
             average_now(self._team, unit.parameters, unit.name)
@@ -113,7 +111,12 @@ class _FactorsExchange(Exchange):
         add_gradients(unit, (weight, bias))
 
 
-def fill_rows(rows: Tensor, pieces: Sequence[Factors]) -> None:
+def row_dtype(unit: LiveUnit, brought: Brought) -> torch.dtype:
+    """Return the type in which rows of factors travel."""
+    return brought.factor_dtype or unit.weight.dtype
+
+
+def fill_rows(rows: Tensor, pieces: Sequence[FactorPair]) -> None:
     """Write the factors side by side into rows (X | G)."""
     start = 0
     for x, g in pieces:

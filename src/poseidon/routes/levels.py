@@ -76,5 +76,5 @@ class LevelsExchange(Exchange):
         self._future = future
         self._name = name
 
-    def finish(self) -> None:  # noqa: D102 - as in the contract
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002, D102 - as in the contract
         self._team.result(self._future, self._name)

@@ -7,64 +7,67 @@ additions of one call meet in one place and the result does not depend on how a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
-from poseidon.routes.base import Exchange, LiveUnit
-from poseidon.routes.pairs import Gathered, Pairs, Parcel
+from poseidon.routes.base import Brought, Carrier, Context, Exchange, Flag, LiveItem, LiveUnit
+from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
 
-_HAS_DENSE = 1
 _INDEX_BYTES = 8
 
 
-class RowsRoute:
-    """Exchanges the touched rows of embedding units."""
+class RowsCarrier(Carrier):
+    """Exchanges the touched rows of embedding units; calls may come in any order."""
 
-    def __init__(self, team: Team, pairs: Pairs) -> None:
-        self._team = team
-        self._pairs = pairs
+    def __init__(self, context: Context) -> None:
+        self._team = context.team
+        self._pairs = context.pairs
 
-    def start(self, unit: LiveUnit, step: int) -> Exchange:
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Send the rows in ``.grad``, which is taken away until the exchange is finished."""
+        unit = item.unit
         gradient = unit.weight.grad
-        flags = 0
+        flags = Flag(0)
         if gradient is not None and not gradient.is_sparse:
             # The table was also used in a way that gives a full gradient; that part goes by allreduce afterwards.
-            flags, gradient = _HAS_DENSE, None
+            flags, gradient = Flag.HAS_DENSE, None
         else:
             unit.weight.grad = None
         parcel = Parcel(unit.index, unit.name, step, _pack(unit.weight, gradient), flags)
-        return _RowsExchange(self._team, unit, self._pairs.start(parcel))
+        return _RowsExchange(self._team, unit, brought[0], self._pairs.start(parcel), flags)
 
 
 class _RowsExchange(Exchange):
-    def __init__(self, team: Team, unit: LiveUnit, future: Future[Gathered]) -> None:
+    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, future: Future[Gathered], flags: Flag) -> None:
+        self.flags = flags
         self._team = team
         self._unit = unit
+        self._brought = brought
         self._future = future
 
-    def finish(self) -> None:
+    def finish(self, is_used: bool) -> None:
         gathered = self._team.result(self._future, self._unit.name)
-        unit = self._unit
-        if not unit.is_used:
+        unit, brought = self._unit, self._brought
+        if not is_used:
             if not unit.spec.is_sparse:
-                unit.weight.grad, unit.kept = unit.kept, None
+                unit.weight.grad, brought.kept = brought.kept, None
             return
         parts = [_unpack(unit.weight, part) for part in gathered.rows.split(gathered.counts)]
-        has_dense = any(flags & _HAS_DENSE for flags in gathered.flags)
+        has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
         if unit.spec.is_sparse and not has_dense:
             unit.weight.grad = _sparse_mean(unit.weight, parts)
             return
         if has_dense:
             average_now(self._team, (unit.weight,), unit.name)
         total = unit.weight.grad
-        if unit.kept is not None:
-            total = unit.kept if total is None else unit.kept.add_(total)
-            unit.kept = None
+        if brought.kept is not None:
+            total = brought.kept if total is None else brought.kept.add_(total)
+            brought.kept = None
         if total is None:
             total = torch.zeros_like(unit.weight)
         for indices, values in parts:

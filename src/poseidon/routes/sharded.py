@@ -263,7 +263,7 @@ class _SumExchange(Exchange):
         self._future = future
         self._name = name
 
-    def finish(self) -> None:
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
         self._team.result(self._future, self._name, grace_s=0)
 
 

@@ -116,7 +116,7 @@ class StagedExchange(Exchange):
         self._name = name
         self._device = device
 
-    def finish(self) -> None:
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Let the compute stream wait for the bucket."""
         done = self._team.result(self._future, self._name, grace_s=0)
         torch.cuda.current_stream(self._device).wait_event(done)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from poseidon.planning.cluster import format_rate
+from poseidon.sim.media import MEDIA
 from poseidon.sim.outcome import Outcome
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
-from poseidon.sim.transport import TRANSPORTS
 
 STANDARD_RATES = (1e9, 2.5e9, 5e9, 10e9, 25e9, 40e9, 100e9)
 WORTH = 0.03
@@ -54,7 +54,7 @@ def explain(setting: Setting) -> Explanation:
 
 
 def _find_limit(setting: Setting, outcome: Outcome) -> tuple[str, str]:
-    ideal = TRANSPORTS["ideal"]
+    ideal = MEDIA["ideal"]
     between = setting.cluster.between
     free = replace(between, bits_per_s=between.bits_per_s * 1e6)
     without = {

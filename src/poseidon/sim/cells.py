@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
+from poseidon.sim.media import LAB_PAYLOAD, MEDIA
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
-from poseidon.sim.transport import LAB_PAYLOAD, TRANSPORTS
 
 LAB_LATENCY_S = 50e-6
 """Between programs of two emulated machines on an idle host."""
@@ -61,8 +61,8 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         profile=bench.profile.scaled_to(bench.linear_s),
         cluster=cluster,
         system=simulated,
-        collectives=TRANSPORTS["nccl" if is_nccl else "gloo"].on_cores(cores),
-        messages=TRANSPORTS["messages"].on_cores(cores),
+        collectives=MEDIA["nccl" if is_nccl else "gloo"].on_cores(cores),
+        messages=MEDIA["messages"].on_cores(cores),
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         compacts=bench.compacts,

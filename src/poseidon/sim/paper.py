@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.profile import Profile
+from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA
 from poseidon.sim.outcome import Outcome
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import find_system
-from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS
 
 TITAN_X_FLOPS = 6.144e12 * 2 / 3
 """GeForce GTX Titan X (Maxwell): 3072 cores x 2 operations x 1 GHz by its data sheet, of which the libraries of the
@@ -55,8 +55,8 @@ def predict(profile: Profile, system: str, machines: int, link_bits: float = LIN
         profile=replace(profile, update_s=0.0),
         cluster=Cluster(machines, between=Link(rate, LATENCY_S), flops=TITAN_X_FLOPS),
         system=find_system(system),
-        collectives=TRANSPORTS["ideal"],
-        messages=TRANSPORTS["ideal"],
+        collectives=MEDIA["ideal"],
+        messages=MEDIA["ideal"],
         payload=1.0,
         chunk_bytes=CHUNK_BYTES,
         staging_bytes_per_s=STAGING_BYTES_PER_S,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from poseidon.errors import ConfigError
 from poseidon.sim.agenda import Agenda
-from poseidon.sim.exchanges import make_schedule
-from poseidon.sim.lanes import Lane, Parcel
+from poseidon.sim.lanes import Freight, Lane
 from poseidon.sim.outcome import Outcome
 from poseidon.sim.setting import Setting
+from poseidon.sim.workload import make_workload
 from poseidon.tables.clocks import Clocks
 
 GROUPS = 6
@@ -33,10 +33,10 @@ class _Relaxed:
         self.setting, self.bound = setting, bound
         self.agenda = Agenda()
         self.clocks = Clocks(range(setting.cluster.machines), bound)
-        self.schedule = make_schedule(setting)
+        self.workload = make_workload(setting)
         # Whole gradients go up and values come down; everything else goes one way.
         is_whole = {"allreduce": 0.5, "sharded": 0.5}
-        self.share_bytes = sum(each.out_bytes * is_whole.get(each.route, 1.0) for each in self.schedule.exchanges)
+        self.share_bytes = sum(each.out_bytes * is_whole.get(each.route, 1.0) for each in self.workload.transfers)
         """What one worker's updates weigh on the wire, and the values that come back."""
         self.workers = [_Worker(self, rank) for rank in range(setting.cluster.machines)]
 
@@ -55,7 +55,7 @@ class _Relaxed:
             machines=setting.cluster.machines,
             workers=setting.cluster.workers,
             batch=setting.profile.batch,
-            plan=self.schedule.plan,
+            plan=self.workload.plan,
             waits=tuple(worker.waited_s / worker.end_s for worker in workers),
             events=self.agenda.count,
         )
@@ -144,4 +144,4 @@ class _Worker:
             run.agenda.after(0.0, done)
             return
         per_byte = setting.messages.seconds_per_byte(setting.wire_bytes_per_s(self._rank))
-        self.out.submit(Parcel(stream, size_bytes, per_byte, lambda: run.agenda.after(setting.latency_s, done)))
+        self.out.submit(Freight(stream, size_bytes, per_byte, lambda: run.agenda.after(setting.latency_s, done)))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.profile import Profile
+from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA, Medium
 from poseidon.sim.systems import System
-from poseidon.sim.transport import ETHERNET_PAYLOAD, TRANSPORTS, Transport
 from poseidon.sums.slots import chunk_bytes_for
 
 
@@ -22,8 +22,8 @@ class Setting:
     profile: Profile
     cluster: Cluster
     system: System
-    collectives: Transport = TRANSPORTS["nccl"]
-    messages: Transport = TRANSPORTS["messages"]
+    collectives: Medium = MEDIA["nccl"]
+    messages: Medium = MEDIA["messages"]
     payload: float = ETHERNET_PAYLOAD
     """Share of the cluster's link rate that is data; 1 where the rate was measured by programs."""
     offers_server: bool = False

@@ -1,6 +1,6 @@
-"""Steps in lockstep: machines compute, exchange what is ready, and wait for what they need.
+"""Steps in lockstep: machines compute, transfer what is ready, and wait for what they need.
 
-Where all machines do the same at the same time one is simulated and stands for all: every leg of an exchange then ends
+Where all machines do the same at the same time one is simulated and stands for all: every leg of an transfer then ends
 everywhere at once. Otherwise each has its own device and card, and a leg ends when the last machine is done with it.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from poseidon.planning.transfers import Leg, Transfer
 from poseidon.sim.agenda import Agenda
-from poseidon.sim.exchanges import Exchange, Leg, Schedule, count_exchanges, make_schedule
-from poseidon.sim.lanes import Lane, Parcel
+from poseidon.sim.lanes import Freight, Lane
 from poseidon.sim.outcome import Outcome, Span
 from poseidon.sim.setting import Setting
+from poseidon.sim.workload import Workload, count_transfers, make_workload
 
 
 def simulate(setting: Setting, keep_spans: bool = False) -> Outcome:
@@ -27,17 +28,17 @@ class _Run:
     def __init__(self, setting: Setting, keep_spans: bool) -> None:
         self.setting = setting
         self.agenda = Agenda()
-        self.schedule: Schedule = make_schedule(setting)
+        self.workload: Workload = make_workload(setting)
         self.spans: list[Span] | None = [] if keep_spans else None
         self.machines = [_Machine(self, index) for index in range(setting.simulated_machines)]
         self._travelling: dict[tuple[int, int], _Journey] = {}
-        collectives = [number for number, exchange in enumerate(self.schedule.exchanges) if exchange.is_collective]
+        collectives = [number for number, transfer in enumerate(self.workload.transfers) if transfer.is_collective]
         self._turns = ((step, number) for step in range(setting.steps) for number in collectives)
         """Collectives in the one order that all machines keep."""
         self._turn = next(self._turns, None)
         self._users: dict[int, list[int]] = {}
-        for number, exchange in enumerate(self.schedule.exchanges):
-            for unit in exchange.units:
+        for number, transfer in enumerate(self.workload.transfers):
+            for unit in transfer.units:
                 self._users.setdefault(unit, []).append(number)
 
     def outcome(self) -> Outcome:
@@ -58,7 +59,7 @@ class _Run:
             machines=setting.cluster.machines,
             workers=setting.cluster.workers,
             batch=setting.profile.batch,
-            plan=self.schedule.plan,
+            plan=self.workload.plan,
             spans=tuple(self.spans or ()),
             events=self.agenda.count,
         )
@@ -83,7 +84,7 @@ class _Run:
         self.try_collectives()
 
     def forget(self, journey: _Journey) -> None:
-        """Let go of an exchange that is over."""
+        """Let go of an transfer that is over."""
         del self._travelling[journey.step, journey.number]
 
 
@@ -102,7 +103,7 @@ class _Machine:
         self.into = Lane(run.agenda, piece)
         self.inside = Lane(run.agenda, float("inf"))
         self._step = -1
-        self._missing = count_exchanges(run.schedule.exchanges, len(profile.units))
+        self._missing = count_transfers(run.workload.transfers, len(profile.units))
         self._absent: dict[int, list[int]] = {}
         """By step: how many exchanges each unit still waits for."""
         self._rebuilds: list[int] = []
@@ -128,7 +129,7 @@ class _Machine:
             if self._absent[self._step - 1][unit]:
                 self._blocked = lambda: self._forward(place)
                 return
-            seconds += self._update_s(unit) + run.schedule.rebuild_s[unit]
+            seconds += self._update_s(unit) + run.workload.rebuild_s[unit]
         self._compute(profile.units[unit].unit.name, seconds, lambda: self._forward(place + 1), "forward")
 
     def _update_s(self, unit: int) -> float:
@@ -147,7 +148,7 @@ class _Machine:
             return
         one = profile.units[order[place]]
         # Half of a linear layer's backward at most makes its weight's gradient.
-        seconds = max(one.backward_s - run.schedule.saved_s[order[place]], one.backward_s / 2)
+        seconds = max(one.backward_s - run.workload.saved_s[order[place]], one.backward_s / 2)
         seconds *= self.factors[self._step]
         self._compute(one.unit.name, seconds, lambda: self._backward(place + 1), "backward")
 
@@ -160,7 +161,7 @@ class _Machine:
             self.ends.append(run.agenda.now)
             self.begin_step()
             return
-        self._rebuilds = [unit for unit, seconds in enumerate(run.schedule.rebuild_s) if seconds > 0]
+        self._rebuilds = [unit for unit, seconds in enumerate(run.workload.rebuild_s) if seconds > 0]
         self._finish()
 
     def _finish(self) -> None:
@@ -170,7 +171,7 @@ class _Machine:
             if not absent[unit]:
                 self._rebuilds.remove(unit)
                 name = run.setting.profile.units[unit].unit.name
-                self._compute(name, run.schedule.rebuild_s[unit], self._finish, "rebuild")
+                self._compute(name, run.workload.rebuild_s[unit], self._finish, "rebuild")
                 return
         if any(absent):
             self._blocked = self._finish
@@ -184,10 +185,10 @@ class _Machine:
 
     # Both.
 
-    def arrived(self, step: int, exchange: Exchange) -> None:
-        """Take note that an exchange is over."""
+    def arrived(self, step: int, transfer: Transfer) -> None:
+        """Take note that an transfer is over."""
         if step in self._absent:
-            for unit in exchange.units:
+            for unit in transfer.units:
                 self._absent[step][unit] -= 1
         if self._blocked is not None:
             go_on, self._blocked = self._blocked, None
@@ -199,30 +200,30 @@ class _Machine:
             self._run.spans.append(Span("device", f"{phase} {name}", now, now + seconds, self._step, phase))
         self._run.agenda.after(seconds, then)
 
-    def _recorder(self, place: str) -> Callable[[Parcel, float], None]:
+    def _recorder(self, place: str) -> Callable[[Freight, float], None]:
         spans = self._run.spans
         assert spans is not None
 
-        def record(parcel: Parcel, end_s: float) -> None:
-            spans.append(Span(place, parcel.name, parcel.began_s, end_s, -1, parcel.stream))
+        def record(freight: Freight, end_s: float) -> None:
+            spans.append(Span(place, freight.name, freight.began_s, end_s, -1, freight.stream))
 
         return record
 
 
 class _Journey:
-    """One exchange of one step, on its way on all machines."""
+    """One transfer of one step, on its way on all machines."""
 
     def __init__(self, run: _Run, number: int, step: int) -> None:
         self._run, self.number, self.step = run, number, step
-        self.exchange = exchange = run.schedule.exchanges[number]
+        self.transfer = transfer = run.workload.transfers[number]
         machines = len(run.machines)
-        self._units_missing = [len(exchange.units)] * machines
+        self._units_missing = [len(transfer.units)] * machines
         self._entered = 0
         self._leg = -1
         self._open = 0
         """Directions still busy with the present leg, over all machines."""
         self.has_begun = False
-        self._priority = exchange.priority if run.setting.system.overlaps_forward else 0
+        self._priority = transfer.priority if run.setting.system.overlaps_forward else 0
 
     @property
     def is_complete(self) -> bool:
@@ -234,14 +235,14 @@ class _Journey:
             self._inside(machine, lambda: self._enter(machine))
 
     def _inside(self, machine: _Machine, then: Callable[[], None]) -> None:
-        if self.exchange.inside_s <= 0:
+        if self.transfer.inside_s <= 0:
             then()
             return
-        machine.inside.submit(Parcel("inside", 1.0, self.exchange.inside_s, then))
+        machine.inside.submit(Freight("inside", 1.0, self.transfer.inside_s, then))
 
     def _enter(self, machine: _Machine) -> None:
         self._entered += 1
-        if self.exchange.is_collective:
+        if self.transfer.is_collective:
             self._run.try_collectives()
             return
         if not self.has_begun:
@@ -249,7 +250,7 @@ class _Journey:
             self._leg = 0
             self._open = 2 * len(self._run.machines)
         # A machine's own part leaves at once; only the leg's end waits for all.
-        self._send(machine, self.exchange.legs[0])
+        self._send(machine, self.transfer.legs[0])
 
     def begin(self) -> None:
         """Start a collective everywhere."""
@@ -258,17 +259,17 @@ class _Journey:
 
     def _next_leg(self) -> None:
         self._leg += 1
-        if self._leg == len(self.exchange.legs):
+        if self._leg == len(self.transfer.legs):
             self._arrive()
             return
         self._open = 2 * len(self._run.machines)
         for machine in self._run.machines:
-            self._send(machine, self.exchange.legs[self._leg])
+            self._send(machine, self.transfer.legs[self._leg])
 
     def _send(self, machine: _Machine, leg: Leg) -> None:
         out, into = leg.out_bytes, leg.out_bytes
         if leg.owner_bytes is not None:
-            is_owner = machine.index == self.exchange.owner
+            is_owner = machine.index == self.transfer.owner
             out, into = leg.owner_bytes if is_owner else (leg.out_bytes, leg.others_in_bytes or 0.0)
         self._submit(machine, machine.out, out)
         self._submit(machine, machine.into, into)
@@ -278,26 +279,26 @@ class _Journey:
             self._run.agenda.after(0.0, self._part_done)
             return
         setting = self._run.setting
-        transport = setting.collectives if self.exchange.is_collective else setting.messages
-        share = setting.wire_share if self.exchange.route in ("allreduce", "sharded") else 1.0
+        transport = setting.collectives if self.transfer.is_collective else setting.messages
+        share = setting.wire_share if self.transfer.route in ("allreduce", "sharded") else 1.0
         per_byte = transport.seconds_per_byte(setting.wire_bytes_per_s(machine.index), share)
         if not setting.system.is_wait_free:
             per_byte *= setting.cluster.machines**setting.incast_exponent
-        if not self.exchange.is_collective:
-            per_byte += self.exchange.staged_bytes / setting.staging_bytes_per_s / size_bytes
-        stream = "collective" if self.exchange.is_collective else "message"
-        name = f"{self.exchange.route} {self.exchange.name}"
-        lane.submit(Parcel(stream, size_bytes, per_byte, self._part_done, self._priority, name))
+        if not self.transfer.is_collective:
+            per_byte += self.transfer.staged_bytes / setting.staging_bytes_per_s / size_bytes
+        stream = "collective" if self.transfer.is_collective else "message"
+        name = f"{self.transfer.route} {self.transfer.name}"
+        lane.submit(Freight(stream, size_bytes, per_byte, self._part_done, self._priority, name))
 
     def _part_done(self) -> None:
         self._open -= 1
         if self._open:
             return
-        self._run.agenda.after(self.exchange.hops * self._run.setting.latency_s, self._next_leg)
+        self._run.agenda.after(self.transfer.hops * self._run.setting.latency_s, self._next_leg)
 
     def _arrive(self) -> None:
         self._run.forget(self)
-        if self.exchange.is_collective:
+        if self.transfer.is_collective:
             self._run.collective_over()
         for machine in self._run.machines:
-            self._inside(machine, partial(machine.arrived, self.step, self.exchange))
+            self._inside(machine, partial(machine.arrived, self.step, self.transfer))

@@ -1,8 +1,8 @@
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.profile import Profile, UnitProfile
+from poseidon.sim.media import MEDIA
 from poseidon.sim.setting import Setting
 from poseidon.sim.systems import find_system
-from poseidon.sim.transport import TRANSPORTS
 from poseidon.units import Load, ParameterSpec, Unit
 
 
@@ -28,6 +28,6 @@ def small():
 
 def setting(given=None, machines=4, gbit=1.0, system="poseidon", latency_s=0.0, **changes):
     cluster = Cluster(machines, between=Link(gbit * 1e9, latency_s), flops=1e12)
-    ideal = TRANSPORTS["ideal"]
+    ideal = MEDIA["ideal"]
     changes = {"collectives": ideal, "messages": ideal, "payload": 1.0, **changes}
     return Setting(given or small(), cluster, find_system(system), **changes)

@@ -1,19 +1,19 @@
 from poseidon.sim.agenda import Agenda
-from poseidon.sim.lanes import Lane, Parcel
+from poseidon.sim.lanes import Freight, Lane
 
 
-def carry(*parcels, piece=10.0, later=()):
-    """Submit parcels (name, stream, bytes, priority), some of them later; return when each ended, at 1 s per byte."""
+def carry(*freights, piece=10.0, later=()):
+    """Submit freights (name, stream, bytes, priority), some of them later; return when each ended, at 1 s per byte."""
     agenda, ends = Agenda(), {}
     lane = Lane(agenda, piece)
 
     def submit(name, stream, size, priority):
-        lane.submit(Parcel(stream, size, 1.0, lambda: ends.__setitem__(name, agenda.now), priority))
+        lane.submit(Freight(stream, size, 1.0, lambda: ends.__setitem__(name, agenda.now), priority))
 
-    for parcel in parcels:
-        submit(*parcel)
-    for at, parcel in later:
-        agenda.after(at, lambda parcel=parcel: submit(*parcel))
+    for freight in freights:
+        submit(*freight)
+    for at, freight in later:
+        agenda.after(at, lambda freight=freight: submit(*freight))
     agenda.run()
     return ends, lane
 

@@ -10,11 +10,11 @@ from sim_settings import dense, linear, profile, setting, small
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.sim.exchanges import ddp_buckets, make_schedule
+from poseidon.sim.media import LAB_PAYLOAD, MEDIA, find_medium
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS, find_system
-from poseidon.sim.transport import LAB_PAYLOAD, TRANSPORTS, find_transport
+from poseidon.sim.workload import ddp_buckets, make_workload
 
 EXCHANGING = [name for name in SYSTEMS if name != "linear"]
 
@@ -68,14 +68,14 @@ def test_running_into_the_next_forward_hides_more():
     by_collectives = simulate(replace(made, system=find_system("distribute")))
     by_messages = simulate(replace(made, system=find_system("distribute"), overrides={"*": "sharded"}))
     assert by_messages.step_s <= by_collectives.step_s < wrapped.step_s
-    # Only the last gradient's own exchange, 160 ms, cannot hide.
+    # Only the last gradient's own transfer, 160 ms, cannot hide.
     assert by_messages.step_s == pytest.approx(0.8 + 0.16, rel=0.1)
 
 
 def test_collectives_leave_in_the_order_of_need_where_forward_need_not_wait():
     units = [dense(f"u{i}", 7_000_000, 0.1, 0.01) for i in range(5)]
     names = [
-        [exchange.name for exchange in make_schedule(setting(profile(*units), system=system)).exchanges]
+        [transfer.name for transfer in make_workload(setting(profile(*units), system=system)).transfers]
         for system in ("poseidon", "distribute")
     ]
     assert names[0] == ["u4", "u3", "u2", "u1", "u0"]
@@ -84,7 +84,7 @@ def test_collectives_leave_in_the_order_of_need_where_forward_need_not_wait():
 
 
 def test_factors_are_chosen_by_the_real_planner_and_sent_as_it_counts():
-    made = make_schedule(setting())
+    made = make_workload(setting())
     assert made.plan.routes["fc"] == "factors"
     assert made.wire_bytes == pytest.approx(made.plan.wire_bytes)
     assert simulate(setting()).sent_bytes == pytest.approx(made.plan.wire_bytes)
@@ -158,12 +158,12 @@ def test_more_bandwidth_is_never_slower(given_profile, machines, system, gbit, f
 @given(profiles(), st.integers(2, 6), st.sampled_from(EXCHANGING), st.floats(0.05, 20))
 def test_lower_bounds_hold(given_profile, machines, system, gbit):
     made = setting(given_profile, machines, gbit, system)
-    outcome, schedule = simulate(made), make_schedule(made)
+    outcome, workload = simulate(made), make_workload(made)
     backward_s = sum(
         max(one.backward_s - saved, one.backward_s / 2)
-        for one, saved in zip(given_profile.units, schedule.saved_s, strict=True)
+        for one, saved in zip(given_profile.units, workload.saved_s, strict=True)
     )
-    compute_s = given_profile.forward_s + backward_s + sum(schedule.rebuild_s) + given_profile.update_s
+    compute_s = given_profile.forward_s + backward_s + sum(workload.rebuild_s) + given_profile.update_s
     assert outcome.step_s >= compute_s - 1e-9
     assert outcome.step_s >= outcome.busy_s - 1e-9
     assert outcome.step_s <= compute_s + 10 * outcome.busy_s + 1e-6
@@ -173,14 +173,14 @@ def test_lower_bounds_hold(given_profile, machines, system, gbit):
 @given(profiles(), st.integers(2, 6), st.sampled_from(EXCHANGING))
 def test_bytes_are_conserved(given_profile, machines, system):
     made = setting(given_profile, machines, 1.0, system)
-    schedule, outcome = make_schedule(made), simulate(made)
+    workload, outcome = make_workload(made), simulate(made)
     if made.is_symmetric:
-        assert outcome.sent_bytes == pytest.approx(schedule.wire_bytes)
-    units = [unit for exchange in schedule.exchanges for unit in exchange.units]
+        assert outcome.sent_bytes == pytest.approx(workload.wire_bytes)
+    units = [unit for transfer in workload.transfers for unit in transfer.units]
     assert set(units) == set(range(len(given_profile.units)))
-    whole = sum(exchange.out_bytes for exchange in schedule.exchanges if exchange.route in ("allreduce", "sharded"))
-    others = {unit for exchange in schedule.exchanges if exchange.route not in ("allreduce", "sharded")
-              for unit in exchange.units}  # fmt: skip
+    whole = sum(transfer.out_bytes for transfer in workload.transfers if transfer.route in ("allreduce", "sharded"))
+    others = {unit for transfer in workload.transfers if transfer.route not in ("allreduce", "sharded")
+              for unit in transfer.units}  # fmt: skip
     size = sum(one.unit.size_bytes for i, one in enumerate(given_profile.units) if i not in others)
     assert whole == pytest.approx(2 * (machines - 1) / machines * size)
 
@@ -223,12 +223,12 @@ def test_transports_are_as_measured():
     }
     for name, figures in measured.items():
         for gbit, (least, most) in zip((10, 25), figures, strict=True):
-            made = find_transport(name).seconds_per_byte(gbit * 1e9 / 8 * LAB_PAYLOAD) * sent * 1e3
+            made = find_medium(name).seconds_per_byte(gbit * 1e9 / 8 * LAB_PAYLOAD) * sent * 1e3
             assert least <= made <= most
 
 
 def test_fewer_cores_make_host_work_slower_and_more_make_it_faster_up_to_a_point():
-    gloo = find_transport("gloo")
+    gloo = find_medium("gloo")
     assert gloo.on_cores(0.5).host_s_per_byte == pytest.approx(4 * gloo.host_s_per_byte)
     assert gloo.on_cores(2) == gloo
     assert gloo.on_cores(16).host_s_per_byte < gloo.host_s_per_byte
@@ -255,7 +255,7 @@ def test_unknown_names_list_the_known_ones():
     with pytest.raises(ConfigError, match=r"unknown system 'bsp'; known: adam, ddp, .*ring"):
         find_system("bsp")
     with pytest.raises(ConfigError, match="unknown transport 'rdma'; known: gloo, ideal"):
-        find_transport("rdma")
+        find_medium("rdma")
 
 
 def test_planner_and_simulator_need_no_torch():
@@ -269,10 +269,10 @@ def test_planner_and_simulator_need_no_torch():
 
 def test_bf16_halves_the_bytes_of_whole_gradients_only():
     made = setting()
-    halved = make_schedule(replace(made, wire_share=0.5))
+    halved = make_workload(replace(made, wire_share=0.5))
     by_route = {"allreduce": 0.0, "factors": 0.0}
-    for exchange in halved.exchanges:
-        by_route[exchange.route] += exchange.out_bytes
+    for transfer in halved.transfers:
+        by_route[transfer.route] += transfer.out_bytes
     plan = halved.plan
     assert by_route["factors"] == pytest.approx(sum(e.cost.wire_bytes for e in plan.entries if e.route == "factors"))
     assert 2 * by_route["allreduce"] == pytest.approx(
@@ -281,4 +281,4 @@ def test_bf16_halves_the_bytes_of_whole_gradients_only():
 
 
 def test_gpu_transport_is_the_default():
-    assert Setting(small(), Cluster(2), find_system("ddp")).collectives == TRANSPORTS["nccl"]
+    assert Setting(small(), Cluster(2), find_system("ddp")).collectives == MEDIA["nccl"]

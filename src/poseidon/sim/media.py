@@ -37,7 +37,7 @@ _CORNER = 3.0
 
 
 @dataclass(frozen=True)
-class Transport:
+class Medium:
     """How one way of moving bytes uses the wire and the host."""
 
     name: str
@@ -66,7 +66,7 @@ class Transport:
         ring = 2 * (members - 1)
         return min(ring, 2 * math.ceil(math.log2(members)) + 2) if self.has_trees and members > 1 else ring
 
-    def on_cores(self, cores_per_worker: float) -> Transport:
+    def on_cores(self, cores_per_worker: float) -> Medium:
         """Return the transport where workers have fewer cores, or more, than where it was measured."""
         shortage = CORES_MEASURED / cores_per_worker
         return replace(
@@ -76,20 +76,20 @@ class Transport:
         )
 
 
-TRANSPORTS = {
+MEDIA = {
     transport.name: transport
     for transport in (
-        Transport("ideal", 0.0, is_pipelined=True, has_trees=True),
-        Transport("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
-        Transport("gloo", 0.22e-9, is_pipelined=False),
+        Medium("ideal", 0.0, is_pipelined=True, has_trees=True),
+        Medium("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
+        Medium("gloo", 0.22e-9, is_pipelined=False),
         # The time of a message is fitted to the recommender on 4 and 8 machines, whose eight tables make little else.
-        Transport("messages", 0.58e-9, is_pipelined=True, message_s=0.35e-3),
+        Medium("messages", 0.58e-9, is_pipelined=True, message_s=0.35e-3),
     )
 }
 
 
-def find_transport(name: str) -> Transport:
+def find_medium(name: str) -> Medium:
     """Return a transport by name."""
-    if name not in TRANSPORTS:
-        raise unknown_name("transport", name, list(TRANSPORTS))
-    return TRANSPORTS[name]
+    if name not in MEDIA:
+        raise unknown_name("transport", name, list(MEDIA))
+    return MEDIA[name]

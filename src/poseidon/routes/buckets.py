@@ -7,10 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from poseidon.planning.packing import SMALLEST_BUCKET_BYTES, assign_buckets
-
-__all__ = ["SMALLEST_BUCKET_BYTES", "Bucket", "assign_buckets"]
-
 
 class Bucket:
     """Some parameters and the flat tensor in which their gradients travel together.
@@ -18,9 +14,8 @@ class Bucket:
     A bucket of one parameter needs no tensor of its own: the gradient travels where it lies.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], name: str, keep_views: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], keep_views: bool) -> None:
         self.parameters = list(parameters)
-        self.name = name
         self._keep_views = keep_views
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
@@ -29,10 +24,6 @@ class Bucket:
     def size(self) -> int:
         """Number of values."""
         return sum(parameter.numel() for parameter in self.parameters)
-
-    def wire_bytes(self, machines: int) -> float:
-        """Bytes one machine sends to average it."""
-        return 2 * self.size * self.parameters[0].element_size() * (machines - 1) / machines
 
     def pack(self) -> Tensor:
         """Return all gradients as one flat tensor; a missing gradient counts as zero."""

@@ -1,0 +1,130 @@
+"""Step 2 of the journey: what is ready leaves at once, by its route.
+
+Before: ``hooks.py`` says that a parameter's gradient is final. After: a carrier under ``poseidon/routes`` moves the
+item. :class:`~poseidon.engine.step.Step` decides; :class:`Backward` carries out what it says, with real tensors and a
+real team, and holds what this one backward brought and what is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from poseidon.engine.rollcall import RollCall
+from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, Verdict
+from poseidon.engine.stopwatch import Stopwatch
+from poseidon.planning.schedule import Schedule
+from poseidon.routes.base import Brought, Carrier, Exchange, LiveItem
+from poseidon.team.team import PendingGather, Team
+
+
+@dataclass(frozen=True, eq=False)
+class LiveSchedule:
+    """A schedule with its tensors and carriers."""
+
+    schedule: Schedule
+    items: tuple[LiveItem, ...]
+    carriers: Mapping[str, Carrier]
+    """By route."""
+
+    def reordered(self, queue: str, order: Sequence[int]) -> LiveSchedule:
+        """Return the same with one queue in another order."""
+        return replace(self, schedule=self.schedule.reordered(queue, order))
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """Gradients under way together: whose they are, and how to let them land."""
+
+    parameters: Sequence[nn.Parameter]
+    land: Callable[[], None]
+    """Wait for the means and leave them in ``.grad``."""
+
+
+class Backward:
+    """One backward under way. Not thread-safe; the engine holds a lock around it."""
+
+    def __init__(
+        self,
+        live: LiveSchedule,
+        step: Step,
+        team: Team,
+        brought: Sequence[Brought],
+        stopwatch: Stopwatch[int] | None = None,
+    ) -> None:
+        self.live = live
+        self.step = step
+        self.brought = brought
+        """By unit."""
+        self.stopwatch = stopwatch
+        """Takes the times at which items become complete, if they are wanted."""
+        self._team = team
+        self._exchanges: dict[int, Exchange] = {}
+        self._calls: PendingGather | None = None
+        self._flags: PendingGather | None = None
+
+    def begin(self, unused: Collection[int]) -> None:
+        """Call the roll and start; ``unused`` are parameters that will get no gradient here."""
+        self._perform(self.step.begin(unused))
+
+    def gradient(self, parameter: int, is_dense: bool) -> None:
+        """Take note that a parameter's gradient is final; ``is_dense``: autograd left a full one in ``.grad``."""
+        self.brought[self.live.schedule.model.unit_of[parameter]].has_dense |= is_dense
+        self._perform(self.step.gradient(parameter))
+
+    def close(self) -> list[int]:
+        """Send off what has not left yet; return the parameters that no gradient came for."""
+        actions, forgotten = self.step.close()
+        self._perform(actions)
+        return forgotten
+
+    def hear(self, complete: Callable[[Sequence[RollCall]], Sequence[RollCall]]) -> Verdict:
+        """Wait for the others' roll calls and flags; ``complete`` may add to the calls what is known otherwise."""
+        assert self._calls is not None
+        calls = [RollCall.from_words(words) for words in self._calls("the others to start backward")]
+        flags = self._flags("the others' flags") if self._flags is not None else ()
+        verdict = self.step.hear(complete(calls), flags, self._team.rank)
+        for item, heard in verdict.flags.items():
+            self._exchanges[item].heed(heard)
+        return verdict
+
+    def flights(self) -> list[Flight]:
+        """Return everything under way, in an order in which all workers may let it land."""
+        return [
+            Flight(self.live.items[item].parameters, lambda item=item: self._land(item))  # type: ignore[misc]
+            for item in self.live.schedule.landing_order
+        ]
+
+    def _land(self, number: int) -> None:
+        verdict, live = self.step.verdict, self.live.items[number]
+        assert verdict is not None
+        used = [verdict.is_used(parameter) for parameter in live.item.parameters]
+        # Taken out first: what it holds on to is freed as it lands.
+        self._exchanges.pop(number).finish(any(used))
+        if live.bucket is not None:
+            live.bucket.unpack(used)
+        self.step.land(number)
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                actions += self._start(action.item)
+            elif isinstance(action, Completed):
+                assert self.stopwatch is not None
+                self.stopwatch.mark_ready(action.item)
+            elif isinstance(action, Call):
+                self._calls = self._team.start_gather(action.roll_call.words())
+            else:
+                assert isinstance(action, Compare)
+                self._flags = self._team.start_gather(action.flags)
+
+    def _start(self, number: int) -> list[Action]:
+        live = self.live.items[number]
+        parts = [self.brought[unit] for unit in live.item.units]
+        exchange = self.live.carriers[live.item.route].start(live, parts, self.step.number)
+        self._exchanges[number] = exchange
+        if self.stopwatch is not None:
+            self.stopwatch.mark_landed(number, exchange.join_stream)
+        return self.step.started(number, exchange.flags)

@@ -1,0 +1,270 @@
+"""One step as a state machine: what is missing, what may start, what is under way, and how far the step is. Pure.
+
+Events go in, actions come out as data; ``backward.py`` carries them out. Sockets, threads, tensors and optimizers are
+unknown here, so every order of events can be tried without a process (``tests/unit/engine/test_step.py``).
+
+::
+
+    OPEN --close()--> CLOSED --hear()--> SETTLED --the last land()--> LANDED        any --fail()--> BROKEN
+
+Not thread-safe: the engine holds a lock around it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from poseidon.engine.rollcall import RollCall
+from poseidon.errors import UnsupportedError
+from poseidon.planning.schedule import Schedule
+
+
+class Phase(Enum):
+    """How far a step is."""
+
+    OPEN = "open"
+    """Gradients come and items leave."""
+    CLOSED = "closed"
+    """Backward is over on this worker, and every item has left."""
+    SETTLED = "settled"
+    """The others' roll calls and flags are known, so items may land."""
+    LANDED = "landed"
+    """Every mean is where it belongs."""
+    BROKEN = "broken"
+    """An error ended it, and the replicas may differ."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Let an item leave now; the answer is :meth:`Step.started`."""
+
+    item: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tell everybody this roll call; the answers come with :meth:`Step.hear`."""
+
+    roll_call: RollCall
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Tell everybody these flags, one for each flagged item; the answers come with :meth:`Step.hear`."""
+
+    flags: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """An item has all its gradients; told only if the step takes times."""
+
+    item: int
+
+
+Action = Start | Call | Compare | Completed
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for every step of a job."""
+
+    allows_unused: bool = False
+    """Some parameters may get no gradient in some steps."""
+    is_static: bool = False
+    """Every backward is like the first: which gradients come, and how often each is added to."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the workers together know of a step once all have begun it."""
+
+    calls: tuple[RollCall, ...]
+    flags: Mapping[int, tuple[int, ...]]
+    """Flagged item to every worker's flags."""
+    used: tuple[bool, ...]
+    """By parameter: whether any worker uses it. Empty: all of them are used."""
+
+    @property
+    def must_land(self) -> bool:
+        """Landing something needs all workers at once, so all must let everything land now, in one order."""
+        return any(any(flags) for flags in self.flags.values())
+
+    @property
+    def active(self) -> int:
+        """How many workers had input."""
+        return sum(not call.is_joined for call in self.calls)
+
+    def is_used(self, parameter: int) -> bool:
+        """Return whether any worker uses a parameter in this step."""
+        return self.used[parameter] if self.used else True
+
+
+class Step:
+    """One backward of a schedule, from its first gradient to its last landing.
+
+    ``expected`` holds, with a static graph, how often each parameter's gradient is added to; None in the first step,
+    which learns it and therefore lets nothing leave before it is closed.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        call: RollCall,
+        rules: Rules,
+        expected: Sequence[int] | None = None,
+        takes_times: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self.call = call
+        self.phase = Phase.OPEN
+        self.error: BaseException | None = None
+        self.additions: Counter[int] = Counter()
+        """How often each parameter's gradient was added to."""
+        self.ready_order: list[int] = []
+        """Units, in the order in which their gradients became final."""
+        self.verdict: Verdict | None = None
+        self._rules = rules
+        self._expected = expected
+        self._takes_times = takes_times
+        model = schedule.model
+        self._waiting = dict.fromkeys(range(len(model.parameters)))
+        """Parameters whose gradient is not final."""
+        self._missing_of_unit = [len(parameters) for parameters in model.parameters_of]
+        self._missing_of_item = [len(item.parameters) for item in schedule.items]
+        self._queue_of = {number: queue for queue, numbers in schedule.queues.items() for number in numbers}
+        self._next = dict.fromkeys(schedule.queues, 0)
+        self._flags: dict[int, int] = {}
+        self._unflagged = set(schedule.flagged)
+        self._under_way: set[int] = set()
+        self._landed: set[int] = set()
+
+    @property
+    def number(self) -> int:
+        """The step's number, equal on all workers."""
+        return self.call.step
+
+    @property
+    def under_way(self) -> frozenset[int]:
+        """Items that have started and not landed."""
+        return frozenset(self._under_way)
+
+    # Events.
+
+    def begin(self, unused: Collection[int] = ()) -> list[Action]:
+        """Start the step; ``unused`` are parameters that will get no gradient on this worker."""
+        actions: list[Action] = [Call(self.call)]
+        if self._expected is not None:
+            unused = [parameter for parameter, count in enumerate(self._expected) if count == 0]
+        for parameter in unused:
+            actions += self._settle(parameter)
+        return actions
+
+    def gradient(self, parameter: int) -> list[Action]:
+        """Take note that a gradient was added to, and is final unless a static graph says that more will come."""
+        assert self.phase is Phase.OPEN, f"a gradient came while the step is {self.phase.value}"
+        self.additions[parameter] += 1
+        if self._rules.is_static and (self._expected is None or self.additions[parameter] < self._expected[parameter]):
+            return []
+        if parameter not in self._waiting:
+            raise self._twice(parameter)
+        return self._settle(parameter)
+
+    def close(self) -> tuple[list[Action], list[int]]:
+        """End backward on this worker: return what leaves now, and the parameters that no gradient came for."""
+        assert self.phase is Phase.OPEN, f"a step was closed while it is {self.phase.value}"
+        forgotten = [parameter for parameter in self._waiting if not self.additions[parameter]]
+        # In the order in which gradients came, where a static graph is still being learnt.
+        left = [*(parameter for parameter in self.additions if parameter in self._waiting), *forgotten]
+        actions = [action for parameter in left for action in self._settle(parameter)]
+        assert not any(self._missing_of_item), "an item was never complete"
+        self.phase = Phase.CLOSED
+        return actions, forgotten
+
+    def started(self, item: int, flags: int = 0) -> list[Action]:
+        """Take note that an item has left, with its flags.
+
+        The last flagged item sends off the comparison of flags, long before anybody needs to know: at the end of
+        backward a message would queue behind all the gradients that are still under way.
+        """
+        assert item not in self._under_way, f"item {item} was started twice"
+        assert item not in self._landed, f"item {item} was started again after it had landed"
+        self._under_way.add(item)
+        if item not in self._unflagged:
+            return []
+        self._flags[item] = flags
+        self._unflagged.remove(item)
+        if self._unflagged:
+            return []
+        return [Compare(tuple(self._flags[number] for number in self.schedule.flagged))]
+
+    def hear(self, calls: Sequence[RollCall], flags: Sequence[Sequence[int]] = (), rank: int = 0) -> Verdict:
+        """Take in every worker's roll call and flags, by rank; from now on items may land.
+
+        Raises :class:`~poseidon.errors.MismatchError` if some worker does something else; ``rank`` is this one's.
+        """
+        assert self.phase is Phase.CLOSED, f"the others' calls came while the step is {self.phase.value}"
+        for other, call in enumerate(calls):
+            self.call.check(call, rank, other)
+        by_item = dict(zip(self.schedule.flagged, map(tuple, zip(*flags, strict=True)), strict=True)) if flags else {}
+        used = tuple(any(column) for column in zip(*(call.used for call in calls), strict=True))
+        self.verdict = Verdict(tuple(calls), by_item, used)
+        self.phase = Phase.SETTLED if self.schedule.items else Phase.LANDED
+        return self.verdict
+
+    def land(self, item: int) -> None:
+        """Take note that an item's means are where they belong; the last one ends the step."""
+        assert self.phase is Phase.SETTLED, f"item {item} landed while the step is {self.phase.value}"
+        assert item not in self._landed, f"item {item} landed twice"
+        assert item in self._under_way, f"item {item} landed but never started"
+        self._under_way.remove(item)
+        self._landed.add(item)
+        if len(self._landed) == len(self.schedule.items):
+            self.phase = Phase.LANDED
+
+    def fail(self, error: BaseException) -> None:
+        """Take note that the step cannot be finished; the first error stays."""
+        if self.phase is not Phase.BROKEN:
+            self.phase, self.error = Phase.BROKEN, error
+
+    # Inside.
+
+    def _settle(self, parameter: int) -> list[Action]:
+        """Nothing more will come for this parameter: return what can leave now."""
+        if parameter not in self._waiting:
+            return []
+        del self._waiting[parameter]
+        unit = self.schedule.model.unit_of[parameter]
+        self._missing_of_unit[unit] -= 1
+        if self._missing_of_unit[unit] == 0:
+            self.ready_order.append(unit)
+        item = self.schedule.item_of[parameter]
+        self._missing_of_item[item] -= 1
+        return self._complete(item) if self._missing_of_item[item] == 0 else []
+
+    def _complete(self, item: int) -> list[Action]:
+        actions: list[Action] = [Completed(item)] if self._takes_times else []
+        name = self._queue_of.get(item)
+        if name is None:
+            return [*actions, Start(item)]
+        queue = self.schedule.queues[name]
+        while self._next[name] < len(queue) and self._missing_of_item[queue[self._next[name]]] == 0:
+            actions.append(Start(queue[self._next[name]]))
+            self._next[name] += 1
+        return actions
+
+    def _twice(self, parameter: int) -> UnsupportedError:
+        name = self.schedule.model.units[self.schedule.model.unit_of[parameter]].name
+        if self._rules.is_static:
+            return UnsupportedError(
+                f"{name}: a parameter's gradient was added to more often than in the first step, but static_graph=True "
+                "says that every step does the same; leave static_graph out"
+            )
+        return UnsupportedError(
+            f"{name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "
+            "checkpointing of shared layers does this; use checkpoint(..., use_reentrant=False), or pass "
+            "static_graph=True if every step does the same"
+        )

@@ -1,0 +1,120 @@
+"""The contract of a route: one way in which a unit's gradient becomes the mean over all workers.
+
+Everybody who has to know about routes reads it here. The planner asks what a route accepts and costs, the schedule how
+to pack, the step whether items must keep an order, the front end what to deliver, the simulator which transfers an item
+makes. :meth:`Route.open` is where bytes begin to move: it returns the route's carrier for one team
+(``routes/base.py``). A new route is one class that implements this, registered with ``poseidon.routes.register``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from poseidon.errors import ConfigError, UnsupportedError, unknown_name
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.costs import Cost
+from poseidon.planning.packing import limit_collective
+from poseidon.planning.transfers import Conditions, Leg, Transfer
+from poseidon.units import Load, Unit
+
+if TYPE_CHECKING:
+    from poseidon.planning.schedule import Item
+
+Delivery = Literal["gradients", "factors", "rows"]
+
+
+class Route(ABC):
+    """How one kind of unit exchanges its gradient. Immutable; equal on all workers."""
+
+    name: str
+    """What users write and the plan shows."""
+    summary: str
+    """One line for the documentation."""
+    delivers: Delivery = "gradients"
+    """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, or touched rows."""
+    has_flags: bool = False
+    """Items carry a word that all workers must have heard before any of them lands (:class:`routes.base.Flag`)."""
+    note: str = ""
+    """Why the planner prefers it over the first route that accepts the same units, where no bytes are saved."""
+
+    @property
+    def queue(self) -> str | None:
+        """Items of one queue start in one order on all workers, as collectives must; None: in any order."""
+        return None
+
+    @abstractmethod
+    def accepts(self, unit: Unit) -> bool:
+        """Return whether the route can carry this unit exactly."""
+
+    @abstractmethod
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Return what one step would cost; None if that depends on a load that nobody has seen."""
+
+    def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - for routes that depend on it
+        """Return whether the planner may choose it without being asked to."""
+        return True
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several parameters share an item; otherwise every unit is an item of its own."""
+        return self.delivers == "gradients"
+
+    def limit_bytes(self, asked_bytes: int | None, defers: bool, cluster: Cluster) -> int:  # noqa: ARG002
+        """Return the most bytes that share an item; ``defers``: the next forward need not wait for all of them."""
+        return limit_collective(asked_bytes, defers)
+
+    def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
+        """Return what the simulator moves for an item. By default every machine sends at once what the cost says."""
+        costs = [self.cost(unit, item.load, conditions.cluster) for unit in item.specs]
+        return [
+            Transfer(
+                name=item.name,
+                units=item.units,
+                route=self.name,
+                legs=(Leg(sum(cost.wire_bytes for cost in costs if cost is not None)),),
+                is_collective=self.queue is not None,
+                priority=item.priority,
+            )
+        ]
+
+    def open(self, context: Any) -> Any:  # noqa: ARG002
+        """Return the carrier that moves items for one team, given a :class:`poseidon.routes.base.Context`. Collective.
+
+        Neither type is named here: this module knows no tensors.
+        """
+        raise UnsupportedError(f"route {self.name!r} can be simulated but not used: nothing was written that moves it")
+
+
+class Routes(Mapping[str, Route]):
+    """Routes by name, in the order in which ties between them are decided."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._routes: dict[str, Route] = {}
+        for route in routes:
+            if route.name in self._routes:
+                raise ConfigError(f"there are two routes named {route.name!r}; give one of them another name")
+            self._routes[route.name] = route
+
+    def __getitem__(self, name: str) -> Route:
+        if name not in self._routes:
+            raise unknown_name("route", name, list(self._routes))
+        return self._routes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._routes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._routes)
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def for_unit(self, unit: Unit) -> list[Route]:
+        """Return every route that can carry the unit exactly."""
+        return [route for route in self._routes.values() if route.accepts(unit)]
+
+    def first_for(self, unit: Unit) -> Route:
+        """Return the route a unit takes before anything is known of its load."""
+        return self.for_unit(unit)[0]

@@ -1,0 +1,203 @@
+"""A plan made concrete: which gradients travel together, by which route, and what must keep an order. Pure.
+
+The engine runs it (``engine/step.py``), the simulator plays it through (``sim/``). Parameters are numbered over the
+whole model, units in their order, and everything here is the same on all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.packing import assign_buckets
+from poseidon.planning.route import Route, Routes
+from poseidon.units import Load, ParameterSpec, Unit
+
+
+@dataclass(frozen=True)
+class Item:
+    """What travels as one, and starts when the gradients of all its parameters are final."""
+
+    number: int
+    """Position in the schedule."""
+    route: str
+    name: str
+    parameters: tuple[int, ...]
+    """Numbers of the parameters, in the order in which they become ready."""
+    units: tuple[int, ...]
+    """Numbers of the units they belong to."""
+    specs: tuple[Unit, ...]
+    """The same units."""
+    numel: int
+    itemsize: int
+    """Bytes per value."""
+    priority: int = 0
+    """Lower is more urgent: what becomes ready last in backward is needed first by the next forward."""
+    is_packed: bool = True
+    """Full gradients in a bucket; otherwise one unit in a short form."""
+    load: Load | None = None
+    """What the plan expects of a unit that travels alone."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the full gradients."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Model:
+    """The units of a model and the numbers of their parameters."""
+
+    units: tuple[Unit, ...]
+    kinds: tuple[Hashable, ...]
+    """By parameter: only parameters of one kind share an item (type and device, say)."""
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], kinds: Sequence[Hashable] | None = None) -> Model:
+        """Return the model of these units; without ``kinds`` parameters are told apart by their element sizes."""
+        if kinds is None:
+            kinds = [parameter.itemsize for unit in units for parameter in unit.parameters]
+        return cls(tuple(units), tuple(kinds))
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """All parameters, by number."""
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+    @cached_property
+    def unit_of(self) -> tuple[int, ...]:
+        """By parameter: the number of its unit."""
+        return tuple(number for number, unit in enumerate(self.units) for _ in unit.parameters)
+
+    @cached_property
+    def parameters_of(self) -> tuple[range, ...]:
+        """By unit: the numbers of its parameters."""
+        ranges, start = [], 0
+        for unit in self.units:
+            ranges.append(range(start, start + len(unit.parameters)))
+            start += len(unit.parameters)
+        return tuple(ranges)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A fixed assignment of units to routes and items; used for many steps."""
+
+    model: Model
+    route_of: tuple[str, ...]
+    """By unit."""
+    items: tuple[Item, ...]
+    """In the order in which they are expected to become ready."""
+    queues: Mapping[str, tuple[int, ...]]
+    """By queue: items that start in this order on all workers; any other item starts when it is ready."""
+    flagged: tuple[int, ...]
+    """Items whose flags the workers compare, in the order in which they are told."""
+
+    @cached_property
+    def item_of(self) -> dict[int, int]:
+        """Parameter to item."""
+        return {parameter: item.number for item in self.items for parameter in item.parameters}
+
+    @cached_property
+    def landing_order(self) -> tuple[int, ...]:
+        """Items in an order in which all workers may let them land.
+
+        Units that travel alone first: most left early, and what they bring is worked on while the last bucket travels.
+        By unit and not as they left, because a part that came another way makes landing them collective.
+        """
+        alone = [item.number for item in sorted(self.items, key=lambda item: item.units) if not item.is_packed]
+        queued = [number for queue in self.queues.values() for number in queue]
+        return tuple(dict.fromkeys([*alone, *queued, *range(len(self.items))]))
+
+    def reordered(self, queue: str, order: Sequence[int]) -> Schedule:
+        """Return the schedule with one queue in another order, given as present positions in that queue."""
+        present = self.queues[queue]
+        return replace(self, queues={**self.queues, queue: tuple(present[position] for position in order)})
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How much shares an item."""
+
+    cluster: Cluster
+    asked_bytes: int | None = None
+    """What the user asked for; None: as suits each route."""
+    defers: bool = False
+    """Landing may wait until the next forward needs it."""
+
+    def pack(self, route: Route, sizes: Sequence[tuple[Hashable, int]], units: Sequence[int]) -> list[list[int]]:
+        """Return which of a route's parameters, given as (kind, bytes) and by unit, share an item."""
+        if not route.is_packed:
+            return _by_unit(units)
+        return assign_buckets(sizes, route.limit_bytes(self.asked_bytes, self.defers, self.cluster))
+
+
+def make_schedule(
+    model: Model,
+    route_of: Sequence[str],
+    order: Sequence[int],
+    routes: Routes,
+    packing: Packing,
+    loads: Mapping[str, Load] | None = None,
+    always_compares: bool = False,
+) -> Schedule:
+    """Pack the units of each route into items; ``order`` holds unit numbers as they are expected to become ready.
+
+    Flags are compared for items whose route has them, if ``always_compares`` or if one of those routes is a queue: an
+    item that travels by a message of its own carries its flags with it, one of a collective cannot.
+    """
+    loads = loads or {}
+    place = {unit: position for position, unit in enumerate(order)}
+    found: list[tuple[int, Item]] = []
+    for route in (routes[name] for name in dict.fromkeys(route_of)):
+        members = [p for unit in order if route_of[unit] == route.name for p in model.parameters_of[unit]]
+        units = [model.unit_of[p] for p in members]
+        sizes = [(model.kinds[p], model.parameters[p].size_bytes) for p in members]
+        groups = packing.pack(route, sizes, units)
+        for position, group in enumerate(groups):
+            item = _make_item(model, route, [members[i] for i in group], loads)
+            found.append((place[units[group[-1]]], replace(item, priority=len(groups) - position)))
+    found.sort(key=lambda pair: pair[0])
+    items = tuple(replace(item, number=number) for number, (_, item) in enumerate(found))
+    queues: dict[str, list[int]] = {}
+    for item in items:
+        queue = routes[item.route].queue
+        if queue is not None:
+            queues.setdefault(queue, []).append(item.number)
+    flagged = _flagged(items, routes, always_compares)
+    return Schedule(model, tuple(route_of), items, {name: tuple(queue) for name, queue in queues.items()}, flagged)
+
+
+def _flagged(items: Sequence[Item], routes: Routes, always_compares: bool) -> tuple[int, ...]:
+    carrying = [item for item in items if routes[item.route].has_flags]
+    if not always_compares and all(routes[item.route].queue is None for item in carrying):
+        return ()
+    # By unit: the same order on all workers, whatever becomes ready first.
+    return tuple(item.number for item in sorted(carrying, key=lambda item: item.units))
+
+
+def _make_item(model: Model, route: Route, parameters: Sequence[int], loads: Mapping[str, Load]) -> Item:
+    units = tuple(dict.fromkeys(model.unit_of[p] for p in parameters))
+    first, last = model.units[units[0]].name, model.units[units[-1]].name
+    specs = [model.parameters[p] for p in parameters]
+    return Item(
+        number=-1,
+        route=route.name,
+        name=first if first == last else f"{first} ... {last}",
+        parameters=tuple(parameters),
+        units=units,
+        specs=tuple(model.units[unit] for unit in units),
+        numel=sum(spec.numel for spec in specs),
+        itemsize=specs[0].itemsize,
+        is_packed=route.is_packed,
+        load=loads.get(first) if len(units) == 1 else None,
+    )
+
+
+def _by_unit(units: Sequence[int]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for position, unit in enumerate(units):
+        groups.setdefault(unit, []).append(position)
+    return list(groups.values())

@@ -1,0 +1,270 @@
+"""The routes that come with Poseidon, as planner, simulator and documentation see them. Pure until one is opened.
+
+What a route costs stands in ``planning/costs.py``, how it moves bytes in the file that :meth:`Route.open` imports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from poseidon.planning.cluster import Cluster
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost
+from poseidon.planning.packing import limit_served
+from poseidon.planning.route import Route, Routes
+from poseidon.planning.schedule import Item
+from poseidon.planning.transfers import Conditions, Leg, Transfer
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.compact import COMPACT_SHARE, is_worth_compacting
+from poseidon.sums.slots import chunk_bytes_for, make_slots
+from poseidon.units import Load, Unit
+
+if TYPE_CHECKING:
+    from poseidon.routes.base import Carrier, Context
+
+COLLECTIVES = "collectives"
+"""The queue of everything that goes by a collective: their order is one on all workers, whatever they carry."""
+COMBINED = "combined"
+"""The queue of what the workers of a machine combine before it goes through the parameter server."""
+
+
+@dataclass(frozen=True)
+class AllreduceRoute(Route):
+    """Full gradients, averaged by the collectives of torch.distributed."""
+
+    name = "allreduce"
+    summary = "full gradients, packed into buckets, averaged by gloo's or NCCL's allreduce"
+
+    @property
+    def queue(self) -> str:
+        """A collective."""
+        return COLLECTIVES
+
+    def accepts(self, unit: Unit) -> bool:
+        """Everything but sparse gradients."""
+        return not unit.is_sparse
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
+        """Count a ring or a tree."""
+        return allreduce_cost(unit, load, cluster)
+
+    def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
+        """One collective."""
+        machines = conditions.cluster.machines
+        size = item.size_bytes * conditions.wire_share
+        return [
+            Transfer(
+                name=item.name,
+                units=item.units,
+                route=self.name,
+                legs=(Leg(2 * size * (machines - 1) / machines),),
+                is_collective=True,
+                hops=conditions.collective_hops,
+                inside_s=conditions.inside_s(size),
+            )
+        ]
+
+    def open(self, context: Context) -> Carrier:
+        """See ``allreduce.py``."""
+        from poseidon.routes.allreduce import AllreduceCarrier
+
+        return AllreduceCarrier(context)
+
+
+@dataclass(frozen=True)
+class ShardedRoute(Route):
+    """Full gradients, summed by a parameter server that is cut into shards over the workers."""
+
+    offered: bool = False
+    """The planner may choose it unasked."""
+    combines_first: bool = False
+    """Workers of a machine combine before anything goes between machines, which needs one order."""
+    chunk_bytes: int | None = None
+    """Size of a chunk; None: as suits the link."""
+
+    name = "sharded"
+    summary = "full gradients, cut into chunks that their owners among the workers sum; the most urgent first"
+    note = "fewer hops than a ring"
+
+    @property
+    def queue(self) -> str | None:
+        """Messages need no order; combining first does."""
+        return COMBINED if self.combines_first else None
+
+    def accepts(self, unit: Unit) -> bool:
+        """Everything but sparse gradients."""
+        return not unit.is_sparse
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
+        """Count the bytes of a ring, in two hops."""
+        return sharded_cost(unit, load, cluster)
+
+    def is_offered(self, cluster: Cluster) -> bool:
+        """Between machines, if it was offered."""
+        return self.offered and cluster.machines > 1
+
+    def owners(self, cluster: Cluster) -> int:
+        """Return how many workers share the sums of one bucket."""
+        return cluster.machines if self.combines_first else cluster.workers
+
+    def chunk_bytes_on(self, cluster: Cluster) -> int:
+        """Return the size of a chunk on the cluster's links."""
+        return self.chunk_bytes or chunk_bytes_for(cluster.between.bytes_per_s)
+
+    def limit_bytes(self, asked_bytes: int | None, defers: bool, cluster: Cluster) -> int:  # noqa: ARG002
+        """Return enough for every owner to have whole chunks of it."""
+        return limit_served(asked_bytes, self.owners(cluster), self.chunk_bytes_on(cluster))
+
+    def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
+        """Parts to the owners, sums back. Chunks that keep all owners busy at once end at about the same time."""
+        machines = conditions.cluster.machines
+        chunk_bytes = max(
+            self.chunk_bytes_on(conditions.cluster), conditions.model_bytes // (conditions.rounds * machines)
+        )
+        (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
+        # What was shortened already is no float32 any more.
+        can_be = conditions.compacts and conditions.wire_share == 1
+        share = COMPACT_SHARE if can_be and is_worth_compacting(item.itemsize, slot.chunks) else 1.0
+        rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
+        return [self._round(item, chunks, share, conditions) for chunks in rounds]
+
+    def _round(self, item: Item, chunks: tuple[Chunk, ...], share: float, conditions: Conditions) -> Transfer:
+        machines = conditions.cluster.machines
+        size = sum(chunk.length for chunk in chunks) * item.itemsize * conditions.wire_share
+        leg = Leg(size * share * (machines - 1) / machines)
+        return Transfer(
+            name=f"{item.specs[-1].name} [{chunks[0].index}]",
+            units=item.units,
+            route=self.name,
+            legs=(leg, leg),
+            is_collective=False,
+            staged_bytes=size,
+            priority=item.priority,
+            inside_s=conditions.inside_s(size),
+        )
+
+    def open(self, context: Context) -> Carrier:
+        """See ``sharded.py``."""
+        from poseidon.routes.sharded_carrier import ShardedCarrier
+
+        return ShardedCarrier(context)
+
+
+@dataclass(frozen=True)
+class BroadcastRoute(Route):
+    """Everybody's part of one unit to everybody, by direct messages: the base of factors and rows."""
+
+    has_flags = True
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the parts go by an all-gather instead."""
+        return self.queue is not None
+
+    def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
+        """One leg, with what the planner counts."""
+        machines = conditions.cluster.machines
+        cost = self.cost(item.specs[0], item.load, conditions.cluster)
+        wire_bytes = 0.0 if cost is None else cost.wire_bytes
+        own = wire_bytes / max(machines - 1, 1)
+        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1)
+        return [
+            Transfer(
+                name=item.name,
+                units=item.units,
+                route=self.name,
+                legs=(Leg(wire_bytes if machines > 1 else 0.0),),
+                is_collective=self.is_collective,
+                staged_bytes=0.0 if self.is_collective else own * machines,
+                hops=machines - 1 if self.is_collective else 2,
+                inside_s=conditions.inside_s(own) + message_s,
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class FactorsRoute(BroadcastRoute):
+    """A linear layer's gradient as the two matrices whose product it is."""
+
+    gathers: bool = False
+    """By NCCL's all-gather from device to device, with a size agreed in the plan, instead of by messages."""
+
+    name = "factors"
+    summary = "a linear layer's input and output gradient, whose product is the weight's gradient"
+    delivers = "factors"
+
+    @property
+    def queue(self) -> str | None:
+        """Only the all-gather is a collective."""
+        return COLLECTIVES if self.gathers else None
+
+    def accepts(self, unit: Unit) -> bool:
+        """Linear layers."""
+        return unit.kind == "linear" and not unit.is_sparse
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count both factors to everybody, and one product of everybody's."""
+        return None if load is None or load.rows <= 0 else factors_cost(unit, load, cluster)
+
+    def open(self, context: Context) -> Carrier:
+        """See ``factors.py`` and ``gather.py``."""
+        from poseidon.routes.factors import FactorsCarrier
+        from poseidon.routes.gather import GatherCarrier
+
+        return GatherCarrier(context) if self.gathers else FactorsCarrier(context)
+
+
+@dataclass(frozen=True)
+class RowsRoute(BroadcastRoute):
+    """An embedding's gradient as the rows that a step touched."""
+
+    name = "rows"
+    summary = "the rows of an embedding that a step touched, and their numbers"
+    delivers = "rows"
+
+    def accepts(self, unit: Unit) -> bool:
+        """Embeddings."""
+        return unit.kind == "embedding"
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count the rows, to everybody."""
+        if not unit.is_sparse and (load is None or load.rows <= 0):
+            return None
+        return rows_cost(unit, load or Load(rows=0), cluster)
+
+    def open(self, context: Context) -> Carrier:
+        """See ``rows.py``."""
+        from poseidon.routes.rows import RowsCarrier
+
+        return RowsCarrier(context)
+
+
+_ADDED: list[Route] = []
+
+
+def register(route: Route) -> None:
+    """Make a route of one's own known to planner, engine and command line, in this process, on every worker alike."""
+    Routes([*standard_routes().values(), route])  # refuses a second one of the same name
+    _ADDED.append(route)
+
+
+def unregister(name: str) -> None:
+    """Forget a route that was registered."""
+    _ADDED[:] = [route for route in _ADDED if route.name != name]
+
+
+def standard_routes(
+    *,
+    offers_server: bool = False,
+    gathers_factors: bool = False,
+    combines_first: bool = False,
+    chunk_bytes: int | None = None,
+) -> Routes:
+    """Return all routes as they are under these circumstances; equal on all workers."""
+    built_in = (
+        AllreduceRoute(),
+        ShardedRoute(offers_server, combines_first, chunk_bytes),
+        FactorsRoute(gathers_factors),
+        RowsRoute(),
+    )
+    return Routes([*built_in, *_ADDED])

@@ -1,0 +1,151 @@
+"""A plan as things to move: which units wait for each other, and how many bytes leave each machine when they go."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from poseidon.planning.ordering import order_by_need
+from poseidon.planning.packing import assign_buckets
+from poseidon.planning.planner import Plan, PlanEntry, make_plan
+from poseidon.planning.route import Route, Routes
+from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
+from poseidon.planning.transfers import Conditions, Transfer
+from poseidon.routes import standard_routes
+from poseidon.sim.adam import FactorPush, pays_pushed
+from poseidon.sim.setting import Setting
+
+MOST_ROUNDS = 400
+"""A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
+finer ones change the answer by less than they cost."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All transfers of a step, in the order in which they become ready, and what they ask of the device."""
+
+    plan: Plan
+    transfers: tuple[Transfer, ...]
+    rebuild_s: tuple[float, ...]
+    """By unit: on the device once its transfer is over."""
+    saved_s: tuple[float, ...]
+    """By unit: what its backward is shorter by than the profile says."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a machine sends per step."""
+        return sum(transfer.out_bytes for transfer in self.transfers)
+
+
+def make_workload(setting: Setting) -> Workload:
+    """Plan with the real planner, pack with the real schedule, and turn its items into transfers."""
+    profile, cluster, system = setting.profile, setting.cluster, setting.system
+    routes = standard_routes(
+        offers_server=setting.offers_server and system.dense == "planned",
+        gathers_factors=setting.uses_gathers,
+        combines_first=cluster.workers_per_machine > 1,
+        chunk_bytes=setting.chunk_bytes,
+    )
+    overrides = setting.overrides if system.special == "planned" else {}
+    plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)
+    count = len(plan.entries)
+    if system.dense == "none" or cluster.workers == 1:
+        return Workload(plan, (), (0.0,) * count, (0.0,) * count)
+    routes = Routes([*routes.values(), FactorPush()])
+    route_of = [_route(setting, entry, routes) for entry in plan.entries]
+    packing = _Packing(cluster, setting.system.bucket_bytes, system.overlaps_forward, system.packing)
+    schedule = make_schedule(Model.of(profile.specs), route_of, profile.ready_order, routes, packing, profile.loads)
+    transfers = _transfers(setting, schedule, routes)
+    if system.overlaps_forward:
+        place = {unit: at for at, unit in enumerate(profile.ready_order)}
+        transfers = _by_need(setting, transfers, place)
+    device_s = [_device_s(entry, route) for entry, route in zip(plan.entries, route_of, strict=True)]
+    return Workload(plan, tuple(transfers), tuple(s for s, _ in device_s), tuple(s for _, s in device_s))
+
+
+@dataclass(frozen=True)
+class _Packing(Packing):
+    """Packs as the simulated system does."""
+
+    style: str = "engine"
+
+    def pack(self, route: Route, sizes: Sequence[tuple[Hashable, int]], units: Sequence[int]) -> list[list[int]]:
+        is_served = route.name == "sharded"
+        if self.style == "engine" or not route.is_packed:
+            # The limit is the system's for collectives; the server's own follows from its chunks.
+            asked = None if is_served else self.asked_bytes
+            limit = route.limit_bytes(asked, self.defers, self.cluster)
+            return assign_buckets(sizes, limit) if route.is_packed else super().pack(route, sizes, units)
+        if self.style == "units":
+            return [[at for at, one in enumerate(units) if one == unit] for unit in dict.fromkeys(units)]
+        if self.style == "whole":
+            return [list(range(len(sizes)))] if sizes else []
+        return ddp_buckets([size for _, size in sizes], self.asked_bytes or 0)
+
+
+def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20) -> list[list[int]]:
+    """Return how torch's DistributedDataParallel packs: a small first bucket, then full ones."""
+    buckets: list[list[int]] = [[]]
+    total = 0
+    for index, size in enumerate(sizes):
+        buckets[-1].append(index)
+        total += size
+        if total >= (first_bytes if len(buckets) == 1 else limit_bytes):
+            buckets.append([])
+            total = 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def _route(setting: Setting, entry: PlanEntry, routes: Routes) -> str:
+    """Return the way a system sends a unit, given what the planner says of it."""
+    system = setting.system
+    is_short = routes[entry.route].delivers != "gradients"
+    if system.special == "planned" and is_short:
+        return entry.route
+    if system.special == "factor-push" and pays_pushed(entry, setting.cluster):
+        return FactorPush.name
+    if system.dense == "planned":
+        return "allreduce" if is_short else entry.route
+    return system.dense
+
+
+def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Transfer]:
+    served = sum(item.size_bytes for item in schedule.items if item.route == "sharded")
+    conditions = Conditions(
+        cluster=setting.cluster,
+        collective_hops=setting.collectives.hops(setting.cluster.machines),
+        message_s=setting.messages.message_s,
+        wire_share=setting.wire_share,
+        compacts=setting.compacts,
+        rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
+        model_bytes=served,
+    )
+    return [transfer for item in schedule.items for transfer in routes[item.route].transfers(item, conditions)]
+
+
+def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, int]) -> list[Transfer]:
+    """Return the transfers with collectives in the order that the engine settles when forward need not wait for all."""
+    profile = setting.profile
+    ready_s = list(itertools.accumulate(profile.units[i].backward_s for i in profile.ready_order))
+    per_byte = setting.collectives.seconds_per_byte(setting.wire_bytes_per_s(0))
+    collectives = [transfer for transfer in transfers if transfer.is_collective]
+    order = order_by_need(
+        [ready_s[max(place[unit] for unit in transfer.units)] for transfer in collectives],
+        [transfer.out_bytes * per_byte for transfer in collectives],
+    )
+    return [*(collectives[number] for number in order), *(each for each in transfers if not each.is_collective)]
+
+
+def _device_s(entry: PlanEntry, route: str) -> tuple[float, float]:
+    """Return what rebuilding a gradient from everybody's factors takes, and what not making one's own saves."""
+    if route != "factors":
+        return 0.0, 0.0
+    return entry.costs["factors"].compute_s, entry.costs["allreduce"].compute_s
+
+
+def count_transfers(transfers: Sequence[Transfer], units: int) -> list[int]:
+    """Return for every unit in how many transfers it takes part."""
+    counts = Counter(unit for transfer in transfers for unit in transfer.units)
+    return [counts[unit] for unit in range(units)]
