@@ -46,7 +46,7 @@ def without_database(source: Path, image: tuple[int, ...]) -> str:
 
 def time_net(path: Path, iterations: int) -> float:
     """Return the mean ms of one forward + backward."""
-    command = [sys.executable, "-m", "poseidon.cli.main", "time", f"--model={path}", f"--iterations={iterations}"]
+    command = [sys.executable, "-m", "poseidon.cli", "time", f"--model={path}", f"--iterations={iterations}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = re.search(r"Average Forward-Backward: ([\d.]+) ms", done.stderr)
     assert found is not None, done.stderr

@@ -13,4 +13,4 @@ read_arguments() {
     if [ ${#asked[@]} -gt 0 ]; then models=("${asked[@]}"); fi
     options=("${@:2}")
 }
-bench() { "$PYTHON" -m poseidon.cli.main bench "$@"; }
+bench() { "$PYTHON" -m poseidon.cli bench "$@"; }

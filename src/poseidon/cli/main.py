@@ -28,7 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "split a Caffe database or list, one part per worker",
     ),
     "plan": ("poseidon.cli.plan", "show which route each layer would take, and what speed to expect"),
-    "quickstart": ("poseidon.cli.quickstart", "train LeNet on digits with 4 local workers"),
+    "quickstart": (
+        "poseidon.cli.quickstart",
+        "train LeNet on digits with 4 workers; then DDP beside Poseidon on emulated machines",
+    ),
     "run": ("poseidon.launch.run", "run a script on this machine's workers, or on many machines over ssh"),
     "simulate": ("poseidon.cli.simulate", "predict speedups over machines, links, batches and systems"),
     "test": ("poseidon.caffe.commands.test", "score a Caffe net"),

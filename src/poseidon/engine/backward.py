@@ -1,6 +1,6 @@
 """Step 2 of the journey: what is ready leaves at once, by its route.
 
-Before: ``hooks.py`` says that a parameter's gradient is final. After: a carrier under ``poseidon/routes`` moves the
+Before: ``hooks.py`` says that a parameter's gradient is final. After: an exchanger under ``poseidon/routes`` moves the
 item. :class:`~poseidon.engine.step.Step` decides; :class:`Backward` carries out what it says, with real tensors and a
 real team, and holds what this one backward brought and what is under way.
 """
@@ -12,21 +12,22 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from poseidon.engine.aside import aside
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, Verdict
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.planning.schedule import Schedule
-from poseidon.routes.base import Brought, Carrier, Exchange, LiveItem
+from poseidon.routes.base import Brought, Exchange, Exchanger, LiveItem
 from poseidon.team.team import PendingGather, Team
 
 
 @dataclass(frozen=True, eq=False)
 class LiveSchedule:
-    """A schedule with its tensors and carriers."""
+    """A schedule with its tensors and exchangers."""
 
     schedule: Schedule
     items: tuple[LiveItem, ...]
-    carriers: Mapping[str, Carrier]
+    exchangers: Mapping[str, Exchanger]
     """By route."""
 
     def reordered(self, queue: str, order: Sequence[int]) -> LiveSchedule:
@@ -101,10 +102,11 @@ class Backward:
         verdict, live = self.step.verdict, self.live.items[number]
         assert verdict is not None
         used = [verdict.is_used(parameter) for parameter in live.item.parameters]
-        # Taken out first: what it holds on to is freed as it lands.
-        self._exchanges.pop(number).finish(any(used))
-        if live.bucket is not None:
-            live.bucket.unpack(used)
+        with aside():
+            # Taken out first: what it holds on to is freed as it lands.
+            self._exchanges.pop(number).finish(any(used))
+            if live.bucket is not None:
+                live.bucket.unpack(used)
         self.step.land(number)
 
     def _perform(self, actions: list[Action]) -> None:
@@ -123,7 +125,7 @@ class Backward:
     def _start(self, number: int) -> list[Action]:
         live = self.live.items[number]
         parts = [self.brought[unit] for unit in live.item.units]
-        exchange = self.live.carriers[live.item.route].start(live, parts, self.step.number)
+        exchange = self.live.exchangers[live.item.route].start(live, parts, self.step.number)
         self._exchanges[number] = exchange
         if self.stopwatch is not None:
             self.stopwatch.mark_landed(number, exchange.join_stream)

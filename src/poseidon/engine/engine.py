@@ -1,4 +1,4 @@
-"""One backward after the other: holds units, plan, carriers and schedules, and the step that is under way.
+"""One backward after the other: holds units, plan, exchangers and schedules, and the step that is under way.
 
 What a front end must tell the engine is small: :meth:`Engine.arm` before a forward, :meth:`Engine.begin_backward` when
 the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, factors
@@ -29,7 +29,7 @@ from poseidon.planning.planner import Plan, server_beats_nccl
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
-from poseidon.routes.base import Brought, Carrier, Context, LiveItem, LiveUnit, can_be_served
+from poseidon.routes.base import Brought, Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, standard_routes
 from poseidon.team.nccl import nccl_uses_sockets
@@ -108,7 +108,7 @@ class Engine:
         self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
         is_cuda = any(parameter.is_cuda for parameter in self.parameters)
         self._context = Context(team, cluster, is_cuda)
-        self._carriers: dict[str, Carrier] = {}
+        self._exchangers: dict[str, Exchanger] = {}
         self._routes = self._choose_routes(is_cuda) if routes is None else routes
         specs = [unit.spec for unit in units]
         self._model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self.parameters])
@@ -296,8 +296,8 @@ class Engine:
         """Let what is queued for others leave, and end the background threads of this engine; its team goes on."""
         self._keep_open()
         self._context.close()
-        for carrier in self._carriers.values():
-            carrier.close()
+        for exchanger in self._exchangers.values():
+            exchanger.close()
 
     # One step.
 
@@ -387,20 +387,20 @@ class Engine:
         self._dense = self._make_live(self._dense.schedule.route_of)
 
     def _make_live(self, route_of: Sequence[str]) -> LiveSchedule:
-        """Make a schedule and bind it to tensors and carriers. Collective."""
+        """Make a schedule and bind it to tensors and exchangers. Collective."""
         options = self.options
         packing = Packing(self.cluster, options.bucket_bytes, options.defers)
         schedule = make_schedule(
             self._model, route_of, self._order, self._routes, packing, self._planning.loads, options.defers
         )
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
-        carriers = {}
+        exchangers = {}
         for name in self._routes:
             mine = [item for item in items if item.item.route == name]
             if mine:
-                carriers[name] = self._carrier(name)
-                carriers[name].prepare(mine)
-        return LiveSchedule(schedule, items, carriers)
+                exchangers[name] = self._exchanger(name)
+                exchangers[name].prepare(mine)
+        return LiveSchedule(schedule, items, exchangers)
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item = schedule.items[number]
@@ -408,11 +408,11 @@ class Engine:
         bucket = Bucket(parameters, self.options.keep_views) if item.is_packed else None
         return LiveItem(item, tuple(self.units[unit] for unit in item.units), parameters, bucket)
 
-    def _carrier(self, name: str) -> Carrier:
-        """Return the open carrier of a route. Collective the first time: connections are made where they are needed."""
-        if name not in self._carriers:
-            self._carriers[name] = self._routes[name].open(self._context)
-        return self._carriers[name]
+    def _exchanger(self, name: str) -> Exchanger:
+        """Return the open exchanger of a route. Collective the first time: that is when connections are made."""
+        if name not in self._exchangers:
+            self._exchangers[name] = self._routes[name].open(self._context)
+        return self._exchangers[name]
 
     def _make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
         """Take times in one backward after a plan: where landing is deferred the best order rests on them."""

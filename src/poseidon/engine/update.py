@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from poseidon.engine.aside import aside
 from poseidon.engine.backward import Flight
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import make_pending, make_plain
@@ -222,7 +223,8 @@ class DeferredUpdates(Policy):
     def _update(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
         """Step the user's optimizer for some parameters, with the options that held when ``step()`` was called."""
         if self._max_grad_norm is not None and not self._pending:
-            nn.utils.clip_grad_norm_(self.engine.parameters, self._max_grad_norm)
+            with aside():
+                nn.utils.clip_grad_norm_(self.engine.parameters, self._max_grad_norm)
         members: list[list[nn.Parameter]] = [[] for _ in options]
         for parameter in parameters:
             if parameter in self._group_of:
@@ -235,7 +237,8 @@ class DeferredUpdates(Policy):
         real, optimizer.param_groups = optimizer.param_groups, shadows
         self.is_updating = True
         try:
-            plain_step(self.plain)(optimizer)
+            with aside():
+                plain_step(self.plain)(optimizer)
         finally:
             self.is_updating = False
             optimizer.param_groups = real

@@ -2,7 +2,7 @@
 
 Everybody who has to know about routes reads it here. The planner asks what a route accepts and costs, the schedule how
 to pack, the step whether items must keep an order, the front end what to deliver, the simulator which transfers an item
-makes. :meth:`Route.open` is where bytes begin to move: it returns the route's carrier for one team
+makes. :meth:`Route.open` is where bytes begin to move: it returns the route's exchanger for one team
 (``routes/base.py``). A new route is one class that implements this, registered with ``poseidon.routes.register``.
 """
 
@@ -80,7 +80,7 @@ class Route(ABC):
         ]
 
     def open(self, context: Any) -> Any:  # noqa: ARG002
-        """Return the carrier that moves items for one team, given a :class:`poseidon.routes.base.Context`. Collective.
+        """Return what moves items for one team: an ``Exchanger``, given a ``Context`` (``routes/base.py``). Collective.
 
         Neither type is named here: this module knows no tensors.
         """

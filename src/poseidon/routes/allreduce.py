@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, LiveItem
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.levels import Levels, LevelsExchange
 from poseidon.team.team import Team
 
 
-class AllreduceCarrier(Carrier):
+class AllreduceExchanger(Exchanger):
     """Averages buckets over the team; calls must come in the same order on all workers."""
 
     def __init__(self, context: Context) -> None:

@@ -1,6 +1,6 @@
 """Step 3 of the journey: what moves bytes for a route, and the model as routes see it.
 
-Before: ``engine/backward.py`` finds that an item is ready. After: the carrier of its route (``allreduce.py``,
+Before: ``engine/backward.py`` finds that an item is ready. After: the exchanger of its route (``allreduce.py``,
 ``sharded.py``, ``factors.py``, ``gather.py``, ``rows.py``) moves it and leaves the mean over all workers in ``.grad``.
 What a route is, apart from that, says ``planning/route.py``.
 """
@@ -129,7 +129,7 @@ def can_be_served(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What carriers are opened for: one team, its cluster, and what its routes share."""
+    """What exchangers are opened for: one team, its cluster, and what its routes share."""
 
     team: Team
     cluster: Cluster
@@ -153,8 +153,8 @@ class Context:
 class Exchange(ABC):
     """An item under way between the workers.
 
-    One thread calls ``start`` of the carrier, then :meth:`finish`, once, perhaps from another thread. Between the two
-    the carrier may read the tensors it was given and nobody may write them.
+    One thread calls ``start`` of the exchanger, then :meth:`finish`, once, perhaps from another thread. Between the two
+    the exchanger may read the tensors it was given and nobody may write them.
     """
 
     flags = Flag(0)
@@ -176,7 +176,7 @@ class Exchange(ABC):
         """On CUDA, make the current stream wait for the exchange and do nothing else; elsewhere do nothing."""
 
 
-class Carrier(ABC):
+class Exchanger(ABC):
     """A route that was opened for one team: the only code that moves a gradient's bytes."""
 
     def prepare(self, items: Sequence[LiveItem]) -> None:  # noqa: B027 - most need no preparation
@@ -190,4 +190,4 @@ class Carrier(ABC):
         """Begin to exchange an item and return at once. ``brought`` has one entry for each of the item's units."""
 
     def close(self) -> None:  # noqa: B027 - most have no threads
-        """Let what is queued leave, and end the carrier's threads."""
+        """Let what is queued leave, and end the exchanger's threads."""

@@ -20,7 +20,7 @@ from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
 if TYPE_CHECKING:
-    from poseidon.routes.base import Carrier, Context
+    from poseidon.routes.base import Context, Exchanger
 
 COLLECTIVES = "collectives"
 """The queue of everything that goes by a collective: their order is one on all workers, whatever they carry."""
@@ -64,11 +64,11 @@ class AllreduceRoute(Route):
             )
         ]
 
-    def open(self, context: Context) -> Carrier:
+    def open(self, context: Context) -> Exchanger:
         """See ``allreduce.py``."""
-        from poseidon.routes.allreduce import AllreduceCarrier
+        from poseidon.routes.allreduce import AllreduceExchanger
 
-        return AllreduceCarrier(context)
+        return AllreduceExchanger(context)
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class ShardedRoute(Route):
             inside_s=conditions.inside_s(size),
         )
 
-    def open(self, context: Context) -> Carrier:
+    def open(self, context: Context) -> Exchanger:
         """See ``sharded.py``."""
-        from poseidon.routes.sharded_carrier import ShardedCarrier
+        from poseidon.routes.sharded_exchanger import ShardedExchanger
 
-        return ShardedCarrier(context)
+        return ShardedExchanger(context)
 
 
 @dataclass(frozen=True)
@@ -206,12 +206,12 @@ class FactorsRoute(BroadcastRoute):
         """Count both factors to everybody, and one product of everybody's."""
         return None if load is None or load.rows <= 0 else factors_cost(unit, load, cluster)
 
-    def open(self, context: Context) -> Carrier:
+    def open(self, context: Context) -> Exchanger:
         """See ``factors.py`` and ``gather.py``."""
-        from poseidon.routes.factors import FactorsCarrier
-        from poseidon.routes.gather import GatherCarrier
+        from poseidon.routes.factors import FactorsExchanger
+        from poseidon.routes.gather import GatherExchanger
 
-        return GatherCarrier(context) if self.gathers else FactorsCarrier(context)
+        return GatherExchanger(context) if self.gathers else FactorsExchanger(context)
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,11 @@ class RowsRoute(BroadcastRoute):
             return None
         return rows_cost(unit, load or Load(rows=0), cluster)
 
-    def open(self, context: Context) -> Carrier:
+    def open(self, context: Context) -> Exchanger:
         """See ``rows.py``."""
-        from poseidon.routes.rows import RowsCarrier
+        from poseidon.routes.rows import RowsExchanger
 
-        return RowsCarrier(context)
+        return RowsExchanger(context)
 
 
 _ADDED: list[Route] = []

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, FactorPair, Flag, LiveItem, LiveUnit
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
 from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
 
 
-class FactorsCarrier(Carrier):
+class FactorsExchanger(Exchanger):
     """Exchanges the factors of linear units; calls may come in any order."""
 
     def __init__(self, context: Context) -> None:

@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, Flag, LiveItem
-from poseidon.routes.factors import FactorsCarrier, add_gradients, fill_rows, rebuild, row_dtype
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem
+from poseidon.routes.factors import FactorsExchanger, add_gradients, fill_rows, rebuild, row_dtype
 from poseidon.team.team import Team
 
 # Renamed in torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class GatherCarrier(Carrier):
+class GatherExchanger(Exchanger):
     """Exchanges the factors of linear units on GPUs; calls must come in the same order on all workers."""
 
     def __init__(self, context: Context) -> None:
         self._team = context.team
-        self._fallback = FactorsCarrier(context)
+        self._fallback = FactorsExchanger(context)
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Send up to the planned number of rows of factors, with values of the planned size."""
@@ -39,7 +39,7 @@ class GatherCarrier(Carrier):
 
 
 class _GatherExchange(Exchange):
-    def __init__(self, team: Team, fallback: FactorsCarrier, item: LiveItem, brought: Brought, step: int) -> None:
+    def __init__(self, team: Team, fallback: FactorsExchanger, item: LiveItem, brought: Brought, step: int) -> None:
         self._team = team
         self._fallback = fallback
         self._item = item

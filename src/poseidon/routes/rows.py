@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, Flag, LiveItem, LiveUnit
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
 from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
 
 _INDEX_BYTES = 8
 
 
-class RowsCarrier(Carrier):
+class RowsExchanger(Exchanger):
     """Exchanges the touched rows of embedding units; calls may come in any order."""
 
     def __init__(self, context: Context) -> None:

@@ -12,6 +12,7 @@ from poseidon.sim.outcome import Outcome, Span
 from poseidon.sim.sweep import Point
 
 PANELS_PER_ROW = 3
+STEPS_SHOWN = 2
 STYLES: dict[str, dict[str, Any]] = {
     "linear": {"color": "grey", "linestyle": "--"},
     "ring": {"color": "tab:cyan", "marker": "v"},
@@ -24,8 +25,28 @@ STYLES: dict[str, dict[str, Any]] = {
     "distribute": {"color": "tab:green", "marker": "*", "linewidth": 2.2},
 }
 
-PHASES = {"forward": "tab:blue", "backward": "tab:orange", "rebuild": "tab:purple", "update": "tab:green"}
-WIRE = "tab:red"
+NAMES = {
+    "linear": "linear",
+    "ring": "allreduce after backward",
+    "ddp": "PyTorch DDP",
+    "ps": "parameter server",
+    "dwbp-ps": "parameter server, overlapped",
+    "adam": "Project Adam",
+    "poseidon-2017": "Poseidon, 2017",
+    "poseidon": "Poseidon",
+    "distribute": "poseidon.distribute",
+}
+"""Systems as a reader knows them."""
+
+PHASES = {
+    "forward": ("tab:blue", "forward"),
+    "backward": ("tab:orange", "backward"),
+    "rebuild": ("tab:purple", "multiplying factors"),
+    "update": ("tab:green", "optimizer"),
+}
+"""What a device does: colour and label."""
+NETWORK = ("tab:red", "sending gradients")
+WAITING = ("0.9", "waiting for the network")
 
 
 def new_figure(
@@ -35,7 +56,7 @@ def new_figure(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed; install poseidon-dl[lab] for pictures") from None
+        raise ConfigError("matplotlib is not installed; pictures need it: pip install matplotlib") from None
     columns = min(panels, columns)
     rows = -(-panels // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -53,31 +74,49 @@ def draw_speedups(points: Sequence[Point], path: Path, title: str) -> None:
         chosen = [point for point in points if (point.batch, point.rate_bits) == (batch, rate)]
         _draw_panel(axis, chosen)
         axis.set_title(f"{format_rate(rate)}, batch {batch} per worker", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    # Below the panels: inside one it would cover lines.
+    figure.legend(handles, labels, ncols=min(4, len(labels)), loc="outside lower center", fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
 
 def draw_timelines(outcomes: Mapping[str, Outcome], path: Path, title: str) -> None:
-    """Write what the first machine's device and card do in two steps, one panel per system, all on one scale."""
-    figure, axes = new_figure(len(outcomes), width=9.0, height=1.5, columns=1)
-    steps = 2
-    longest_ms = max(outcome.step_s for outcome in outcomes.values()) * steps * 1e3
+    """Write what the first machine's device and network do in two steps, one panel per system, all on one scale."""
+    figure, axes = new_figure(len(outcomes), width=9.0, height=1.45, columns=1)
+    longest_ms = max(outcome.step_s for outcome in outcomes.values()) * STEPS_SHOWN * 1e3
     for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):
-        for phase, colour in PHASES.items():
-            _draw_bars(axis, 1.0, colour, [span for span in outcome.spans if span.route == phase])
-        _draw_bars(axis, 0.0, WIRE, [span for span in outcome.spans if span.place == "out"])
-        axis.set_yticks((0.0, 1.0), ("card", "device"))
-        axis.set(xlim=(0, longest_ms), ylim=(-0.5, 1.5))
-        axis.set_title(f"{name}: {outcome.step_s * 1e3:.0f} ms per step", fontsize=10, loc="left")
-    axes[-1].set_xlabel("ms")
-    handles = [_patch(colour, name) for name, colour in {**PHASES, "sending": WIRE}.items()]
-    figure.legend(handles=handles, ncols=len(handles), loc="outside upper right", fontsize=8)
-    figure.suptitle(title, fontsize=11, x=0.02, horizontalalignment="left")
+        _draw_timeline(axis, outcome)
+        axis.set_xlim(0, longest_ms)
+        axis.set_title(f"{NAMES.get(name, name)}: {outcome.step_s * 1e3:.0f} ms per step", fontsize=10, loc="left")
+        if axis is not axes[-1]:
+            axis.set_xticklabels([])
+    axes[-1].set_xlabel("milliseconds")
+    handles = [_patch(*pair) for pair in (*PHASES.values(), WAITING, NETWORK)]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
 
-def _draw_bars(axis: Any, row: float, colour: str, spans: Sequence[Span]) -> None:
-    bars = [(span.start_s * 1e3, (span.end_s - span.start_s) * 1e3) for span in spans]
+def _draw_timeline(axis: Any, outcome: Outcome) -> None:
+    """Draw computation above and the network below, with a line where each step ends."""
+    end_s = outcome.step_s * STEPS_SHOWN
+    ends_ms = [outcome.step_s * step * 1e3 for step in range(1, STEPS_SHOWN + 1)]
+    axis.broken_barh([(0, end_s * 1e3)], (0.65, 0.7), facecolor=WAITING[0])
+    for phase, (colour, _) in PHASES.items():
+        _draw_bars(axis, 1.0, colour, [span for span in outcome.spans if span.route == phase], end_s)
+    _draw_bars(axis, 0.0, NETWORK[0], [span for span in outcome.spans if span.place == "out"], end_s)
+    axis.vlines(ends_ms, -0.5, 1.5, colors="black", linestyles="dotted", linewidth=1)
+    axis.set_yticks((0.0, 1.0), ("network", "GPU"))
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(-0.5, 1.5)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_bars(axis: Any, row: float, colour: str, spans: Sequence[Span], until_s: float) -> None:
+    shown = [(span.start_s, min(span.end_s, until_s)) for span in spans if span.start_s < until_s]
+    bars = [(start * 1e3, (end - start) * 1e3) for start, end in shown]
     axis.broken_barh(bars, (row - 0.35, 0.7), facecolor=colour)
 
 
@@ -101,7 +140,7 @@ def _draw_panel(axis: Any, points: Sequence[Point]) -> None:
         if system == "linear":
             continue
         line = sorted((point.machines, point.outcome.speedup) for point in points if point.system == system)
-        axis.plot(*zip(*line, strict=True), label=system, **STYLES.get(system, {}))
+        axis.plot(*zip(*line, strict=True), label=NAMES.get(system, system), **STYLES.get(system, {}))
     if len(counts) > 2 and counts[-1] / counts[0] >= 8:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
@@ -111,4 +150,3 @@ def _draw_panel(axis: Any, points: Sequence[Point]) -> None:
     axis.set_xlabel("machines")
     axis.set_ylabel("speedup")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)

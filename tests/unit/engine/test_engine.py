@@ -115,11 +115,11 @@ def test_after_a_backward_that_was_broken_off_no_forward_goes_on() -> None:
     together(work)
 
 
-def test_closing_ends_carriers_and_team() -> None:
+def test_closing_ends_exchangers_and_team() -> None:
     def work(rank: int, worker: Worker) -> tuple[bool, bool]:
         worker.engine.close()
-        (carrier,) = worker.engine._carriers.values()
-        return carrier.is_closed, worker.team.is_closed
+        (exchanger,) = worker.engine._exchangers.values()
+        return exchanger.is_closed, worker.team.is_closed
 
     _, closed = together(work)
     assert closed == [(True, True)] * WORKERS

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +21,23 @@ from poseidon.job.settings import (
     Variable,
     check_least,
 )
-from settings_page import PAGE, declared, make_page
 
+ROOT = Path(__file__).parents[3]
 SOURCES = Path(poseidon.__file__).parent
 FAMILIES = ("POSEIDON_WIRE_", "POSEIDON_RUN_", "POSEIDON_")
 """Beginnings of names, used where a whole family is meant."""
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("settings_script", ROOT / "scripts" / "settings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load_script()
 
 
 def read(place: str) -> str:
@@ -32,7 +46,7 @@ def read(place: str) -> str:
 
 def test_every_variable_in_the_code_is_declared() -> None:
     named = {name for path in SOURCES.rglob("*.py") for name in re.findall(r"POSEIDON_[A-Z_]*", path.read_text())}
-    assert named - {variable.name for variable in declared()} - set(FAMILIES) == set()
+    assert named - {variable.name for variable in script.declared()} - set(FAMILIES) == set()
 
 
 def test_every_declared_variable_is_used_where_it_says() -> None:
@@ -45,12 +59,12 @@ def test_every_declared_variable_is_used_where_it_says() -> None:
 
 
 def test_no_variable_is_declared_twice() -> None:
-    names = [variable.name for variable in declared()]
+    names = [variable.name for variable in script.declared()]
     assert sorted(set(names)) == sorted(names)
 
 
 def test_the_page_lists_what_is_declared() -> None:
-    assert PAGE.read_text() == make_page(), "run tests/settings_page.py"
+    assert script.draw() in script.PAGE.read_text(), "run python scripts/settings.py --write"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""The parameter server as a carrier: every bucket has a slot there."""
+"""The parameter server as an exchanger: every bucket has a slot there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poseidon.routes.base import Brought, Carrier, Context, Exchange, LiveItem
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.sharded import ShardedRoute
 from poseidon.sums.slots import Slot
 
 
-class ShardedCarrier(Carrier):
+class ShardedExchanger(Exchanger):
     """Averages buckets through the parameter server; calls may come in any order unless workers combine first."""
 
     def __init__(self, context: Context) -> None:

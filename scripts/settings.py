@@ -1,12 +1,13 @@
-"""Makes ``docs/settings.md`` from the declarations in the code: ``python tests/settings_page.py``.
+"""The tables of ``docs/settings.md``, from the declarations in the code.
 
-Run it with the sources on the path (``PYTHONPATH=src``) after changing a setting; a test compares the page.
+This prints them; ``--write`` puts them into the page. A test compares the two.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -17,20 +18,13 @@ from poseidon.launch.hosts import ORIGINAL_KEYS, Host
 from poseidon.launch.run_settings import FROM_HOSTS, SETTINGS
 from poseidon.wire.settings import WireSettings, variable_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
-
-_HEAD = """# Settings
-
-Every environment variable and every key of a cluster file that Poseidon reads. `tests/settings_page.py` makes this page
-from the code. A value that cannot work is refused with the setting's name, the value seen and the value expected. Where
-a setting may come from several places, an argument overrides the cluster file, the file the environment, and that the
-default; `poseidon run` shows where each value came from when it starts.
-"""
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+BEGIN, END = "<!-- settings: made by scripts/settings.py -->", "<!-- end of settings -->"
 
 
-def make_page() -> str:
-    """Return the page."""
-    return "\n".join([_HEAD, *_variables(), *_wire(), *_run(), *_hosts(), *_internal(), *_foreign()])
+def draw() -> str:
+    """Return the tables."""
+    return "\n".join([BEGIN, *_variables(), *_wire(), *_run(), *_hosts(), *_internal(), *_foreign(), END])
 
 
 def declared() -> list[Variable[Any]]:
@@ -49,9 +43,10 @@ def _wire() -> Iterable[str]:
     return (
         "## The wire",
         "",
-        "These are the fields of `poseidon.wire.settings.WireSettings`, which can also be passed as `settings=`. An",
-        "unknown `POSEIDON_WIRE_` variable is an error. Unless set, `ip` or `interface`, `send_buffer_bytes` and",
-        "`balance` are chosen to suit the job's network.",
+        "These are the fields of `WireSettings` (`poseidon/wire/settings.py`), which `poseidon.ps.connect(settings=)` and",
+        "`distribute` also take. Carrier and encryption must be equal on all workers; allreduce, factors and rows are not",
+        "encrypted ([security](../SECURITY.md)). An unknown `POSEIDON_WIRE_` variable is an error. Unless set, `ip` or",
+        "`interface`, `send_buffer_bytes` and `balance` are chosen to suit the job's network.",
         "",
         *_table(("variable", "value", "default", "what it does"), rows),
     )
@@ -119,5 +114,15 @@ def _field_docs(cls: type) -> dict[str, str]:
     return found
 
 
+def main(arguments: list[str]) -> None:
+    """Print or write."""
+    if arguments == ["--write"]:
+        text = PAGE.read_text()
+        start, end = text.index(BEGIN), text.index(END) + len(END)
+        PAGE.write_text(text[:start] + draw() + text[end:])
+    else:
+        print(draw())
+
+
 if __name__ == "__main__":
-    PAGE.write_text(make_page())
+    main(sys.argv[1:])
