@@ -56,7 +56,7 @@ class WireSettings:
     cap_mbit: float = 0.0
     """The most that this rank sends, in Mbit/s at the interface; 0: no limit."""
     encrypt: bool = False
-    """Encrypt and authenticate all traffic (CURVE)."""
+    """Encrypt and authenticate the wire's traffic (CURVE)."""
     payload_checksum: bool = False
     """Send the CRC-32 of every payload, for the receiver to check."""
     connect_timeout_s: float = 30.0
