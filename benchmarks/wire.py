@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -198,10 +197,10 @@ class ShardedSum:
         import torch.distributed as dist
 
         from poseidon.lab.spec import spread_rates
-        from poseidon.sums.chunks import cut, owned_by
-        from poseidon.sums.service import ShardService
-        from poseidon.sums.shard import Shard
-        from poseidon.wire.message import Kind
+        from poseidon.sums.chunks import cut
+        from poseidon.sums.host import host_adders
+        from poseidon.sums.server import SumServer
+        from poseidon.sums.slots import Slot
         from poseidon.wire.open import open_transport
         from poseidon.wire.settings import PREFIX, WireSettings, suited_to
 
@@ -211,11 +210,9 @@ class ShardedSum:
         self._expected = all_sums(options.elements, self._size)
         words = dict(word.split("=") for word in wire.split(",") if word)
         chunk_bytes = int(words.pop("chunk_kb", CHUNK_KB)) << 10
-        (self._chunks,) = units = cut([options.elements], range(self._size), chunk_bytes // 4)
+        (chunks,) = cut([options.elements], range(self._size), chunk_bytes // 4)
+        self._slot = Slot(0, chunks, 0)
         self._clock = 0
-        self._left = 0
-        self._lock = threading.Lock()
-        self._done = threading.Event()
         secret = [os.urandom(32) if self._rank == 0 else None]
         dist.broadcast_object_list(secret)
         environment = {PREFIX + name.upper(): value for name, value in words.items()}
@@ -224,60 +221,25 @@ class ShardedSum:
         suited = suited_to(slowest_bits / 8, peers=self._size - 1)
         settings = WireSettings.from_environment(environment, interface="eth0", **suited)
         self._transport = open_transport(self._rank, self._size, secret[0], settings)
-        self._transport.listen(Kind.RESULT, self._receive, self._place)
-        self._service = ShardService(
-            self._transport,
-            Shard(owned_by(self._rank, units), range(self._size)),
-            on_error=self._fail,
-            on_result=self._store,
-        )
+        self._server = SumServer(self._transport)
+        (adder,) = host_adders([self._slot], ["float32"], self._rank)
+        self._server.book([(self._slot, adder)])
         addresses = [""] * self._size
         dist.all_gather_object(addresses, self._transport.address)
         self._transport.connect(addresses)
 
     def prepare(self) -> None:
         self._clock += 1
-        self._left = len(self._chunks)
-        self._done.clear()
-        self._result[:] = 0
+        np.copyto(self._result, self._values)
 
     def sum(self) -> None:
-        from poseidon.wire.message import Header, Kind
-
-        for chunk in self._chunks:
-            values = self._values[chunk.start : chunk.stop]
-            if chunk.owner == self._rank:
-                self._service.contribute(0, chunk.index, self._clock, values)
-            else:
-                header = Header(Kind.PUSH, self._rank, 0, chunk.index, self._clock, values.nbytes)
-                self._transport.send(chunk.owner, header, values)
-        if not self._done.wait(LONGEST_S):
-            raise TimeoutError(f"rank {self._rank} still waits for {self._left} of {len(self._chunks)} chunks")
+        self._server.start(self._result, self._slot, self._clock).result(LONGEST_S)
 
     def is_exact(self) -> bool:
         return bool(np.array_equal(self._result, self._expected))
 
     def close(self) -> None:
         self._transport.close()
-
-    def _place(self, header: Any) -> memoryview:
-        chunk = self._chunks[header.chunk]
-        return self._result[chunk.start : chunk.stop].data.cast("B")
-
-    def _receive(self, _header: Any, _payload: memoryview) -> None:
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self._done.set()
-
-    def _store(self, _unit: int, index: int, _clock: int, values: np.ndarray) -> None:
-        chunk = self._chunks[index]
-        np.copyto(self._result[chunk.start : chunk.stop], values)
-        self._receive(None, memoryview(b""))
-
-    def _fail(self, error: Exception) -> None:
-        print(f"rank {self._rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 class Allreduce:

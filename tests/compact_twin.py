@@ -1,4 +1,4 @@
-"""The compacted format once more, in NumPy and as plainly as can be: what kernels are compared with, and a stand-in."""
+"""The compacted format again, in plain NumPy: a reference for the kernels, and a stand-in device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poseidon.routes.compact import ChunkRows
-from poseidon.routes.staging import Done
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import GROUP, HEAD_BYTES, CompactLayout
+from poseidon.sums.compact import GROUP, HEAD_BYTES, ChunkRows, CompactLayout
+from poseidon.sums.encodings import Encoding
+from poseidon.sums.events import Done
 
 Array = np.ndarray[Any, Any]
 
@@ -69,7 +69,7 @@ class Now:
 
 
 class HostCompactor:
-    """A device that is no device; it does at once what it is told."""
+    """A stand-in for a device; it does everything at once."""
 
     def __init__(self) -> None:
         self.copied = 0
@@ -85,13 +85,13 @@ class HostCompactor:
     def add(
         self,
         parts: Tensor,
-        plain: Sequence[int],
+        encodings: Sequence[int],
         flat: Tensor,
         chunk: Chunk,
         layout: CompactLayout,
         into: Sequence[Tensor],
     ) -> Done:
-        values = [self._read(part, place in plain, chunk, layout) for place, part in enumerate(parts)]
+        values = [self._read(*row, chunk, layout) for row in zip(parts, encodings, strict=True)]
         values.insert(chunk.owner, flat[chunk.start : chunk.stop].numpy())
         with np.errstate(over="ignore"):
             flat[chunk.start : chunk.stop] = torch.from_numpy(functools.reduce(np.add, values))
@@ -103,9 +103,9 @@ class HostCompactor:
         for memory in into:
             memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
 
-    def restore(self, memory: Tensor, plain: Sequence[int], rows: ChunkRows, flat: Tensor) -> str:
+    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor) -> str:
         for chunk in rows.chunks:
-            values = self._read(memory[chunk.index], chunk.index in plain, chunk, rows.layout)
+            values = self._read(memory[chunk.index], encodings[chunk.index], chunk, rows.layout)
             flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
         return "restored"
 
@@ -117,9 +117,9 @@ class HostCompactor:
             else:
                 memory[: len(compacted)] = torch.frombuffer(bytearray(compacted), dtype=torch.uint8)
 
-    def _read(self, memory: Tensor, is_plain: bool, chunk: Chunk, layout: CompactLayout) -> Array:
+    def _read(self, memory: Tensor, encoding: int, chunk: Chunk, layout: CompactLayout) -> Array:
         data = memory.numpy()
-        if is_plain:
+        if encoding == Encoding.PLAIN:
             plain: Array = data[: 4 * chunk.length].view(np.float32)
             return plain
         return restore(data.data, chunk.length, layout)

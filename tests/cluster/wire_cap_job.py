@@ -24,7 +24,7 @@ def main(carrier, cap_mbit, folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     settings = WireSettings(carrier=carrier, interface="eth0", cap_mbit=cap_mbit, close_timeout_s=20)
     transport = open_transport(rank, size, b"a secret of the tests", settings)
-    transport.listen(Kind.PUSH, lambda *_: None)
+    transport.listen(Kind.PART, lambda *_: None)
     addresses = [""] * size
     dist.all_gather_object(addresses, transport.address)
     transport.connect(addresses)
@@ -43,7 +43,7 @@ def measure(transport):
     while True:
         for peer in range(1, transport.size):
             room.acquire()
-            header = Header(Kind.PUSH, 0, 0, 0, 0, CHUNK.nbytes)
+            header = Header(Kind.PART, 0, 0, 0, 0, CHUNK.nbytes)
             transport.send(peer, header, CHUNK, on_sent=room.release)
         now = time.monotonic() - began
         if not start_s and now > WARM_UP_S:

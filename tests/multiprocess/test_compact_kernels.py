@@ -39,7 +39,7 @@ def _draw(kind: str, size: int) -> Array:
 
 
 def _compact_and_restore(kind: str, chunks: int, quotient: int, longer: int) -> None:
-    from poseidon.routes import compact_kernels as kernels
+    from poseidon.sums import compact_kernels as kernels
 
     values = _draw(kind, chunks * quotient + longer)
     layout = CompactLayout(quotient + (longer > 0))
@@ -67,7 +67,7 @@ def _compact_and_restore(kind: str, chunks: int, quotient: int, longer: int) -> 
 
 
 def _add_up() -> None:
-    from poseidon.routes import compact_kernels as kernels
+    from poseidon.sums import compact_kernels as kernels
 
     for place in range(4):
         generator = np.random.default_rng(place)

@@ -17,8 +17,10 @@ from compact_twin import HostCompactor, same_bits
 from poseidon.errors import WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.routes import sharded
-from poseidon.routes.compact import CompactSum
+from poseidon.routes.base import Context
 from poseidon.sums.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES
+from poseidon.sums.device import DeviceAdder, DeviceArithmetic
+from poseidon.sums.server import SumServer
 from poseidon.sums.slots import make_slots
 from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
@@ -45,22 +47,21 @@ def _expect(number: int, step: int, size: int) -> np.ndarray[Any, Any]:
 def _sum_over_the_wire() -> None:
     team = Team(None, 30.0)
     transport = connect_wire(team, range(team.size), link=LINK)
-    errors: list[BaseException] = []
     compactor = HostCompactor()
-    total = CompactSum(transport, compactor, priority=int, on_error=errors.append)
+    device = DeviceArithmetic(compactor)
+    server = SumServer(transport)
     sizes = [FEWEST_COMPACTED * 7, FEWEST_COMPACTED * team.size * 3 + 5]
     slots = make_slots(0, sizes, [4, 4], team.size, 8 * FEWEST_COMPACTED)
-    total.include(slots)
+    server.book([(slot, DeviceAdder(slot, team.rank, team.size, device)) for slot in slots])
     team.gather_ints([0])
     for step in range(STEPS):
         flats = [torch.from_numpy(_draw(team.rank, slot.number, step, sizes[slot.number])) for slot in slots]
-        futures = [total.start(flat, slot, step) for flat, slot in zip(flats, slots, strict=True)]
+        futures = [server.start(flat, slot, step) for flat, slot in zip(flats, slots, strict=True)]
         for future, flat, slot in zip(futures, flats, slots, strict=True):
             team.result(future, "a sum")
             assert same_bits(flat.numpy(), _expect(slot.number, step, sizes[slot.number])), (step, slot.number)
-    assert not errors
     assert compactor.copied
-    total.close()
+    device.close()
     transport.close()
     team.close()
 
@@ -71,18 +72,17 @@ def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) ->
 
 
 def _lose_a_worker() -> str:
-    sharded._find_compactor = lambda _: HostCompactor()
-    sharded.can_compact = lambda _: True
+    sharded.find_compactor = lambda *_: HostCompactor()
     team = Team(None, 30.0)
-    total = sharded._ShardedSum(team, range(team.size), LINK, is_cuda=True)
-    (slot,) = total.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
-    assert total.compacts(slot)
+    route = sharded.ShardedExchanger(Context(team, Cluster(team.size, between=LINK), is_cuda=True))
+    (slot,) = route.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
+    assert route.compacts(slot)
     team.gather_ints([0])
     if team.rank == 1:
         os._exit(1)
-    future = total.start_compacted(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0)
+    exchange = route.average(torch.ones(SMALLEST_COMPACTED_BYTES // 4), slot, 0, "a bucket")
     with pytest.raises(WorkerLostError) as caught:
-        team.result(future, "a bucket")
+        exchange.finish(is_used=True)
     return str(caught.value)
 
 
@@ -92,12 +92,11 @@ def test_a_worker_that_dies_is_named() -> None:
 
 
 def _compact_on_all_but_one() -> bool:
-    sharded._find_compactor = lambda _: HostCompactor()
-    sharded.can_compact = lambda _: dist.get_rank() != 1
+    sharded.find_compactor = lambda *_: None if dist.get_rank() == 1 else HostCompactor()
     team = Team(None, 30.0)
-    total = sharded._ShardedSum(team, range(team.size), LINK, is_cuda=True)
-    (slot,) = total.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
-    return total.compacts(slot)
+    route = sharded.ShardedExchanger(Context(team, Cluster(team.size, between=LINK), is_cuda=True))
+    (slot,) = route.book([SMALLEST_COMPACTED_BYTES // 4], [torch.float32])
+    return route.compacts(slot)
 
 
 def test_where_one_worker_cannot_compact_nobody_does() -> None:
@@ -106,7 +105,7 @@ def test_where_one_worker_cannot_compact_nobody_does() -> None:
 
 def _average_on_the_device() -> list[int]:
     team = Team(None, 30.0)
-    route = sharded.ShardedRoute(team, True, LINK)
+    route = sharded.ShardedExchanger(Context(team, Cluster(team.size, between=LINK), is_cuda=True))
     large = SMALLEST_COMPACTED_BYTES // 4
     sizes = [large, large * 2 + 5, 100, 5000]
     dtypes = [torch.float32, torch.float32, torch.float32, torch.float16]
@@ -116,9 +115,9 @@ def _average_on_the_device() -> list[int]:
             torch.from_numpy(_draw(team.rank, slot.number, step, size)).cuda().to(dtype)
             for slot, size, dtype in zip(slots, sizes, dtypes, strict=True)
         ]
-        exchanges = [route.start(f, slot, step, "a bucket") for f, slot in zip(flats, slots, strict=True)]
+        exchanges = [route.average(f, slot, step, "a bucket") for f, slot in zip(flats, slots, strict=True)]
         for exchange, flat, slot in zip(exchanges, flats, slots, strict=True):
-            exchange.finish()
+            exchange.finish(is_used=True)
             if flat.dtype == torch.float32:
                 # Workers are two or four, so that dividing first changes no bits unless the smallest numbers are left.
                 mean = functools.reduce(
@@ -126,7 +125,7 @@ def _average_on_the_device() -> list[int]:
                     [_draw(rank, slot.number, step, len(flat)) / np.float32(team.size) for rank in range(team.size)],
                 )
                 assert same_bits(flat.cpu().numpy(), mean), (step, slot.number)
-    compacted = [int(route._exchange.compacts(slot)) for slot in slots]
+    compacted = [int(route.compacts(slot)) for slot in slots]
     team.gather_ints([0])
     route.close()
     team.close()

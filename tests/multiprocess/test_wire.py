@@ -66,7 +66,7 @@ def network(size, settings, prepare=list):
 class Inbox:
     """Messages as they come, and a way to wait for them."""
 
-    def __init__(self, transport, kind=Kind.PUSH, placer=None):
+    def __init__(self, transport, kind=Kind.PART, placer=None):
         self.messages = []
         self._came = threading.Condition()
         transport.listen(kind, self._take, placer)
@@ -83,7 +83,7 @@ class Inbox:
 
 
 def push(sender, chunk, values, clock=0):
-    return Header(Kind.PUSH, sender, 0, chunk, clock, values.nbytes)
+    return Header(Kind.PART, sender, 0, chunk, clock, values.nbytes)
 
 
 def values_of(sender, receiver, chunk, count):
@@ -101,11 +101,11 @@ def test_everybody_reaches_everybody(settings):
                     transport.send(receiver, push(sender, chunk, values), values, on_sent=lambda: sent.append(1))
         for receiver, inbox in enumerate(inboxes):
             messages = inbox.wait(3 * len(sizes))
-            assert {(header.sender, header.chunk) for header, _ in messages} == {
+            assert {(header.sender, header.number) for header, _ in messages} == {
                 (sender, chunk) for sender in range(3) for chunk in range(len(sizes))
             }
             for header, values in messages:
-                expected = values_of(header.sender, receiver, header.chunk, sizes[header.chunk])
+                expected = values_of(header.sender, receiver, header.number, sizes[header.number])
                 assert np.array_equal(values, expected)
     assert len(sent) == 9 * len(sizes)
     total = 3 * sum(sizes) * 4
@@ -125,7 +125,7 @@ def test_a_payload_may_change_once_it_is_sent(settings):
             assert sent.acquire(timeout=WAIT_S)
             values[:] = -1
         for header, received in inboxes[1].wait(20):
-            assert (received == header.chunk).all()
+            assert (received == header.number).all()
 
 
 def test_urgent_messages_overtake_queued_ones(plain):
@@ -134,12 +134,12 @@ def test_urgent_messages_overtake_queued_ones(plain):
 
     def slowly(header, payload):
         gate.wait(WAIT_S)
-        order.append(header.chunk)
+        order.append(header.number)
         if len(order) == count + 1:
             finished.set()
 
     values = np.zeros(1 << 18, np.float32)
-    with network(2, plain, lambda transports: transports[1].listen(Kind.PUSH, slowly)) as transports:
+    with network(2, plain, lambda transports: transports[1].listen(Kind.PART, slowly)) as transports:
         for chunk in range(count):
             transports[0].send(1, push(0, chunk, values), values, priority=chunk + 1)
         transports[0].send(1, push(0, count, values), values, priority=0)
@@ -157,8 +157,8 @@ def test_what_is_queued_leaves_before_close_returns(settings):
         for chunk in range(30):
             transports[0].send(1, push(0, chunk, values), values)
         transports[0].close()
-        assert {header.chunk for header, _ in inboxes[1].wait(30)} == set(range(30))
-        with pytest.raises(WireError, match="rank 0 cannot send PUSH to rank 1: its transport is closed"):
+        assert {header.number for header, _ in inboxes[1].wait(30)} == set(range(30))
+        with pytest.raises(WireError, match="rank 0 cannot send PART to rank 1: its transport is closed"):
             transports[0].send(1, push(0, 0, values), values)
 
 
@@ -167,9 +167,9 @@ def test_payloads_land_where_the_receiver_says(plain):
     inboxes = []
 
     def place(header):
-        if header.chunk == 9:
+        if header.number == 9:
             raise FrameError("clock", "not wanted")
-        return landing[header.chunk].data.cast("B") if header.chunk < 4 else None
+        return landing[header.number].data.cast("B") if header.number < 4 else None
 
     def prepare(transports):
         inboxes.append(Inbox(transports[1], placer=place))
@@ -182,7 +182,7 @@ def test_payloads_land_where_the_receiver_says(plain):
         transports[0].send(1, push(0, 2, short), short)
         transports[0].send(1, push(0, 5, short), short)
         messages = inboxes[0].wait(6)
-    assert [header.chunk for header, _ in messages] == [0, 1, 7, 2, 3, 5]
+    assert [header.number for header, _ in messages] == [0, 1, 7, 2, 3, 5]
     for chunk in range(4):
         assert (landing[chunk] == chunk + 1).all()
     assert np.shares_memory(messages[0][1], landing)
@@ -225,7 +225,7 @@ def test_a_message_in_another_name_is_refused(plain):
         values = np.zeros(4, np.float32)
         transports[0].send(1, push(2, 1, values), values)
         transports[2].send(1, push(2, 3, values), values)
-        assert [header.chunk for header, _ in inboxes[1].wait(1)] == [3]
+        assert [header.number for header, _ in inboxes[1].wait(1)] == [3]
         if plain.carrier == "zeromq":
             transports[0].send(1, Header(Kind.CLOCK, 0, 0, 0, 0, 0))
             assert told.wait(WAIT_S)
@@ -251,7 +251,7 @@ def test_nobody_speaks_without_the_secret(carrier, encrypt):
                 time.sleep(0.01)
             assert good.stats.refused["wrong secret"] >= 1
         with pytest.raises(WireError, match="is not connected yet"):
-            bad.send(0, Header(Kind.PUSH, 1, 0, 0, 0, 0))
+            bad.send(0, Header(Kind.PART, 1, 0, 0, 0, 0))
 
 
 def test_wrong_use_is_refused(plain):

@@ -38,7 +38,7 @@ def resident_bytes():
 
 
 def good_header(**fields):
-    values = {"kind": Kind.PUSH, "sender": 2, "unit": 1, "chunk": 2, "clock": 3, "length": 8} | fields
+    values = {"kind": Kind.PART, "sender": 2, "subject": 1, "number": 2, "clock": 3, "length": 8} | fields
     return Header(**values)
 
 
@@ -116,17 +116,17 @@ class Honest:
         self.rounds = 0
         self._payload = np.arange(50_000, dtype=np.float32)
         self._came = threading.Semaphore(0)
-        self.ranks[1].listen(Kind.PUSH, self._answer)
-        self.ranks[0].listen(Kind.RESULT, self._take)
-        # A forged PUSH is checked like any other message, and gets as far as this.
-        self.ranks[0].listen(Kind.PUSH, lambda *_: None)
+        self.ranks[1].listen(Kind.PART, self._answer)
+        self.ranks[0].listen(Kind.SUM, self._take)
+        # A forged PART is checked like any other message, and gets as far as this.
+        self.ranks[0].listen(Kind.PART, lambda *_: None)
         addresses = [rank.address for rank in self.ranks]
         before(Address.parse(addresses[0]))
         for rank in self.ranks:
             rank.connect(addresses)
 
     def _answer(self, header, payload):
-        self.ranks[1].send(0, Header(Kind.RESULT, 1, 0, 0, header.clock, len(payload)), payload)
+        self.ranks[1].send(0, Header(Kind.SUM, 1, 0, 0, header.clock, len(payload)), payload)
 
     def _take(self, _header, payload):
         assert np.array_equal(np.frombuffer(payload, np.float32), self._payload)
@@ -134,7 +134,7 @@ class Honest:
 
     def play(self):
         self.rounds += 1
-        header = Header(Kind.PUSH, 0, 0, 0, self.rounds, self._payload.nbytes)
+        header = Header(Kind.PART, 0, 0, 0, self.rounds, self._payload.nbytes)
         self.ranks[0].send(1, header, self._payload)
         assert self._came.acquire(timeout=20), f"round {self.rounds} came to nothing"
 

@@ -26,8 +26,8 @@ from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
-from poseidon.routes.compact import can_compact
 from poseidon.sim.cells import Bench, predict_ms
+from poseidon.sums.device import can_compact
 from poseidon.version import __version__
 
 KEPT_LINES = 30

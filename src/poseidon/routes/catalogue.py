@@ -145,7 +145,7 @@ class ShardedRoute(Route):
 
     def open(self, context: Context) -> Exchanger:
         """See ``sharded.py``."""
-        from poseidon.routes.sharded_exchanger import ShardedExchanger
+        from poseidon.routes.sharded import ShardedExchanger
 
         return ShardedExchanger(context)
 

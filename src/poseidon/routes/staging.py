@@ -1,58 +1,20 @@
-"""CUDA tensors on their way to the wire and back: streams beside the computation, and threads that wait for them."""
+"""CUDA tensors on their way to the wire and back, through pinned memory."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from poseidon.routes.base import Exchange
-from poseidon.team.team import CLOSE_S, Team
-
-
-class Done(Protocol):
-    """Something a device will have done."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-
-
-class Waiter:
-    """A thread that waits for one thing after the other, and then does what follows from it."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Done, Callable[[], None], Callable[[BaseException], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, done: Done, then: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        """Call ``then`` once ``done`` is, and ``fail`` if either raises."""
-        self._jobs.put((done, then, fail))
-
-    def close(self) -> None:
-        """End the thread behind what it was given."""
-        self._jobs.put(None)
-        self._thread.join(timeout=CLOSE_S)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            done, then, fail = job
-            try:
-                done.synchronize()
-                then()
-            except BaseException as error:
-                fail(error)
+from poseidon.sums.events import Waiter, record
+from poseidon.team.team import Team
 
 
 class Stager:
-    """Moves buckets between the device and pinned memory, on streams and a thread of its own."""
+    """Moves buckets between the device and pinned memory, on its own streams and thread."""
 
     def __init__(self) -> None:
         self._hosts: dict[int, Tensor] = {}
@@ -62,9 +24,9 @@ class Stager:
     def start(
         self, flat: Tensor, number: int, between: Callable[[Tensor], Future[None]], team: Team, name: str
     ) -> Exchange:
-        """Copy ``flat`` out, sum it by ``between``, copy it back; the compute stream goes on meanwhile.
+        """Copy ``flat`` out, sum it by ``between`` and copy it back, beside the compute stream.
 
-        Buckets of one ``number`` use the same memory one after the other.
+        Buckets of the same ``number`` share memory, so only one of them may be under way.
         """
         out, back = self._streams_of(flat.device)
         host = self._host_for(number, flat)
@@ -89,7 +51,7 @@ class Stager:
         return StagedExchange(team, future, name, flat.device)
 
     def forget(self) -> None:
-        """Let go of the memory of earlier slots; what is under way keeps its own."""
+        """Free the memory of earlier slots; what is under way keeps its own."""
         self._hosts.clear()
 
     def close(self) -> None:
@@ -108,7 +70,7 @@ class Stager:
 
 
 class StagedExchange(Exchange):
-    """An exchange whose outcome is an event on a device: only the compute stream waits for that."""
+    """An exchange that ends with an event on a device; only the compute stream waits for that."""
 
     def __init__(self, team: Team, future: Future[torch.cuda.Event], name: str, device: torch.device) -> None:
         self._team = team
@@ -120,10 +82,3 @@ class StagedExchange(Exchange):
         """Let the compute stream wait for the bucket."""
         done = self._team.result(self._future, self._name, grace_s=0)
         torch.cuda.current_stream(self._device).wait_event(done)
-
-
-def record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event behind all that ``stream`` has to do. Waiting for it burns no core: the network needs them."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return event

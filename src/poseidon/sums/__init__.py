@@ -1,6 +1,10 @@
-"""Sums of whole gradients: the parameter server that the route ``sharded`` goes through.
+"""Sums of whole gradients, step 5 of the journey: the parameter server behind the route ``sharded``.
 
-What decides is pure: ``chunks`` cuts a bucket into chunks with owners, ``slots`` numbers buckets and says how urgent
-each is, ``shard`` adds parts in rank order, ``compact`` lays a chunk out in fewer bits. ``service`` ties a shard to a
-transport.
+Every rank owns some chunks of every slot. A worker sends its part of a chunk to the owner (``PART``); the owner adds
+the parts in rank order and sends the sum to everybody (``SUM``).
+
+Pure: ``chunks`` and ``slots`` say who owns what, ``encodings`` and ``compact`` how a chunk's values lie in a message,
+``messages`` what a PART and a SUM must look like, ``turns`` whose part may come, ``ledger`` which sums are missing.
+``server`` ties them to a transport. How values are added is up to an ``Adder`` (``arithmetic``): NumPy's in ``host``,
+a CUDA device's in ``device``.
 """

@@ -1,6 +1,6 @@
-"""Units are cut into chunks, and every chunk gets a shard that owns it. Pure.
+"""Slots are cut into chunks, and every chunk gets an owner. Pure.
 
-All workers call :func:`cut` with the same arguments and get the same answer, so nothing about it is sent.
+All workers call :func:`cut` with the same arguments and get the same answer, so none of it travels.
 """
 
 from __future__ import annotations
@@ -13,50 +13,53 @@ from poseidon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of a unit's elements that travels and is summed as one."""
+    """A run of a slot's elements that is sent and summed as one."""
 
-    unit: int
+    slot: int
     index: int
-    """Position among the unit's chunks."""
+    """Position among the slot's chunks."""
     start: int
     stop: int
     """One past the last element."""
     owner: int
-    """Rank of the shard that sums it."""
+    """Rank that sums it."""
 
     @property
     def length(self) -> int:
         """Number of elements."""
         return self.stop - self.start
 
+    def __str__(self) -> str:
+        return f"chunk {self.index} of slot {self.slot}"
+
 
 def cut(
     sizes: Sequence[int], owners: Sequence[int], chunk_elements: int, least_elements: int | None = None
 ) -> list[tuple[Chunk, ...]]:
-    """Return the chunks of each unit, given the units' sizes in elements and the ranks that hold shards.
+    """Return the chunks of slots 0, 1, ..., given their sizes in elements and the ranks that own chunks.
 
-    Whatever the sizes, the owners' loads (in elements, over any leading run of units) differ by at most the largest
-    chunk. No chunk has more than ``chunk_elements``. A unit with fewer chunks than there are owners is cut smaller,
-    down to ``least_elements`` each (a quarter of ``chunk_elements`` unless told), and any larger one gives every
-    owner the same number of chunks: the exchange of one unit alone then uses all links alike.
+    Whatever the sizes, the owners' loads (in elements, over any leading run of slots) differ by at most the largest
+    chunk. No chunk has more than ``chunk_elements``. A slot with fewer chunks than owners is cut smaller, down to
+    ``least_elements`` each (by default a quarter of ``chunk_elements``); any larger one gives every owner the same
+    number of chunks. Either way the exchange of one slot alone uses all links equally.
     """
     least = max(1, chunk_elements // 4) if least_elements is None else least_elements
     _check(sizes, owners, chunk_elements, least)
     loads = dict.fromkeys(owners, 0)
-    return [_cut_unit(unit, size, loads, chunk_elements, least) for unit, size in enumerate(sizes)]
+    return [_cut_slot(slot, size, loads, chunk_elements, least) for slot, size in enumerate(sizes)]
 
 
-def owned_by(owner: int, units: Sequence[tuple[Chunk, ...]]) -> list[Chunk]:
-    """Return the chunks of all ``units`` that belong to ``owner``."""
-    return [chunk for chunks in units for chunk in chunks if chunk.owner == owner]
+def owned_by(owner: int, slots: Sequence[Sequence[Chunk]]) -> list[Chunk]:
+    """Return the chunks of all ``slots`` that belong to ``owner``."""
+    return [chunk for chunks in slots for chunk in chunks if chunk.owner == owner]
 
 
-def _cut_unit(unit: int, size: int, loads: dict[int, int], largest: int, least: int) -> tuple[Chunk, ...]:
-    """Cut one unit and add its chunks to ``loads``.
+def _cut_slot(slot: int, size: int, loads: dict[int, int], largest: int, least: int) -> tuple[Chunk, ...]:
+    """Cut one slot and add its chunks to ``loads``.
 
-    Each round hands one piece to each owner, the longest piece to the least loaded. Pieces differ by one element at
-    most, so a full round never widens the gap between owners by more than one element, and a partial round only
-    ever lifts the least loaded ones: that is why the gap stays within one chunk.
+    Each round hands one piece to each owner, the longest piece to the least loaded. Pieces differ by at most one
+    element, so a full round never widens the gap between owners by more than one element, and a partial round lifts
+    only the least loaded: so the gap stays within one chunk.
     """
     count = _count_pieces(size, len(loads), largest, least)
     quotient, longer = divmod(size, count) if count else (0, 0)
@@ -66,7 +69,7 @@ def _cut_unit(unit: int, size: int, loads: dict[int, int], largest: int, least: 
         by_load = sorted(loads, key=loads.__getitem__)
         for owner in by_load[: count - len(chunks)]:
             stop = start + quotient + (len(chunks) < longer)
-            chunks.append(Chunk(unit, len(chunks), start, stop, owner))
+            chunks.append(Chunk(slot, len(chunks), start, stop, owner))
             loads[owner] += stop - start
             start = stop
     return tuple(chunks)
@@ -87,6 +90,6 @@ def _check(sizes: Sequence[int], owners: Sequence[int], chunk_elements: int, lea
             f"chunk_elements is {chunk_elements} and least_elements {least}; "
             "both must be at least 1 and the second no larger than the first"
         )
-    negative = [(unit, size) for unit, size in enumerate(sizes) if size < 0]
+    negative = [(slot, size) for slot, size in enumerate(sizes) if size < 0]
     if negative:
-        raise ConfigError(f"unit {negative[0][0]} has {negative[0][1]} elements; sizes cannot be negative")
+        raise ConfigError(f"slot {negative[0][0]} has {negative[0][1]} elements; sizes cannot be negative")

@@ -1,9 +1,9 @@
-"""What a compacted chunk looks like: float32 values without loss, in about 28 bits each. Pure.
+"""The encoding ``BITS_28``: float32 values without loss, in about 28 bits each. Pure.
 
-Values near each other in a gradient have similar exponents. A group of :data:`GROUP` values keeps its largest exponent
+Values near each other in a gradient have similar exponents. A group of :data:`GROUP` values stores its largest exponent
 once, and each value its distance below that in 4 bits instead of 8. A zero has the last code. So has a *stray*: a value
-too far below the others, whose exponent travels in a list at the end. Whatever the values, restoring gives their very
-bits.
+too far below the others, whose exponent travels in a list at the end. Whatever the values, restoring them gives the
+same bits.
 
 ================== ======== ==================================================================
 bytes              for each what
@@ -16,7 +16,7 @@ bytes              for each what
 4                  stray    its position below its exponent, which has the upper 8 bits
 ================== ======== ==================================================================
 
-Values are filled up with zeros to whole groups. A chunk with so many strays that nothing is gained travels as it is.
+Values are padded with zeros to whole groups. A chunk with so many strays that nothing is gained travels plain.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from functools import cached_property
 from poseidon.sums.chunks import Chunk
 
 GROUP = 256
-"""Values with one largest exponent. Of real gradients one in ten thousand is a stray then; in smaller groups hardly
-fewer."""
+"""Values that share a largest exponent. One in ten thousand values of real gradients is a stray then; smaller groups
+have hardly fewer."""
 HEAD_BYTES = 16
 COMPACT_SHARE = 28.05 / 32
-"""Bytes that real gradients keep, on the average."""
+"""Share of their bytes that real gradients keep, on average."""
 FEWEST_COMPACTED = 4096
-"""Shorter chunks travel as they are."""
+"""Shorter chunks travel plain."""
 SMALLEST_COMPACTED_BYTES = 8 << 20
-"""Of a bucket. Nothing hides the exchange of the last ones of a backward, which are the small ones, and a device that
-is busy computing takes its time; the host adds them up sooner than a device, and they save little."""
+"""Of a bucket. Nothing hides the exchange of the last buckets of a backward, which are the small ones. The host adds
+them sooner than a device that is busy computing, and compacting them would save little."""
 MOST_COMPACTED = 1 << 24
-"""A stray's position has so many values."""
+"""A stray's position has 24 bits."""
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class CompactLayout:
-    """Where the parts of a compacted chunk lie, for chunks of up to so many values. Every message asks."""
+    """Where the fields of a compacted chunk lie, for chunks of up to ``values``; cached, as every message asks."""
 
     values: int
 
     @cached_property
     def groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return -(-self.values // GROUP)
 
     @cached_property
@@ -81,30 +81,51 @@ class CompactLayout:
 
     @cached_property
     def most_strays(self) -> int:
-        """With more than this, nothing is gained. A compacted chunk is shorter than one of a value less as it is."""
+        """With more strays than this, a chunk, even one of a value less, would be no shorter than a plain one."""
         return (4 * (self.values - 1) - 4 - self.strays_at) // 4
 
     @cached_property
     def row_bytes(self) -> int:
-        """Memory for a chunk, compacted or as it is."""
+        """Memory for a chunk, compacted or plain."""
         return _align(4 * self.values, _ALIGNMENT)
 
     def size(self, strays: int) -> int:
         """Return the bytes of a compacted chunk with so many strays."""
         return self.strays_at + 4 * strays
 
-    def could_be(self, length: int, values: int) -> bool:
-        """Return whether a chunk of ``values`` may have ``length`` bytes on the wire."""
-        is_compacted = self.size(0) <= length <= self.size(self.most_strays) and length % 4 == 0
-        return is_compacted or self.is_plain(length, values)
+    def sizes(self, values: int) -> range:  # noqa: ARG002 - shorter chunks are padded
+        """Return all sizes that a compacted chunk can have."""
+        return range(self.size(0), self.size(self.most_strays) + 1, 4)
 
-    def is_plain(self, length: int, values: int) -> bool:
-        """Return whether a chunk of ``values`` that takes ``length`` bytes travels as it is."""
-        return length == 4 * values
+    def measure(self, payload: memoryview) -> int:
+        """Return the size of a compacted chunk with as many strays as it announces."""
+        return self.size(strays_in(payload))
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The chunks of a bucket as rows of memory: ``quotient`` values each, one more in the first ``longer``."""
+
+    chunks: tuple[Chunk, ...]
+    layout: CompactLayout
+    quotient: int
+    longer: int
+
+    @classmethod
+    def of(cls, chunks: tuple[Chunk, ...]) -> ChunkRows:
+        """Return the rows of chunks as ``chunks.py`` cuts them."""
+        quotient = chunks[-1].length
+        longer = sum(chunk.length > quotient for chunk in chunks)
+        return cls(chunks, CompactLayout(chunks[0].length), quotient, longer)
+
+
+def strays_in(compacted: memoryview) -> int:
+    """Return how many strays a compacted chunk announces."""
+    return int.from_bytes(compacted[:4], "little")
 
 
 def is_worth_compacting(itemsize: int, chunks: Sequence[Chunk]) -> bool:
-    """Return whether a bucket of floating-point numbers, cut into these chunks, is compacted."""
+    """Return whether a bucket of floating-point numbers, cut into these chunks, travels compacted."""
     lengths = [chunk.length for chunk in chunks]
     if itemsize != 4 or itemsize * sum(lengths) < SMALLEST_COMPACTED_BYTES:
         return False

@@ -77,13 +77,13 @@ class Holder:
     def state(self, header: Header, payload: memoryview) -> None:
         """Handle a STATE request: save, restore, or adopt a place."""
         spec = self._spec_of(header)
-        if header.flags & Flag.ADOPT:
+        if header.detail & Flag.ADOPT:
             self._adopt(header, spec, payload)
-        elif header.flags & Flag.PUT:
+        elif header.detail & Flag.PUT:
             self._put(header, spec, payload)
-        elif header.flags & Flag.SETTLED:
+        elif header.detail & Flag.SETTLED:
             place, _ = read_rows(payload)
-            self._unsettled.append((header.sender, header.unit, place))
+            self._unsettled.append((header.sender, header.subject, place))
             self._tell_settled()
         else:
             place, _ = read_rows(payload)
@@ -93,27 +93,27 @@ class Holder:
 
     def clock(self, header: Header, payload: memoryview) -> None:
         """Handle a CLOCK: a worker has finished a step, or all of its work."""
-        if header.flags & Flag.LEAVE:
+        if header.detail & Flag.LEAVE:
             self._leave(header.sender)
             return
         place, _ = read_rows(payload)
         if not self._postpone(header, payload, place):
-            self._reply(header.unit, place, self._server_of(header, place).clock(header.sender, header.clock))
+            self._reply(header.subject, place, self._server_of(header, place).clock(header.sender, header.clock))
 
     # Messages.
 
     def _open(self, header: Header, payload: memoryview) -> None:
         spec = TableSpec.from_json(bytes(payload))
-        known = self._specs.setdefault(header.unit, spec)
+        known = self._specs.setdefault(header.subject, spec)
         if known != spec:
             raise MismatchError(
                 f"rank {header.sender} opened table {spec.name!r} as {spec}, but other workers as {known}; "
                 "open it with the same arguments on all workers"
             )
         for place, rank in enumerate(self._servers):
-            if rank == self._post.rank and (header.unit, place) not in self._places:
+            if rank == self._post.rank and (header.subject, place) not in self._places:
                 server = TableServer(spec, self._workers, place, len(self._servers))
-                self._places[header.unit, place] = server
+                self._places[header.subject, place] = server
                 for worker in self.left:
                     server.lose(worker)
 
@@ -132,7 +132,7 @@ class Holder:
         place, rows = read_rows(payload)
         if not self._postpone(header, payload, place):
             replies = self._server_of(header, place).get(header.sender, header.clock, rows)
-            self._reply(header.unit, place, replies)
+            self._reply(header.subject, place, replies)
 
     def _leave(self, worker: int) -> None:
         self.left.add(worker)
@@ -145,8 +145,8 @@ class Holder:
     def _put(self, header: Header, spec: TableSpec, payload: memoryview) -> None:
         content = read_patch(spec, payload)
         self._server_of(header, content.place).replace(content.patch)
-        if header.flags & Flag.LAST:
-            self._settled.add((header.unit, content.place))
+        if header.detail & Flag.LAST:
+            self._settled.add((header.subject, content.place))
             self._tell_settled()
 
     def _tell_settled(self) -> None:
@@ -160,7 +160,7 @@ class Holder:
         """Answer the requests for state that may be read now: under BSP all at one clock, so that places agree."""
         for save in list(self._saves):
             header, place = save
-            server = self._places[header.unit, place]
+            server = self._places[header.subject, place]
             if server.clocks.may_read(header.sender, header.clock):
                 self._saves.remove(save)
                 self._send_state(header, place, server)
@@ -170,7 +170,7 @@ class Holder:
         for number, piece in enumerate(pieces):
             flags = Flag.ANSWER | (Flag.LAST if number == len(pieces) - 1 else 0)
             content = write_patch(place, 0, piece)
-            self._post.send(header.sender, Kind.STATE, header.unit, server.clocks.slowest, content, flags)
+            self._post.send(header.sender, Kind.STATE, header.subject, server.clocks.slowest, content, flags)
 
     # Replies.
 
@@ -195,10 +195,10 @@ class Holder:
 
     def _adopt(self, header: Header, spec: TableSpec, payload: memoryview) -> None:
         content = read_patch(spec, payload)
-        key = (header.unit, content.place)
+        key = (header.subject, content.place)
         if key not in self._adoptions:
             self._adoptions[key] = Adoption(spec, self._workers, self.left, content.place, len(self._servers))
-        if header.flags & Flag.LAST:
+        if header.detail & Flag.LAST:
             self._adoptions[key].report(header.sender, header.clock)
             self._finish_adoption(key)
         else:
@@ -213,19 +213,19 @@ class Holder:
             {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
 
     def _postpone(self, header: Header, payload: memoryview, place: int) -> bool:
-        if (header.unit, place) not in self._adoptions:
+        if (header.subject, place) not in self._adoptions:
             return False
         self._postponed.append((header, payload))
         return True
 
     def _spec_of(self, header: Header) -> TableSpec:
-        if header.unit not in self._specs:
-            raise ServerError(f"rank {header.sender} uses table {header.unit:#x}, which it did not open")
-        return self._specs[header.unit]
+        if header.subject not in self._specs:
+            raise ServerError(f"rank {header.sender} uses table {header.subject:#x}, which it did not open")
+        return self._specs[header.subject]
 
     def _server_of(self, header: Header, place: int) -> TableServer:
         if header.sender in self.left:
             raise WorkerLostError(f"worker {header.sender} was given up, or left, and cannot go on")
-        if (header.unit, place) not in self._places:
-            raise ServerError(f"rank {self._post.rank} does not hold place {place} of table {header.unit:#x}")
-        return self._places[header.unit, place]
+        if (header.subject, place) not in self._places:
+            raise ServerError(f"rank {self._post.rank} does not hold place {place} of table {header.subject:#x}")
+        return self._places[header.subject, place]

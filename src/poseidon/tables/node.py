@@ -117,18 +117,18 @@ class Node:
     # Messages that concern both worker and server.
 
     def _hear(self, header: Header) -> None:
-        if header.kind is not Kind.LOST or header.flags & Flag.ANSWER:
+        if header.kind is not Kind.LOST or header.detail & Flag.ANSWER:
             # A rank that complains is alive, but two that wait for each other must not keep each other alive.
             self._doubts.hear(header.sender)
 
     def _receive_clock(self, header: Header, payload: memoryview) -> None:
-        if header.flags & Flag.LAST:
+        if header.detail & Flag.LAST:
             self._departed.add(header.sender)
         else:
             self.holder.clock(header, payload)
 
     def _receive_state(self, header: Header, payload: memoryview) -> None:
-        if header.flags & Flag.ANSWER:
+        if header.detail & Flag.ANSWER:
             self.worker.receive_state(header, payload)
         else:
             self.holder.state(header, payload)
@@ -140,14 +140,14 @@ class Node:
 
     def _receive_lost(self, header: Header, payload: memoryview) -> None:
         """Handle the loss of a rank, a worker's complaint (no payload), or a server's reply to one."""
-        if header.flags & Flag.ANSWER:
+        if header.detail & Flag.ANSWER:
             return
         if payload.nbytes:
             lost, clock = np.frombuffer(payload, np.int64).tolist()
             self._lose(lost, f"reported by rank {header.sender}", clock)
             return
-        self._post.send(header.sender, Kind.LOST, header.unit, header.clock, flags=Flag.ANSWER)
-        for late in self.holder.awaited_by(header.unit, header.clock):
+        self._post.send(header.sender, Kind.LOST, header.subject, header.clock, flags=Flag.ANSWER)
+        for late in self.holder.awaited_by(header.subject, header.clock):
             if self._doubts.complain(late, header.sender):
                 waited = f"worker {header.sender} waited {self.timeout_s:g} s for it at clock {header.clock}"
                 self._give_up(late, waited)

@@ -97,7 +97,7 @@ class Post:
     def _receive(self, header: Header, payload: memoryview) -> None:
         with self.news:
             try:
-                for message in self._inboxes[header.sender].put(header.chunk, (header, payload)):
+                for message in self._inboxes[header.sender].put(header.number, (header, payload)):
                     self._deliver(*message)
             except PoseidonError as error:
                 self._answer_error(header, error)
@@ -113,7 +113,7 @@ class Post:
         """Report an error to the sender of a message, whose calls then raise it."""
         _log.warning("rank %d refused %s of rank %d: %s", self.rank, header.kind.name, header.sender, error)
         if header.kind is not Kind.ERROR:
-            self.send(header.sender, Kind.ERROR, header.unit, header.clock, str(error).encode())
+            self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
 
     def _note_sent(self, peer: int) -> None:
         with self.news:

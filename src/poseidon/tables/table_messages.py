@@ -1,8 +1,9 @@
 """The payloads of messages about tables. Pure; nothing from the network is trusted.
 
-In the header, ``unit`` is the table, ``chunk`` numbers the messages of a pair of ranks, ``clock`` is the sender's clock
-(in replies: the clock up to which the rows are fresh). The payload starts with 64-bit integers (place, count of
-included updates, number of rows, number of values), then row numbers, for sparse rows starts and columns, and values.
+In the header, ``subject`` is the table, ``number`` counts the messages between two ranks, ``clock`` is the sender's
+clock (in replies: the clock up to which the rows are fresh), and ``detail`` holds a :class:`Flag`. The payload starts
+with 64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, for sparse
+rows starts and columns, and values.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 class Flag(IntFlag):
-    """Flags of the header, besides the wire's own."""
+    """What the header's ``detail`` says about a message."""
 
-    PUSH = 0x100
+    PUSH = 0x01
     """ROW: all rows of the place that the receiver holds are now fresh."""
-    LEAVE = 0x200
+    LEAVE = 0x02
     """CLOCK: the sender has finished as a worker."""
-    LAST = 0x400
+    LAST = 0x04
     """STATE: the last message. CLOCK with LEAVE: the very last message of this rank."""
-    PUT = 0x800
+    PUT = 0x08
     """STATE: these rows replace the server's."""
-    SETTLED = 0x1000
+    SETTLED = 0x10
     """STATE: tell the sender when the initial rows have arrived."""
-    ADOPT = 0x2000
+    ADOPT = 0x20
     """STATE: the sender's copies of a place whose server died; the last message carries its clock."""
-    ANSWER = 0x4000
+    ANSWER = 0x40
     """STATE: a server's reply. LOST: a reply to a complaint; the sender is alive."""
 
 

@@ -122,13 +122,13 @@ class Worker:
 
     def receive_state(self, header: Header, payload: memoryview) -> None:
         """Handle a server's answer to :meth:`save` or :meth:`start_from`."""
-        if header.flags & Flag.SETTLED:
-            self._settled[header.unit].add(read_rows(payload)[0])
+        if header.detail & Flag.SETTLED:
+            self._settled[header.subject].add(read_rows(payload)[0])
             return
-        content = read_patch(self._caches[header.unit].spec, payload)
-        self._saved[header.unit].append(content.patch)
-        if header.flags & Flag.LAST:
-            self._saved_clock[header.unit][content.place] = header.clock
+        content = read_patch(self._caches[header.subject].spec, payload)
+        self._saved[header.subject].append(content.patch)
+        if header.detail & Flag.LAST:
+            self._saved_clock[header.subject][content.place] = header.clock
 
     # Inside.
 
@@ -172,9 +172,9 @@ class Worker:
         self._post.check()
 
     def _receive_rows(self, header: Header, payload: memoryview) -> None:
-        cache = self._caches[header.unit]
+        cache = self._caches[header.subject]
         content = read_patch(cache.spec, payload)
-        is_push = bool(header.flags & Flag.PUSH)
+        is_push = bool(header.detail & Flag.PUSH)
         reply = Reply(self._post.rank, content.patch, header.clock, content.included, is_push)
         cache.receive(content.place, reply)
 

@@ -1,7 +1,7 @@
-"""Number formats a shard can sum: how values are stored on the wire, and in which type they are added up. Pure.
+"""Number formats that can be summed: how values are stored on the wire, and in which type they are added. Pure.
 
-Half-precision values are added in float32 and rounded once at the end, so that the result does not depend on how
-large the partial sums become.
+Half-precision values are added in float32 and rounded once at the end, so the result does not depend on how large the
+partial sums become.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _widen_half(values: Array) -> Array:
 
 
 def _narrow_half(values: Array) -> Array:
-    # A sum beyond the range of float16 becomes infinite, as in any float16 addition.
+    # A sum beyond float16's range becomes infinite, as in any float16 addition.
     with np.errstate(over="ignore"):
         return values.astype(np.float16)
 
@@ -43,7 +43,7 @@ def _narrow_bfloat16(values: Array) -> Array:
     odd = (bits >> 16) & 1
     with np.errstate(over="ignore"):
         rounded = ((bits + odd + 0x7FFF) >> 16).astype(np.uint16)
-    # Rounding up could carry a NaN's payload into the sign; one quiet NaN stands for all of them.
+    # Rounding up could carry a NaN's payload into the sign bit, so all NaNs become one quiet NaN.
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
@@ -53,18 +53,13 @@ class Format:
 
     name: str
     stored: np.dtype[Any]
-    """As it travels; numpy has no bfloat16, so its bits travel as unsigned integers."""
+    """The type that travels; NumPy has no bfloat16, so its bits travel as unsigned integers."""
     summed: np.dtype[Any]
-    """As it is added up."""
+    """The type in which values are added."""
     widen: Callable[[Array], Array]
     """From stored to summed; may return its argument."""
     narrow: Callable[[Array], Array]
     """From summed to stored; may return its argument."""
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether values are added up as they are stored."""
-        return self.stored == self.summed
 
 
 FORMATS = {
@@ -79,7 +74,7 @@ FORMATS = {
 
 
 def find_format(name: str) -> Format:
-    """Return the format called ``name``; an unknown one is refused with the known ones listed."""
+    """Return the format called ``name``; for an unknown one, raise ``ConfigError`` with the known ones."""
     if name not in FORMATS:
         raise unknown_name("number format", name, tuple(FORMATS))
     return FORMATS[name]

@@ -1,6 +1,6 @@
 """What a message looks like on the wire: a header of fixed size, then the payload. Pure.
 
-The header carries its own CRC-32 always, the payload's where the sender was asked for it (``CHECKED``). Nothing in a
+The header always carries its own CRC-32, and the payload's if the sender was asked for it (``CHECKED``). Nothing in a
 message is ever unpickled.
 """
 
@@ -17,16 +17,16 @@ import numpy.typing as npt
 from poseidon.errors import FrameError, WireError
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
-"""What may be sent as a payload: anything whose bytes lie in one piece."""
+"""What can be sent as a payload: anything contiguous in memory."""
 
 MAGIC = b"PW"
-VERSION = 1
+VERSION = 2
 CHECKED = 1
 """Flag: ``Header.checksum`` holds the payload's CRC-32."""
 
-_LAYOUT = struct.Struct("<2sBBHHIIQQI")
+_LAYOUT = struct.Struct("<2sBBBBHIIQQI")
 _FRAME = struct.Struct(_LAYOUT.format + "I")
-"""The layout, and the CRC-32 of its bytes behind it."""
+"""The layout, followed by the CRC-32 of its bytes."""
 SIZE = _FRAME.size
 """Bytes of a packed header."""
 
@@ -36,15 +36,15 @@ class Kind(IntEnum):
 
     HELLO = 1
     BYE = 2
-    PUSH = 3
-    """A worker's contribution to a chunk."""
-    RESULT = 4
-    """A chunk's finished sum."""
+    PART = 3
+    """A worker's part of a chunk, for the chunk's owner."""
+    SUM = 4
+    """The sum of a chunk, from its owner to every worker."""
     BARRIER = 5
     GET = 6
     """A request for rows of a table."""
     ROW = 7
-    """Rows of a table, asked for or pushed early."""
+    """Rows of a table, requested or pushed early."""
     INC = 8
     """Changes to rows of a table."""
     CLOCK = 9
@@ -54,45 +54,49 @@ class Kind(IntEnum):
     STATE = 11
     """A server's whole state, to be saved or restored."""
     ERROR = 12
-    """The request could not be fulfilled; the payload says why, as UTF-8."""
-    COMPACT_PUSH = 13
-    """PUSH, compacted as ``sums/compact.py`` says."""
-    COMPACT_RESULT = 14
-    """RESULT, compacted."""
+    """The request failed; the payload says why, as UTF-8."""
 
 
 class Header(NamedTuple):
-    """What a message says about itself; the fields after ``sender`` mean what its kind says they mean.
+    """What a message says about itself.
 
-    A tuple, because every message makes two: a frozen dataclass takes five times as long to make.
+    ``PART`` and ``SUM`` are about a chunk of a slot, the kinds of the tables about a table; each field says what it
+    means to either. A tuple, because every message makes two: a frozen dataclass takes five times as long to make.
     """
 
     kind: Kind
     sender: int
-    unit: int
-    chunk: int
+    subject: int
+    """What the message is about: a slot, or a table."""
+    number: int
+    """Which chunk of the slot; for tables, the message's number between its two ranks."""
     clock: int
+    """The step the values belong to; for tables, the sender's clock."""
     length: int
     """Bytes of the payload."""
+    detail: int = 0
+    """How the chunk is encoded; for tables, flags of their own."""
     flags: int = 0
+    """The wire's own flags."""
     checksum: int = 0
-    """CRC-32 of the payload when ``flags`` holds ``CHECKED``."""
+    """CRC-32 of the payload if ``flags`` contains ``CHECKED``."""
 
 
 _KINDS = {int(kind): kind for kind in Kind}
 
 
 def pack(header: Header) -> bytes:
-    """Return the header as it travels; a field that does not fit raises ``WireError``."""
+    """Return the header as it travels; raise ``WireError`` for a field that does not fit."""
     try:
         body = _LAYOUT.pack(
             MAGIC,
             VERSION,
             header.kind,
             header.flags,
+            header.detail,
             header.sender,
-            header.unit,
-            header.chunk,
+            header.subject,
+            header.number,
             header.clock,
             header.length,
             header.checksum,
@@ -105,11 +109,11 @@ def pack(header: Header) -> bytes:
 def unpack(data: bytes | memoryview, payload_length: int | None = None) -> Header:
     """Return the header in ``data``, or raise ``FrameError``.
 
-    ``payload_length`` is what came with it; None where the payload is read after the header, as long as it says.
+    ``payload_length`` is the size of what came with it; None where the payload is read after the header.
     """
     if len(data) != SIZE:
         raise FrameError("header size", f"a header of {len(data)} bytes came in; headers have {SIZE}")
-    magic, version, kind, flags, sender, unit, chunk, clock, length, checksum, seen = _FRAME.unpack(data)
+    magic, version, kind, flags, detail, sender, subject, number, clock, length, checksum, seen = _FRAME.unpack(data)
     if magic != MAGIC:
         raise FrameError("magic", f"a header begins with {magic!r}, not {MAGIC!r}; the sender is not Poseidon")
     if version != VERSION:
@@ -126,14 +130,14 @@ def unpack(data: bytes | memoryview, payload_length: int | None = None) -> Heade
             "length",
             f"rank {sender} announced {length} bytes of {_KINDS[kind].name} payload, {payload_length} came",
         )
-    return Header(_KINDS[kind], sender, unit, chunk, clock, length, flags, checksum)
+    return Header(_KINDS[kind], sender, subject, number, clock, length, detail, flags, checksum)
 
 
 def check_payload(header: Header, payload: bytes | memoryview) -> None:
-    """Raise ``FrameError`` when the header carries the payload's checksum and it is another one."""
+    """Raise ``FrameError`` if the header carries a checksum that is not the payload's."""
     if header.flags & CHECKED and (seen := zlib.crc32(payload)) != header.checksum:
         raise FrameError(
             "payload checksum",
-            f"{header.kind.name} payload of rank {header.sender} (unit {header.unit}, chunk {header.chunk}) "
+            f"{header.kind.name} payload of rank {header.sender} (subject {header.subject}, number {header.number}) "
             f"has checksum {seen:#x}, not {header.checksum:#x}",
         )

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from poseidon.errors import ConfigError
 from poseidon.sums.chunks import Chunk, cut, owned_by
 
-sizes_of_units = st.lists(st.one_of(st.integers(0, 50), st.integers(0, 100_000)), max_size=40)
+sizes_of_slots = st.lists(st.one_of(st.integers(0, 50), st.integers(0, 100_000)), max_size=40)
 ranks = st.lists(st.integers(0, 30), min_size=1, max_size=9, unique=True)
 
 
-@given(sizes_of_units, ranks, st.integers(1, 5000))
-def test_chunks_tile_every_unit(sizes: list[int], owners: list[int], largest: int) -> None:
-    units = cut(sizes, owners, max(largest, max(sizes, default=0) // 200 + 1))
-    assert len(units) == len(sizes)
-    for number, (size, chunks) in enumerate(zip(sizes, units, strict=True)):
-        assert [c.unit for c in chunks] == [number] * len(chunks)
+@given(sizes_of_slots, ranks, st.integers(1, 5000))
+def test_chunks_tile_every_slot(sizes: list[int], owners: list[int], largest: int) -> None:
+    slots = cut(sizes, owners, max(largest, max(sizes, default=0) // 200 + 1))
+    assert len(slots) == len(sizes)
+    for number, (size, chunks) in enumerate(zip(sizes, slots, strict=True)):
+        assert [c.slot for c in chunks] == [number] * len(chunks)
         assert [c.index for c in chunks] == list(range(len(chunks)))
         edges = [0, *[c.stop for c in chunks]]
         assert edges[-1] == size
@@ -26,34 +26,34 @@ def test_chunks_tile_every_unit(sizes: list[int], owners: list[int], largest: in
         assert all(c.length > 0 and c.owner in owners for c in chunks)
 
 
-@given(sizes_of_units, ranks, st.integers(500, 5000), st.integers(1, 500))
+@given(sizes_of_slots, ranks, st.integers(500, 5000), st.integers(1, 500))
 def test_no_owner_is_loaded_by_more_than_one_chunk_above_another(
     sizes: list[int], owners: list[int], largest: int, least: int
 ) -> None:
-    units = cut(sizes, owners, largest, least)
-    longest = max((c.length for chunks in units for c in chunks), default=0)
+    slots = cut(sizes, owners, largest, least)
+    longest = max((c.length for chunks in slots for c in chunks), default=0)
     assert longest <= largest
     loads = dict.fromkeys(owners, 0)
-    for chunks in units:
+    for chunks in slots:
         for chunk in chunks:
             loads[chunk.owner] += chunk.length
         assert max(loads.values()) - min(loads.values()) <= max(longest, 1)
 
 
 @given(st.integers(1, 9), st.integers(1, 1_000_000))
-def test_a_large_unit_gives_every_owner_the_same_number_of_chunks(owners: int, size: int) -> None:
+def test_a_large_slot_gives_every_owner_the_same_number_of_chunks(owners: int, size: int) -> None:
     [chunks] = cut([size], range(owners), 4096)
     if size >= owners * 1024:
         assert len(set(Counter(c.owner for c in chunks).values())) == 1
         assert {c.owner for c in chunks} == set(range(owners))
 
 
-def test_one_huge_unit_among_small_ones_makes_no_hot_shard() -> None:
+def test_one_huge_slot_among_small_ones_makes_no_hot_shard() -> None:
     # VGG19's first fully connected layer holds 72 % of all its parameters.
-    units = cut([1728, 36_864, 102_760_448, 16_777_216, 4_096_000], [0, 1, 2, 3], 65_536)
-    loads = [sum(c.length for c in owned_by(owner, units)) for owner in range(4)]
+    slots = cut([1728, 36_864, 102_760_448, 16_777_216, 4_096_000], [0, 1, 2, 3], 65_536)
+    loads = [sum(c.length for c in owned_by(owner, slots)) for owner in range(4)]
     assert max(loads) - min(loads) <= 65_536
-    assert len(owned_by(0, units)) + len(owned_by(1, units)) < sum(len(chunks) for chunks in units)
+    assert len(owned_by(0, slots)) + len(owned_by(1, slots)) < sum(len(chunks) for chunks in slots)
 
 
 def test_every_rank_computes_the_same_cut() -> None:
@@ -68,7 +68,7 @@ def test_every_rank_computes_the_same_cut() -> None:
         ([1], [2, 2], 4, None, "owners are \\[2, 2\\]"),
         ([1], [0], 0, None, "chunk_elements is 0"),
         ([1], [0], 4, 5, "least_elements 5"),
-        ([3, -1], [0], 4, None, "unit 1 has -1"),
+        ([3, -1], [0], 4, None, "slot 1 has -1"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

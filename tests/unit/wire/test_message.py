@@ -14,11 +14,12 @@ headers = st.builds(
     Header,
     kind=st.sampled_from(Kind),
     sender=st.integers(0, 2**16 - 1),
-    unit=st.integers(0, 2**32 - 1),
-    chunk=st.integers(0, 2**32 - 1),
+    subject=st.integers(0, 2**32 - 1),
+    number=st.integers(0, 2**32 - 1),
     clock=st.integers(0, 2**64 - 1),
     length=st.integers(0, 2**64 - 1),
-    flags=st.integers(0, 2**16 - 1),
+    detail=st.integers(0, 2**8 - 1),
+    flags=st.integers(0, 2**8 - 1),
     checksum=st.integers(0, 2**32 - 1),
 )
 
@@ -54,8 +55,8 @@ def test_truncated_headers_are_refused(header, size):
 
 def repacked(**changes):
     """A header with fields no honest sender writes, but a right checksum."""
-    fields = {"magic": message.MAGIC, "version": message.VERSION, "kind": Kind.PUSH} | changes
-    body = struct.pack("<2sBBHHIIQQI", fields["magic"], fields["version"], fields["kind"], 0, 3, 1, 2, 5, 8, 0)
+    fields = {"magic": message.MAGIC, "version": message.VERSION, "kind": Kind.PART} | changes
+    body = struct.pack("<2sBBBBHIIQQI", fields["magic"], fields["version"], fields["kind"], 0, 0, 3, 1, 2, 5, 8, 0)
     return body + struct.pack("<I", zlib.crc32(body))
 
 
@@ -63,7 +64,7 @@ def repacked(**changes):
     ("data", "reason", "says"),
     [
         (repacked(magic=b"XX"), "magic", "not Poseidon"),
-        (repacked(version=9), "version", "version 9, not 1"),
+        (repacked(version=9), "version", "version 9, not 2"),
         (repacked(kind=200), "kind", "rank 3 sent a message of unknown kind 200"),
         (repacked()[:-4] + b"\0\0\0\0", "header checksum", "checksum is 0x0"),
     ],
@@ -75,23 +76,23 @@ def test_refusals_name_what_is_wrong(data, reason, says):
 
 
 def test_a_payload_of_another_length_is_refused():
-    with pytest.raises(FrameError, match="rank 3 announced 8 bytes of PUSH payload, 7 came") as refused:
+    with pytest.raises(FrameError, match="rank 3 announced 8 bytes of PART payload, 7 came") as refused:
         unpack(repacked(), 7)
     assert refused.value.reason == "length"
 
 
-@pytest.mark.parametrize("field", ["sender", "unit", "chunk", "clock", "length", "flags"])
+@pytest.mark.parametrize("field", ["sender", "subject", "number", "clock", "length", "detail", "flags"])
 @pytest.mark.parametrize("value", [-1, 2**64])
 def test_fields_that_do_not_fit_are_named(field, value):
-    fields = dict.fromkeys(["sender", "unit", "chunk", "clock", "length", "flags"], 0) | {field: value}
+    fields = dict.fromkeys(["sender", "subject", "number", "clock", "length", "detail", "flags"], 0) | {field: value}
     with pytest.raises(WireError, match=f"{field}={value}"):
-        pack(Header(Kind.PUSH, **fields))
+        pack(Header(Kind.PART, **fields))
 
 
 def test_payload_checksum_is_checked_where_it_is_given():
     payload = np.arange(5, dtype=np.float32)
-    checked = Header(Kind.PUSH, 1, 2, 3, 4, payload.nbytes, CHECKED, zlib.crc32(payload))
+    checked = Header(Kind.PART, 1, 2, 3, 4, payload.nbytes, 0, CHECKED, zlib.crc32(payload))
     check_payload(checked, payload.data)
-    check_payload(Header(Kind.PUSH, 1, 2, 3, 4, payload.nbytes), payload.data)
-    with pytest.raises(FrameError, match=r"rank 1 \(unit 2, chunk 3\)"):
+    check_payload(Header(Kind.PART, 1, 2, 3, 4, payload.nbytes), payload.data)
+    with pytest.raises(FrameError, match=r"rank 1 \(subject 2, number 3\)"):
         check_payload(checked, (payload + 1).data)

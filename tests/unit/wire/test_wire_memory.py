@@ -7,12 +7,12 @@ from poseidon.wire.message import Header, Kind
 
 
 def push(sender, chunk, values, **fields):
-    return Header(Kind.PUSH, sender, 0, chunk, 0, values.nbytes, **fields)
+    return Header(Kind.PART, sender, 0, chunk, 0, values.nbytes, **fields)
 
 
 def inbox(transport):
     got = []
-    transport.listen(Kind.PUSH, lambda header, payload: got.append((header.chunk, np.frombuffer(payload, np.float32))))
+    transport.listen(Kind.PART, lambda header, payload: got.append((header.number, np.frombuffer(payload, np.float32))))
     return got
 
 
@@ -66,12 +66,12 @@ def test_wrong_sends_are_refused():
     with pytest.raises(WireError, match="rank 0 cannot send to rank 2; there are 2 ranks"):
         first.send(2, push(0, 0, values), values)
     with pytest.raises(WireError, match="announces 8 bytes, but its payload has 64"):
-        first.send(1, Header(Kind.PUSH, 0, 0, 0, 0, 8), values)
+        first.send(1, Header(Kind.PART, 0, 0, 0, 0, 8), values)
     with pytest.raises(WireError, match="one contiguous piece"):
         first.send(1, push(0, 0, values), values[:, ::2])
-    first.listen(Kind.PUSH, print)
-    with pytest.raises(WireError, match="already listens to PUSH"):
-        first.listen(Kind.PUSH, print)
+    first.listen(Kind.PART, print)
+    with pytest.raises(WireError, match="already listens to PART"):
+        first.listen(Kind.PART, print)
     first.close()
     with pytest.raises(WireError, match="its transport is closed"):
         first.send(1, push(0, 0, values), values)

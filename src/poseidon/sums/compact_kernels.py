@@ -1,7 +1,7 @@
-"""Compacting, restoring and adding up on a CUDA device, by Triton, which comes with PyTorch for CUDA.
+"""Kernels that compact, restore and add on a CUDA device, in Triton, which comes with PyTorch for CUDA.
 
-The layout is that of ``sums/compact.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a
-bucket holds ``quotient`` values, one more for the first ``longer`` rows; rows follow each other without gaps.
+The layout is that of ``compact.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a bucket
+holds ``quotient`` values, one more for the first ``longer`` rows; rows follow each other without gaps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compact(flat: Tensor, quotient: int, longer: int, rows: Tensor, layout: Comp
 
 
 def restore(rows: Tensor, layout: CompactLayout, flat: Tensor, quotient: int, longer: int) -> None:
-    """Write the values of compacted chunks to ``flat``. Rows that hold none leave anything in their places."""
+    """Write the values of compacted chunks to ``flat``; what rows in another encoding leave there is undefined."""
     bits = flat.view(torch.int32)
     _restore[len(rows), triton.cdiv(layout.groups, _GROUPS)](
         rows, bits, quotient, longer, rows.stride(0), layout.groups, group_count=_GROUPS
@@ -60,7 +60,7 @@ def restore(rows: Tensor, layout: CompactLayout, flat: Tensor, quotient: int, lo
 
 
 def add_up(parts: Tensor, own: Tensor, place: int) -> None:
-    """Add the rows of ``parts``, with ``own`` as number ``place`` among them, and leave the sum in ``own``."""
+    """Add the rows of ``parts``, with ``own`` inserted as row ``place``, and leave the sum in ``own``."""
     others, values = parts.shape
     _add_up[triton.cdiv(values, _ADDED),](parts, own, values, place, others=others, block=_ADDED)
 
@@ -164,7 +164,7 @@ def _add_up(parts, own, values, place, others: tl.constexpr, block: tl.constexpr
         if number == place:
             total += ours
         else:
-            # Behind this worker's own place, the others are one row further up.
+            # This worker's own part has no row, so parts of higher ranks lie one row earlier.
             before = tl.where(place < number, number - 1, number)
             total += tl.load(parts + before.to(tl.int64) * values + index, mask=is_there)
     tl.store(own + index, total, mask=is_there)
