@@ -109,8 +109,8 @@ EXPECTED = {
     "kill": (137, "it was killed by SIGKILL"),
     "orphan": (137, "it was killed by SIGKILL"),
     "segv": (139, "it was killed by SIGSEGV"),
-    "hang": (124, "it hangs: nothing moved"),
-    "stop": (124, "it hangs: nothing moved"),
+    "hang": (124, "it hangs: no progress"),
+    "stop": (124, "it hangs: no progress"),
     "machine": (75, "its machine was lost"),
 }
 """What a job must say and return for each fault."""

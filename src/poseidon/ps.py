@@ -1,4 +1,4 @@
-"""Tables of shared rows for programs that are no neural nets: ``get``, ``inc``, ``clock``.
+"""Tables of shared rows, for programs other than neural nets too: ``get``, ``inc``, ``clock``.
 
 ::
 
@@ -9,11 +9,12 @@
             table.inc(range(10), -0.1 * gradient(weights))
             table.clock()
 
-Run it with ``torchrun`` or ``poseidon run`` on several workers, or alone. ``docs/parameter-server.md`` tells more.
+Run it with ``torchrun`` or ``poseidon run`` on several workers, or alone. See ``docs/parameter-server.md``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from poseidon.errors import ConfigError
+from poseidon.job.closing import Stage, at_exit
 from poseidon.tables import snapshot
 from poseidon.tables.node import Node
 from poseidon.tables.rows import Index, Patch, combine, combine_columns, sparse_patch
@@ -32,7 +34,7 @@ from poseidon.wire.formats import Array
 from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
 
-__all__ = ["Job", "SparseRow", "Table", "connect"]
+__all__ = ["SparseRow", "Table", "TableJob", "connect"]
 
 
 class SparseRow(NamedTuple):
@@ -48,22 +50,22 @@ def connect(
     timeout_s: float = 60.0,
     settings: WireSettings | None = None,
     transport: Transport | None = None,
-) -> Job:
-    """Join the other workers of the job and return it; collective. Use it in a ``with`` statement.
+) -> TableJob:
+    """Join the other workers of the job and return it. Collective. Use it in a ``with`` statement.
 
-    The job is the one :func:`poseidon.init` finds; a process that nobody launched works alone. Rows live in all workers
-    alike, or in the ranks named in ``servers``, which then are no workers. A read that waits for ``timeout_s`` gives
-    up the workers it waits for: set it well above the time of a step. ``settings`` choose the network interface, a
+    The job is the one :func:`poseidon.init` finds; a process that no launcher started works alone. Rows live on all
+    workers, or on the ranks in ``servers``, which then are not workers. A read that has waited for ``timeout_s`` gives
+    up the workers it waits for: set it well above the duration of a step. ``settings`` choose the network interface, a
     bandwidth cap, encryption.
 
-    A ``transport`` that is given must not be connected yet, or not be used for tables before all have called this.
+    A ``transport`` must not be connected yet, or not be used for tables before all ranks have called this.
     """
     if timeout_s <= 0:
         raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
     if transport is not None:
-        return Job(Node(transport, servers=servers, timeout_s=timeout_s))
+        return TableJob(Node(transport, servers=servers, timeout_s=timeout_s))
     if _job_size() == 1:
-        return Job(Node(None, timeout_s=timeout_s))
+        return TableJob(Node(None, timeout_s=timeout_s))
     return _connect_team(servers, timeout_s, settings)
 
 
@@ -75,27 +77,32 @@ def _job_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else init().size
 
 
-def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: WireSettings | None) -> Job:
+def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: WireSettings | None) -> TableJob:
     from poseidon.team.team import Team
     from poseidon.team.wiring import connect_wire
 
     team = Team(None, timeout_s)
     try:
         transport = connect_wire(team, range(team.size), settings)
-        job = Job(Node(transport, servers=servers, timeout_s=timeout_s), transport)
-        # Nobody may send before everybody listens.
-        team.gather_ints([0], "the start of the tables")
+        job = TableJob(Node(transport, servers=servers, timeout_s=timeout_s), transport)
+        try:
+            # No rank may send before all listen.
+            team.gather_ints([0], "the start of the tables")
+        except BaseException:
+            job.__exit__(*sys.exc_info())
+            raise
         return job
     finally:
         team.close()
 
 
-class Job:
-    """A job's tables, as one of its ranks takes part; made by :func:`connect`.
+class TableJob:
+    """The tables of a job, as seen by one of its ranks; made by :func:`connect`.
 
     Leaving the ``with`` block waits until all workers are done, since others may still need the rows held here; leaving
-    it by an exception tells the others at once that this worker is lost. A rank that is only a server has nothing to do
-    in the block: it serves until all workers have left it.
+    it by an exception reports this worker as lost to the others at once. A rank that is only a server has nothing to do
+    in the block: it serves until all workers have left theirs. A job that is never closed is closed the same way when
+    the process exits.
     """
 
     def __init__(self, node: Node, transport: Transport | None = None) -> None:
@@ -103,11 +110,12 @@ class Job:
         self._transport = transport
         self._is_closed = False
         self.tables: dict[str, Table] = {}
+        self._cancel_exit = at_exit(Stage.TABLES, self._close_at_exit)
         _open_jobs.append(self)
 
     @property
     def rank(self) -> int:
-        """Number of this process among all of the job."""
+        """Rank of this process in the job."""
         return self._node.rank
 
     @property
@@ -127,27 +135,27 @@ class Job:
 
     @property
     def losses(self) -> dict[int, int]:
-        """Workers that died, each with its last clock known here."""
+        """Workers that died, each with the last clock known here."""
         return dict(self._node.losses)
 
     def table(self, name: str, rows: int, width: int, dtype: str = "float32", **options: Any) -> Table:
-        """Open a table, the same way on all workers; the options are those of :class:`Table`."""
+        """Open a table, with the same arguments on all workers; the options are those of :class:`Table`."""
         return Table(name, rows, width, dtype, job=self, **options)
 
     def clock(self) -> None:
-        """Finish a step of all tables."""
+        """Finish a step in all tables."""
         for table in self.tables.values():
             table.clock()
 
     def close(self) -> None:
-        """Finish, serve until all workers have, and go. Further calls do nothing."""
+        """Finish, serve until all workers have finished, and disconnect. Further calls do nothing."""
         if not self._is_closed:
             try:
                 self._node.leave()
             finally:
                 self._disconnect()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> TableJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -157,26 +165,31 @@ class Job:
             self._node.abandon()
             self._disconnect()
 
+    def _close_at_exit(self) -> None:
+        # An uncaught exception is kept there, and means what it means in a ``with`` block.
+        error = getattr(sys, "last_value", None)
+        self.__exit__(None if error is None else type(error), error, None)
+
     def _disconnect(self) -> None:
         self._is_closed = True
+        self._cancel_exit()
         _open_jobs.remove(self)
         if self._transport is not None:
             self._transport.close()
 
 
-_open_jobs: list[Job] = []
-"""Jobs of this process that are not closed, the latest last."""
+_open_jobs: list[TableJob] = []
+"""Jobs of this process that are open, the latest last."""
 
 
 class Table:
     """Rows that all workers read and add to.
 
-    ``consistency`` says what a read may miss: under ``"bsp"`` it holds exactly all workers' updates of the finished
-    clocks, in the same bits everywhere; under ``"ssp"`` at least all but the last ``staleness`` clocks, and
-    no worker gets further ahead of the slowest than that; under ``"asp"`` nobody waits. A worker's own updates are in
-    every read. ``sparse`` rows keep only columns that were touched. ``eager`` servers send changed rows to the workers
-    that read them before, without being asked. ``managed`` lets idle bandwidth carry updates early, the largest
-    relative change first.
+    ``consistency`` bounds what a read may miss: under ``"bsp"`` it holds exactly all workers' updates of the finished
+    clocks, bit-identical on all workers; under ``"ssp"`` at least all but the last ``staleness`` clocks, and no worker
+    gets further ahead of the slowest than that; under ``"asp"`` no worker waits. Every read holds the worker's own
+    updates. ``sparse`` rows store only the columns that were touched. ``eager`` servers push changed rows to workers
+    that have read them before. ``managed`` lets idle bandwidth carry updates early, the largest relative change first.
     """
 
     def __init__(
@@ -191,11 +204,11 @@ class Table:
         sparse: bool = False,
         eager: bool = True,
         managed: bool = False,
-        job: Job | None = None,
+        job: TableJob | None = None,
     ) -> None:
         job = job or _current_job()
         if not job.is_worker:
-            raise ConfigError(f"rank {job.rank} is a server and opens no tables; it serves until the job is closed")
+            raise ConfigError(f"rank {job.rank} is a server and cannot open tables; it serves until the job is closed")
         self.spec = TableSpec(name, rows, width, dtype, consistency, staleness, sparse, eager, managed)
         self._worker = job._node.worker
         self._is_first = job.rank == job.workers[0]
@@ -204,16 +217,16 @@ class Table:
 
     @property
     def now(self) -> int:
-        """Clock of this worker: the steps it has finished."""
+        """Clock of this worker: the number of steps it has finished."""
         return self._cache.clock
 
     @property
     def staleness_seen(self) -> Counter[int]:
-        """How many rows were read that were so many clocks behind this worker."""
+        """Number of rows read, by how many clocks they were behind this worker."""
         return self._cache.staleness_seen
 
     def get(self, rows: int | npt.ArrayLike) -> Any:
-        """Return a copy of one row (a vector) or several (a matrix); of sparse tables a :class:`SparseRow` each.
+        """Return a copy of one row (a vector) or several (a matrix); for sparse tables a :class:`SparseRow` each.
 
         Waits until the rows are as fresh as the consistency demands.
         """
@@ -228,9 +241,9 @@ class Table:
         return values[0] if np.ndim(rows) == 0 else values
 
     def inc(self, rows: int | npt.ArrayLike, deltas: Any, columns: npt.ArrayLike | None = None) -> None:
-        """Add ``deltas`` to one row or several; seen here at once, by others after the next :meth:`clock`.
+        """Add ``deltas`` to one row or several; visible here at once, to others after the next :meth:`clock`.
 
-        For a sparse table give one row with the ``columns`` of its deltas, or several with a :class:`SparseRow` each.
+        For a sparse table pass one row with the ``columns`` of its deltas, or several with a :class:`SparseRow` each.
         """
         numbers = self._numbers(rows)
         if self.spec.sparse:
@@ -248,11 +261,14 @@ class Table:
         self._worker.inc(self._cache, combine(numbers, values.reshape(-1, self.spec.width)))
 
     def clock(self) -> int:
-        """Finish a step: send all changes, and return the new clock. Does not wait; the next :meth:`get` may."""
+        """Finish a step: send all changes and return the new clock. Does not block; the next :meth:`get` may."""
         return self._worker.clock(self._cache)
 
     def start_from(self, values: npt.ArrayLike) -> None:
-        """Begin with these rows (dense tables): all workers call it first of all; those of the first worker count."""
+        """Start with these rows (dense tables only). All workers must call it before anything else.
+
+        The rows of the first worker count.
+        """
         array = np.asarray(values, self.spec.dtype)
         if self.spec.sparse or array.shape != (self.spec.rows, self.spec.width):
             raise ConfigError(
@@ -263,7 +279,7 @@ class Table:
         self._worker.start_from(self._cache, patch if self._is_first else None)
 
     def snapshot(self, path: str | Path) -> None:
-        """Write what the servers hold to a file, whole or not at all. One worker is enough; others may go on.
+        """Write the servers' rows to a file, atomically. One worker is enough; the others may go on.
 
         Under BSP the file holds exactly the clocks that all workers have finished.
         """
@@ -271,9 +287,9 @@ class Table:
         snapshot.save(Path(path), self.spec, clock, patches)
 
     def restore(self, path: str | Path) -> int:
-        """Begin with the rows in a file and return the clock they were saved at; all workers call it first of all.
+        """Start with the rows in a file and return the clock they were saved at. Called as :meth:`start_from`.
 
-        Only the first worker reads the file's rows. The number of workers and servers may be another one.
+        The number of workers and servers may differ from when the file was saved.
         """
         clock, patches = snapshot.load(Path(path), self.spec)
         whole = self.spec.make_rows()
@@ -287,11 +303,11 @@ class Table:
         if numbers.size == 0:
             return np.empty(0, np.int64)
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-            raise ConfigError(f"table {self.spec.name!r}: rows are given as {rows!r}; expected whole numbers")
+            raise ConfigError(f"table {self.spec.name!r}: rows are {rows!r}; expected whole numbers")
         if numbers.min() < 0 or numbers.max() >= self.spec.rows:
             wrong = numbers[(numbers < 0) | (numbers >= self.spec.rows)][0]
             raise ConfigError(
-                f"table {self.spec.name!r} has rows 0 to {self.spec.rows - 1}; row {wrong} is none of them"
+                f"table {self.spec.name!r} has rows 0 to {self.spec.rows - 1}; row {wrong} does not exist"
             )
         return numbers.astype(np.int64)
 
@@ -299,7 +315,7 @@ class Table:
         if len(contents) != len(numbers) or len(np.unique(numbers)) != len(numbers):
             raise ConfigError(
                 f"table {self.spec.name!r}: changes to {len(contents)} rows for rows {numbers.tolist()}; "
-                "give one SparseRow for each row, and each row once"
+                "pass one SparseRow per row, and each row once"
             )
         merged = []
         for columns, values in contents:
@@ -315,7 +331,7 @@ class Table:
         return sparse_patch(numbers, merged, np.empty(0, self.spec.dtype))
 
 
-def _current_job() -> Job:
+def _current_job() -> TableJob:
     if not _open_jobs:
         raise ConfigError("no job is open: make tables inside `with poseidon.ps.connect() as job:`")
     return _open_jobs[-1]

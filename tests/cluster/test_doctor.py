@@ -13,7 +13,7 @@ import pytest
 from sshd import serving
 
 import poseidon
-from poseidon.doctor.probe import CLOCK_OFFSET
+from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.lab import Lab
 
 pytestmark = pytest.mark.cluster
@@ -130,15 +130,15 @@ def test_blocked_port_wrong_version_loopback_name_and_skewed_clock_are_each_foun
     real = Path(poseidon.__file__).parent
     other = cluster.folder / "other" / "poseidon"
     other.mkdir(parents=True)
-    text = (real / "__init__.py").read_text().replace(f'"{poseidon.__version__}"', '"0.0.9"')
-    (other / "__init__.py").write_text(f"{text}\n__path__ = [{str(real)!r}]\n")
+    (other / "version.py").write_text('__version__ = "0.0.9"\n')
+    (other / "__init__.py").write_text(f"{(real / '__init__.py').read_text()}\n__path__.append({str(real)!r})\n")
     old = cluster.folder / "old-python"
     old.write_text(f'#!/bin/sh\nPYTHONPATH={other.parent} exec {cluster.hosts[1]["python"]} "$@"\n')
     old.chmod(0o755)
     cluster.hosts[1]["python"] = str(old)
     (cluster.folder / "debian").mkdir()
     cluster.hosts[2]["python"] = python_with_names(cluster.folder / "debian", {"machine2": "127.0.1.1"})
-    cluster.hosts[3]["env"][CLOCK_OFFSET] = "-30"
+    cluster.hosts[3]["env"][PROBE_CLOCK_OFFSET.name] = "-30"
 
     status, data = cluster.examine("--seconds", "0.2")
 

@@ -90,7 +90,7 @@ def test_a_machine_that_disappears_ends_the_job_in_time(cluster: Cluster) -> Non
     cluster.lab.cut(2)
     ended = job.end(limit_s=15)
     assert not check(Ended(ended.status, ended.out, ended.err, 0, ()), "machine", 2, "machine2"), ended.err
-    assert "machine2 could not be asked" in ended.err
+    assert "machine2 could not be checked" in ended.err
     job.wait_until_gone()
 
 
@@ -101,7 +101,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(when: str, cluster: Clu
     os.kill(cluster.agent_of(2), signal.SIGKILL)
     ended = job.end()
     assert not check(ended, "machine", 2, "machine2"), ended.err
-    assert "could not be asked" not in ended.err, "a second login has looked"
+    assert "could not be checked" not in ended.err, "a second login has looked"
 
 
 @pytest.mark.parametrize("fault", ["raise", "orphan"])

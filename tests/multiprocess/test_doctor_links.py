@@ -7,7 +7,7 @@ import pytest
 
 from poseidon.doctor import reaching
 from poseidon.doctor.facts import BUSY, OPEN
-from poseidon.doctor.listening import Listener
+from poseidon.doctor.listening import ProbeListener
 from poseidon.doctor.reaching import Target
 
 TOKEN = bytes(range(16))
@@ -16,7 +16,7 @@ HERE = "127.0.0.1"
 
 @pytest.fixture
 def listener():
-    one = Listener(HERE, [], TOKEN)
+    one = ProbeListener(HERE, [], TOKEN)
     yield one
     one.close()
 
@@ -40,13 +40,13 @@ def test_ports_are_open_refused_or_answered_by_others(target):
         answering.join()
     assert outcomes[target.bulk_port] == OPEN
     assert outcomes[closed] == "connection refused"
-    assert outcomes[port] == "closed by whoever answers there"
+    assert outcomes[port] == "closed by the program that answers there"
 
 
 def test_a_port_in_use_is_told_and_the_others_are_listened_on():
     with socket.create_server((HERE, 0)) as other:
         taken, free = other.getsockname()[1], free_port()
-        listener = Listener(HERE, [taken, free], TOKEN)
+        listener = ProbeListener(HERE, [taken, free], TOKEN)
         listener.close()
     assert listener.listening.failed == {taken: BUSY}
     assert set(listener.listening.ports) == {listener.listening.bulk_port, free}

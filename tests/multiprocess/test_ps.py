@@ -14,6 +14,7 @@ import torch.distributed as dist
 import poseidon.ps
 from poseidon.errors import PoseidonError, WorkerLostError
 from ranks import run_ranks
+from run_jobs import run_poseidon
 
 
 def add_up(options: dict[str, Any], clocks: int, servers: list[int] | None) -> Any:
@@ -196,3 +197,35 @@ def test_a_table_opened_differently_is_refused_with_both_shapes() -> None:
     texts = run_ranks(disagree, 2)
     assert any("width=4" in text and "width=5" in text for text in texts)
     assert all(text != "nothing happened" for text in texts)
+
+
+ENDING = """
+import poseidon.ps
+
+job = poseidon.ps.connect(timeout_s=20)
+table = job.table("t", 4, 4, consistency="ssp", staleness=1)
+for _ in range(3 + 5 * job.rank):
+    table.inc(0, [1.0] * 4)
+    table.clock()
+if job.rank == 0 and {fails}:
+    raise KeyError("mine")
+print("steps", table.now)
+"""
+
+
+def test_workers_that_end_without_closing_wait_for_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING.format(fails=False))
+    ended = run_poseidon("--nproc", "2", script, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert sorted(line.split()[-1] for line in ended.out.splitlines() if "steps" in line) == ["3", "8"]
+    assert "lost" not in ended.err
+
+
+def test_a_worker_that_fails_outside_of_a_with_block_is_lost(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING.format(fails=True))
+    ended = run_poseidon("--nproc", "2", script, folder=tmp_path)
+    assert ended.status == 1
+    assert "worker 0 on localhost failed first" in ended.err
+    assert "KeyError: 'mine'" in ended.err

@@ -14,8 +14,8 @@ from poseidon.wire.message import Header, Kind
 from poseidon.wire.open import open_transport
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.settings import WireSettings
-from poseidon.wire.share import Share
-from poseidon.wire.tcp import Line
+from poseidon.wire.share import BufferShare
+from poseidon.wire.tcp import PeerSender
 from ranks import run_ranks
 
 SECRET = b"a secret of the tests, quite long"
@@ -241,7 +241,7 @@ def test_nobody_speaks_without_the_secret(carrier, encrypt):
         bad = open_transport(1, 2, b"another secret, as long as ours", settings)
         stack.callback(good.close)
         stack.callback(bad.close)
-        says = "rank 0 .*turned rank 1 away|rank 1 reached no connection to ranks \\[0\\]"
+        says = "rank 0 .*refused rank 1|rank 1 could not connect to ranks \\[0\\]"
         with pytest.raises(WireError, match=says):
             bad.connect([good.address, bad.address])
         if not encrypt:
@@ -273,7 +273,7 @@ def test_a_peer_that_is_not_there_is_named(plain):
     settings = WireSettings(carrier=plain.carrier, connect_timeout_s=1)
     transport = open_transport(0, 2, SECRET, settings)
     try:
-        with pytest.raises(WireError, match="rank 0 reached no connection to rank"):
+        with pytest.raises(WireError, match="rank 0 could not connect to rank"):
             transport.connect([transport.address, address])
     finally:
         transport.close()
@@ -331,8 +331,8 @@ def test_tcp_does_not_pretend_to_encrypt():
 def test_a_connection_has_the_buffer_that_its_peer_shall_have():
     ours, theirs = socket.socketpair()
     broken = []
-    share = Share(10_000, range(1, 4))
-    line = Line(1, [ours], None, share, lambda peer, why: broken.append((peer, why)))
+    share = BufferShare(10_000, range(1, 4))
+    line = PeerSender(1, [ours], None, share, lambda peer, why: broken.append((peer, why)))
     share.add(2, 1000)
     sent = threading.Event()
     line.put(Outgoing(b"head", memoryview(bytes(1000)), on_sent=sent.set))

@@ -98,7 +98,7 @@ def misuse_zeromq(address, chance):
         peer.immediate = True
         peer.sndtimeo = 500 if knows else 50
         peer.plain_username = b"2"
-        peer.plain_password = secret.word(address.nonce, 2, 0).encode()
+        peer.plain_password = secret.password(address.nonce, 2, 0).encode()
         peer.connect(f"tcp://{address.ip}:{address.ports[0]}")
         for head, payload in chance.sample(bad_heads(chance), 4):
             extra = [b"third"] * (chance.random() < 0.3)

@@ -108,6 +108,13 @@ def test_the_device_has_a_rate() -> None:
     assert 0 < measure_flops(CPU) < float("inf")
 
 
+def test_measuring_leaves_the_users_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    measure_flops(CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_one_device_agrees_with_itself_whatever_the_seed() -> None:
     torch.manual_seed(1)
     first = arithmetic_digest(CPU)

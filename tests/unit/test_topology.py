@@ -3,6 +3,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poseidon.team.membership import Member, Membership
 from poseidon.team.topology import Topology
 
 NAMES = st.lists(st.sampled_from(["ape", "bee", "cat", "dog"]), min_size=1, max_size=12)
@@ -83,3 +84,21 @@ def test_levels_pay_only_with_several_machines_of_several_workers() -> None:
 def test_uneven_machines_are_noticed() -> None:
     assert Topology.from_names(["a", "b", "b", "a"]).is_even
     assert not Topology.from_names(["a", "b", "a"]).is_even
+
+
+@given(NAMES)
+def test_everything_about_a_team_follows_from_its_members(names: list[str]) -> None:
+    members = tuple(Member(10 + 3 * rank, f"host of {name}", name) for rank, name in enumerate(names))
+    team = Membership(0, members)
+    assert team.size == len(names)
+    assert team.hosts == tuple(f"host of {name}" for name in names)
+    assert team.topology == Topology.from_names(names)
+    assert [team.rank_of(member.global_rank) for member in members] == list(range(len(names)))
+    assert team == Membership(0, members)
+    assert team != Membership(1, members)
+
+
+def test_workers_have_names_before_they_introduce_themselves() -> None:
+    team = Membership.unnamed([4, 7])
+    assert (team.epoch, team.size, team.rank_of(7)) == (0, 2, 1)
+    assert team.hosts == ("host of rank 0", "host of rank 1")

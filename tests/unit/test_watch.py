@@ -1,5 +1,7 @@
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,9 +9,10 @@ import pytest
 
 from poseidon.errors import WorkerLostError
 from poseidon.team import watch
+from poseidon.team.membership import Member, Membership
 from poseidon.team.watch import Watch
 
-HOSTS = ["ape", "bee", "cat"]
+TEAM = Membership(0, tuple(Member(rank, host, host) for rank, host in enumerate(["ape", "bee", "cat"])))
 Beat = dict[str, Any]
 
 
@@ -54,7 +57,7 @@ def open_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
     def make(script: dict[int, list[Beat | None]] | None = None, **options: Any) -> tuple[Watch, Store]:
         store = Store(script or {})
-        opened.append(Watch(store, "job", 0, HOSTS, **{"timeout_s": 60.0, **options}))
+        opened.append(Watch(store, "job", 0, TEAM, **{"timeout_s": 60.0, **options}))
         return opened[-1], store
 
     yield make
@@ -100,7 +103,7 @@ def test_a_dead_worker_is_named_with_its_last_words(open_watch: Open) -> None:
     one, _ = open_watch({1: beats(1, 41, "in forward"), 2: beats(9, 42, "in backward")})
     one.note(42, "in backward")
     text = text_of(one, peer=2)
-    assert text.startswith("rank 0 (ape) waited in vain at step 42 for fc1 from rank 2 (cat): ")
+    assert text.startswith("rank 0 (ape) gave up waiting at step 42 for fc1 from rank 2 (cat): ")
     assert "rank 1 (bee) is dead or cut off; last seen at step 41, in forward" in text
     assert text.endswith("The wait ended with: TimeoutError: no answer")
     assert "rank 2 (cat) is" not in text
@@ -228,6 +231,17 @@ def test_without_a_callback_the_process_says_why_and_ends(
     one.close()
     assert statuses == [watch.EXIT_STATUS] == [75]
     assert (
-        "poseidon: rank 0 (ape) waited in vain at step 0 for fc8: rank 2 (cat) never reported"
+        "poseidon: rank 0 (ape) gave up waiting at step 0 for fc8: rank 2 (cat) never reported"
         in capsys.readouterr().err
     )
+
+
+def test_a_closed_watch_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT_S", 0.002)
+    one = Watch(Store({}), "job", 0, TEAM, timeout_s=60.0)
+    is_there = weakref.ref(one)
+    one.close()
+    one.close()
+    del one
+    gc.collect()
+    assert is_there() is None

@@ -1,4 +1,4 @@
-"""A conversation with the probe of one host: started here or over ssh, one question at a time, each with a deadline."""
+"""A conversation with the probe of one host, here or over ssh: one question at a time, each with a deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _END_S = 5.0
 
 
 class NoProbeError(WorkerLostError):
-    """The probe of a host could not be started; says how the attempt ended."""
+    """The probe of a host could not be started; holds how the attempt ended."""
 
     def __init__(self, host: Host, status: int, stderr: str) -> None:
         super().__init__(f"no probe on {host.name}: status {status}: {stderr}")
@@ -34,7 +34,7 @@ class NoProbeError(WorkerLostError):
 
 
 class LostProbeError(WorkerLostError):
-    """The probe of a host ran, but answers no more."""
+    """The probe of a host ran, but no longer answers."""
 
     def __init__(self, host: Host, problem: str) -> None:
         super().__init__(f"the probe on {host.name} {problem}")
@@ -42,7 +42,7 @@ class LostProbeError(WorkerLostError):
 
 
 class Conversation:
-    """One host's probe. Made by :func:`start`; a context manager that ends the probe."""
+    """One host's probe, made by :func:`start`; a context manager that ends the probe."""
 
     def __init__(self, host: Host, process: subprocess.Popen[bytes], is_local: bool) -> None:
         self.host = host
@@ -76,7 +76,7 @@ class Conversation:
     def greet(self, timeout_s: float) -> str:
         """Wait until the probe runs and return its version of Poseidon; raise :class:`NoProbeError` if it never does.
 
-        Whatever a login shell prints before is passed over.
+        Whatever a login shell prints first is ignored.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -87,7 +87,7 @@ class Conversation:
                 return str(message["poseidon"])
 
     def ask(self, question: str, timeout_s: float, **details: Any) -> Any:
-        """Return the answer to a question; once one stays without, :class:`LostProbeError` is all that comes."""
+        """Return the answer to a question; after one without an answer every call raises :class:`LostProbeError`."""
         if self._is_over:
             raise LostProbeError(self.host, "was lost before")
         deadline = time.monotonic() + timeout_s
@@ -97,7 +97,7 @@ class Conversation:
             pipe.flush()
         message = self._receive(deadline)
         if message is None:
-            # A late answer would be taken for that to the next question, so there is none.
+            # A late answer would look like that to the next question, so there is no next one.
             self._is_over = True
             ended = self._process.poll()
             how = f"within {timeout_s:g} s" if ended is None else f"but ended with status {ended}"
@@ -117,12 +117,12 @@ class Conversation:
         return min(tries, key=lambda one: one.uncertainty_s)
 
     def hang_up(self) -> None:
-        """Ask nothing more, upon which the probe ends; does not wait for it."""
+        """Close the conversation, which ends the probe; does not wait for that."""
         with contextlib.suppress(OSError):
             _pipe(self._process.stdin).close()
 
     def _receive(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, None when the probe has ended or time is up."""
+        """Return the next message, None if the probe has ended or time is up."""
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -137,7 +137,7 @@ class Conversation:
 
     def _no_probe(self, timeout_s: float) -> NoProbeError:
         try:
-            # The output has ended, or time is up; an ended process needs a moment to be seen as such.
+            # The output has ended, or time is up; a process that ends takes a moment to be reaped.
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -161,7 +161,7 @@ class Conversation:
 
 
 def start(host: Host, settings: SshSettings) -> Conversation:
-    """Start the probe of a host, without ssh if the host is this machine; :meth:`Conversation.greet` comes next."""
+    """Start the probe of a host, without ssh if it is this machine; call :meth:`Conversation.greet` next."""
     if not is_here(host):
         directory = host.directory or str(Path.cwd())
         return Conversation(host, start_command(host, [remote_python(host, directory), "-m", _MODULE], settings), False)

@@ -1,4 +1,4 @@
-"""Which host spoils the links that are bad? Pure."""
+"""Finds the host that is to blame for bad links. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def blame(bad: Sequence[tuple[str, str]], links: Sequence[tuple[str, str]]) -> tuple[set[str], set[str]]:
-    """Return the hosts whose incoming and whose outgoing links are to blame for the bad ones.
+    """Return the hosts to blame for bad incoming links, and those to blame for bad outgoing ones.
 
-    A host is to blame for one direction if all its links of that direction are bad, there are at least two, and a
-    host at one of the other ends has a good one, so that it is not everybody's trouble.
+    A host is to blame in one direction if all its links in that direction are bad, there are at least two, and a host
+    at the other end of one has a good link, so that the problem is not general.
     """
     good = set(links) - set(bad)
     able_to_send = {source for source, _ in good}

@@ -1,4 +1,4 @@
-"""At which of its addresses do the other hosts meet a host? Pure."""
+"""Chooses the address at which the other hosts reach a host. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from poseidon.doctor.facts import HostFacts
 def choose_address(facts: HostFacts, interface: str, listed: str, towards: Sequence[str]) -> str:
     """Return the address, empty if the named interface has none.
 
-    In order: that of the interface the user names, here or in ``GLOO_SOCKET_IFNAME`` there; the one in the list of
-    hosts; the one at which ssh got in; the one from which the host itself would call the others (``towards``).
+    In order of preference: that of the interface named by the user, here or in ``GLOO_SOCKET_IFNAME`` there; the one in
+    the list of hosts; the one that ssh reached; the source address of the host's route to the others (``towards``).
     """
     named = interface or facts.environment.get("GLOO_SOCKET_IFNAME", "")
     if named:
@@ -25,5 +25,5 @@ def _first(facts: HostFacts, wanted: Iterable[str]) -> str:
     for address in wanted:
         if address in outside:
             return address
-    # Without a network of its own a host still talks to itself.
+    # Without a network a host can still talk to itself.
     return next(iter([*outside, *(one.address for one in facts.interfaces)]), "")

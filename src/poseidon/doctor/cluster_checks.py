@@ -1,4 +1,4 @@
-"""What differs between hosts and should not. Pure."""
+"""Finds differences between hosts that should not exist. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MOST_SKEW_S = 0.5
 
 
 def check_cluster(hosts: Sequence[HostReport]) -> list[Finding]:
-    """Return what hosts disagree in; the host that differs from most is named."""
+    """Return the differences between hosts; each names the host that differs from the majority."""
     checks = (_check_versions, _check_machines, _check_arithmetic, _check_gpus, _check_cards, _check_clocks)
     return [finding for check in checks for finding in check(hosts)]
 
 
 def odd_ones(values: Mapping[str, T]) -> tuple[T, dict[str, T]]:
-    """Return what most have, and who has something else; in a tie the first is right."""
+    """Return the value of the majority, and the others' values; in a tie the first host is right."""
     counts = Counter(values.values())
     usual = max(values.values(), key=lambda value: counts[value])
     return usual, {name: value for name, value in values.items() if value != usual}
@@ -32,7 +32,7 @@ def odd_ones(values: Mapping[str, T]) -> tuple[T, dict[str, T]]:
 def _check_versions(hosts: Sequence[HostReport]) -> Iterator[Finding]:
     for package, name in (("poseidon", "poseidon-dl"), ("torch", "torch"), ("numpy", "numpy")):
         found = {host.name: getattr(host.facts, package) for host in hosts if getattr(host.facts, package)}
-        # Workers of different builds may choose other kernels or frames; numpy only ever touches a worker's own data.
+        # Different builds may choose other kernels or frames; numpy touches only a worker's own data.
         say = warning if package == "numpy" else error
         for host, expected, seen in _odd(hosts, found):
             yield say(
@@ -63,13 +63,13 @@ def _check_machines(hosts: Sequence[HostReport]) -> Iterator[Finding]:
                 (other, host.name),
                 "same-machine",
                 f"{other} and {host.name} are the same machine",
-                "every machine once, with the number of its workers",
+                "every machine once, with its number of workers",
                 f"write {other}:2 instead of both",
             )
 
 
 def _check_arithmetic(hosts: Sequence[HostReport]) -> Iterator[Finding]:
-    consequence = "matrix products equal bit for bit: else no layer travels as factors, and results depend on the host"
+    consequence = "bit-identical matrix products: otherwise no layer travels as factors, and results depend on the host"
     singles = {host.name: one for host in hosts if (one := host.facts.digest_one_thread) is not None}
     differing = {host.name for host, _, _ in _odd(hosts, singles)}
     for host, _, _ in _odd(hosts, singles):
@@ -77,7 +77,7 @@ def _check_arithmetic(hosts: Sequence[HostReport]) -> Iterator[Finding]:
         yield warning(
             host.name,
             "arithmetic",
-            f"{host.facts.cpu} ({host.facts.cpu_capability}) rounds otherwise than "
+            f"{host.facts.cpu} ({host.facts.cpu_capability}) rounds differently from "
             f"{usual.cpu} ({usual.cpu_capability})",
             consequence,
             "on every host: export MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2",
@@ -88,7 +88,7 @@ def _check_arithmetic(hosts: Sequence[HostReport]) -> Iterator[Finding]:
             yield warning(
                 host.name,
                 "arithmetic",
-                f"with {seen[0]} threads it rounds otherwise than the others with {expected[0]}",
+                f"with {seen[0]} threads it rounds differently from the others with {expected[0]}",
                 consequence,
                 f"on every host: export OMP_NUM_THREADS={expected[0]}",
             )
@@ -97,7 +97,7 @@ def _check_arithmetic(hosts: Sequence[HostReport]) -> Iterator[Finding]:
         yield warning(
             host.name,
             "arithmetic",
-            f"its GPU ({host.facts.gpus[0].name}) rounds otherwise than the others",
+            f"its GPU ({host.facts.gpus[0].name}) rounds differently from the others",
             consequence,
             "use hosts with the same GPU and driver",
         )
@@ -147,7 +147,7 @@ def _check_cards(hosts: Sequence[HostReport]) -> Iterator[Finding]:
         )
     speeds = {name: card.speed_mbit for name, card in cards.items() if card.speed_mbit is not None}
     for host, fastest, speed in _odd(hosts, speeds):
-        # A card slower than that is a finding of its own already.
+        # A slower card already has a finding of its own.
         if SLOW_CARD_MBIT <= speed < fastest:
             yield warning(
                 host.name,
@@ -162,7 +162,7 @@ def _check_clocks(hosts: Sequence[HostReport]) -> Iterator[Finding]:
     opinions = [host.clock.ahead_s for host in hosts]
     if not any(host.is_local for host in hosts):
         opinions.append(0.0)
-    # The machine that asks breaks a tie between two.
+    # The machine that runs the doctor breaks a tie between two.
     right = min((statistics.median_low(opinions), statistics.median_high(opinions)), key=abs)
     for host in hosts:
         ahead = host.clock.ahead_s - right
@@ -172,13 +172,13 @@ def _check_clocks(hosts: Sequence[HostReport]) -> Iterator[Finding]:
                 host.name,
                 "clock",
                 f"its clock is {abs(ahead):.3g} s {direction}",
-                f"less than {MOST_SKEW_S:g} s beside the others: logs and traces would not fit together",
+                f"within {MOST_SKEW_S:g} s of the others: otherwise logs and traces do not line up",
                 "sudo timedatectl set-ntp true  (or: sudo chronyc makestep)",
             )
 
 
 def _odd(hosts: Sequence[HostReport], values: Mapping[str, T]) -> Iterator[tuple[HostReport, T, T]]:
-    """Yield (host, usual value, its value) for every host that differs from most."""
+    """Yield (host, usual value, its value) for every host that differs from the majority."""
     if not values:
         return
     usual, others = odd_ones(values)

@@ -1,4 +1,4 @@
-"""``poseidon doctor``: would training work on these hosts? Asked before a long job rather than found out in it."""
+"""``poseidon doctor``: checks whether training would work on these hosts, before a long job finds out."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 import sys
 from dataclasses import replace
 
-from poseidon.doctor.conduct import Examination, Options, examine
+from poseidon.doctor.conduct import Examination, ExaminationOptions, examine
 from poseidon.doctor.findings import would_train
 from poseidon.doctor.ports import parse_ports
-from poseidon.doctor.report import examination_to_json, format_examination
+from poseidon.doctor.writing import examination_to_json, format_examination
 from poseidon.errors import ConfigError
-from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
-from poseidon.launch.run import complete_host, count_gpus
+from poseidon.launch.hosts import Host
+from poseidon.launch.run import complete_host, read_cluster
 from poseidon.launch.run_settings import PREFIX, SETTINGS, resolve
 
 _LONGEST_S = 30.0
 _SHARED = ("user", "ssh_port", "identity", "python", "directory", "interface", "master_port")
-"""Settings of ``poseidon run`` that decide how a host is reached and what runs there."""
+"""Settings of ``poseidon run`` that determine how a host is reached and what runs there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--hostfile", metavar="F", help="file of `host slots=n` or `id ip port` lines, JSON or TOML")
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how, as for `poseidon run` (also from the cluster file or {PREFIX}NAME)")
-    for setting in (one for one in SETTINGS if one.name in _SHARED):
-        option = f"--{setting.name.replace('_', '-')}"
-        how.add_argument(option, dest=setting.name, type=setting.kind, default=None, help=setting.help)
+    for option in (one for one in SETTINGS if one.name in _SHARED):
+        how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
     parser.add_argument("--ports", default="29500", help="where workers may meet, such as 29500-29510 (default: 29500)")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a stream is measured (default: 0.5)")
     parser.add_argument("--streams", type=int, default=4, help="streams of the second measurement (default: 4)")
@@ -54,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_status(examination: Examination, is_strict: bool) -> int:
-    """Return 0 if training would work, or, if asked to be strict, if there is nothing to say at all."""
+    """Return 0 if training would work; if strict, only if there are no findings at all."""
     is_fine = not examination.findings if is_strict else would_train(examination.findings)
     return 0 if is_fine else 1
 
 
-def make_options(args: argparse.Namespace) -> Options:
+def make_options(args: argparse.Namespace) -> ExaminationOptions:
     """Return what to try, checked. Pure."""
     if not 0 < args.seconds <= _LONGEST_S:
         raise ConfigError(f"--seconds is {args.seconds:g}; it takes more than 0 and at most {_LONGEST_S:g}")
@@ -67,29 +66,19 @@ def make_options(args: argparse.Namespace) -> Options:
         raise ConfigError(f"--streams is {args.streams}; it takes 1 to 64")
     if not args.timeout > 0:
         raise ConfigError(f"--timeout is {args.timeout:g}; it takes more than 0")
-    return Options(parse_ports(args.ports), args.seconds, args.streams, args.timeout)
+    return ExaminationOptions(parse_ports(args.ports), args.seconds, args.streams, args.timeout)
 
 
 def find_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     """Return the hosts as ``poseidon run`` would reach them with the same options, file and environment."""
-    cluster = _read_cluster(args)
+    cluster = read_cluster(args)
     chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
     values = {name: one.value for name, one in chosen.items()}
     first, *others = (complete_host(host, values) for host in cluster.hosts)
     return (replace(first, service_port=first.service_port or values["master_port"]), *others)
 
 
-def _read_cluster(args: argparse.Namespace) -> ClusterFile:
-    if args.cluster is not None:
-        return read_cluster_file(args.cluster)
-    if args.hosts is not None:
-        return ClusterFile(parse_hosts(args.hosts))
-    if args.hostfile is not None:
-        return ClusterFile(read_hostfile(args.hostfile))
-    return ClusterFile((Host("localhost", slots=max(1, count_gpus(os.environ))),))
-
-
 def _tell(text: str) -> None:
-    """Show what is being done, on a terminal only, on one line that the next replaces."""
+    """Show the current activity, on a terminal only, on one line that the next one replaces."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

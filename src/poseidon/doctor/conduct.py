@@ -1,6 +1,6 @@
 """Asks the probes of all hosts, then lets pairs of hosts measure their links, round by round.
 
-Thin: which questions, in which order, with which deadline. What the answers mean is decided elsewhere.
+It decides which questions to ask, in which order and with which deadline; the checks decide what the answers mean.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ R = TypeVar("R")
 _ANSWER_S = 20.0
 _MOST_AT_ONCE = 64
 _MORE_LOOKS = 2
-"""How often a link that looks bad is measured again: a busy moment is no finding."""
+"""How often a link that looks bad is measured again: a busy moment is not a finding."""
 
 
 @dataclass(frozen=True)
-class Options:
+class ExaminationOptions:
     """What to try, and for how long."""
 
     ports: tuple[int, ...] = (29500,)
@@ -46,25 +46,25 @@ class Options:
     seconds: float = 0.5
     """How long each stream is measured."""
     streams: int = 4
-    """How many streams "many" are."""
+    """Number of streams of the second measurement."""
     start_s: float = 60.0
-    """How long a host may take to start its probe, and again to load torch and report."""
+    """How long a host has to start its probe, and again to load torch and report."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was found out."""
+    """The complete result."""
 
     hosts: tuple[HostReport, ...]
-    """Those whose probe answered."""
+    """Hosts whose probe answered."""
     pairs: tuple[PairFacts, ...]
     findings: tuple[Finding, ...]
-    """The worst first."""
+    """Worst first."""
 
 
 @dataclass(frozen=True)
 class _Patient:
-    """A host that is being asked, and what it said so far."""
+    """A host under examination, and its answers so far."""
 
     conversation: Conversation
     report: HostReport
@@ -76,13 +76,13 @@ class _Patient:
 
 def examine(
     hosts: Sequence[Host],
-    options: Options,
+    options: ExaminationOptions,
     settings: SshSettings | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Examination:
-    """Ask every host and measure every pair; ``tell`` hears what is being done."""
+    """Ask every host and measure every pair; ``tell`` is called with the current activity."""
     settings = settings or SshSettings.from_environment()
-    # ssh gives up before we do, so that it can say why.
+    # ssh gives up before we do, so that it can report why.
     settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, max(1, int(options.start_s / 2))))
     lost: dict[str, Finding] = {}
     with contextlib.ExitStack() as stack:
@@ -100,7 +100,7 @@ def examine(
     return Examination(reports, tuple(pairs), tuple(in_order(found)))
 
 
-def _begin(stack: contextlib.ExitStack, host: Host, options: Options, settings: SshSettings) -> Conversation:
+def _begin(stack: contextlib.ExitStack, host: Host, options: ExaminationOptions, settings: SshSettings) -> Conversation:
     try:
         conversation = stack.enter_context(start(host, settings))
     except OSError as problem:
@@ -109,7 +109,7 @@ def _begin(stack: contextlib.ExitStack, host: Host, options: Options, settings: 
     return conversation
 
 
-def _look_at(conversation: Conversation, options: Options) -> _Patient:
+def _look_at(conversation: Conversation, options: ExaminationOptions) -> _Patient:
     host = conversation.host
     details = {"directory": host.directory or str(Path.cwd()), "slots": host.slots, "env": dict(host.env)}
     facts = host_from_json(conversation.ask("facts", options.start_s, **details))
@@ -126,7 +126,7 @@ def _look_at(conversation: Conversation, options: Options) -> _Patient:
 
 
 def _with_address(one: _Patient, patients: Sequence[_Patient]) -> _Patient:
-    """Settle at which of its addresses the other hosts meet this one."""
+    """Choose the address at which the other hosts reach this one."""
     others = [other for other in patients if other is not one]
     peers = [other.report.facts.ssh_server or other.conversation.host.address for other in others]
     towards: list[str] = []
@@ -139,10 +139,10 @@ def _with_address(one: _Patient, patients: Sequence[_Patient]) -> _Patient:
 
 
 def _measure_pairs(
-    patients: Sequence[_Patient], options: Options, tell: Callable[[str], None], lost: dict[str, Finding]
+    patients: Sequence[_Patient], options: ExaminationOptions, tell: Callable[[str], None], lost: dict[str, Finding]
 ) -> list[PairFacts]:
     token = secrets.token_hex(TOKEN_BYTES)
-    # Without an interface there is nothing to listen on, and nobody listens on all of them.
+    # Without an interface there is nothing to listen on; a probe never listens on all of them.
     able = [one for one in patients if one.report.interface is not None] if len(patients) > 1 else []
     listening = dict(_each(able, lambda one: (one.name, _listen(one, options, token)), lost))
     ready = {one.name: one for one in patients if one.name in listening}
@@ -162,12 +162,12 @@ def _measure_pairs(
             if pairs:
                 tell(f"measuring links: {'again, ' * bool(look)}round {number} of {len(rounds)}")
                 _each(pairs, measure, lost)
-        # Speed suffers longer from a busy moment than whether anything gets through at all.
+        # A busy moment affects speed for longer than connectivity.
         wanted = sluggish_links(list(found.values())) | (set() if look else broken_links(list(found.values())))
     return list(found.values())
 
 
-def _listen(one: _Patient, options: Options, token: str) -> Mapping[str, Any]:
+def _listen(one: _Patient, options: ExaminationOptions, token: str) -> Mapping[str, Any]:
     service = one.conversation.host.service_port
     rendezvous = options.ports if service is None else (*options.ports, service)
     ports = ports_to_try(rendezvous, one.report.facts.ephemeral_ports)
@@ -177,13 +177,15 @@ def _listen(one: _Patient, options: Options, token: str) -> Mapping[str, Any]:
     return answer
 
 
-def _measure(source: _Patient, target: _Patient, listening: Mapping[str, Any], options: Options) -> PairFacts:
+def _measure(
+    source: _Patient, target: _Patient, listening: Mapping[str, Any], options: ExaminationOptions
+) -> PairFacts:
     cards = (source.report.interface, target.report.interface)
     mtus = [card.mtu for card in cards if card is not None and card.mtu]
     bulk_port = int(listening["bulk_port"])
     found = source.conversation.ask(
         "measure",
-        # Every step of a measurement has a deadline of its own; this one is for a host that is gone.
+        # Every step of a measurement has its own deadline; this one is for a host that is gone.
         60.0 + 4 * options.seconds,
         address=target.report.address,
         token=listening["token"],
@@ -199,7 +201,7 @@ def _measure(source: _Patient, target: _Patient, listening: Mapping[str, Any], o
 
 
 def _each(things: Iterable[T], do: Callable[[T], R], lost: dict[str, Finding]) -> list[R]:
-    """Do something for all things at once; what fails is left out of the result and is a finding about its host."""
+    """Apply ``do`` to all things concurrently; a failure is dropped from the result and becomes a finding."""
 
     def attempt(thing: T) -> R | None:
         try:
@@ -220,5 +222,5 @@ def _lost_probe(problem: LostProbeError) -> Finding:
         "probe",
         str(problem),
         "a host that keeps answering",
-        f"look whether it is up, busy or out of memory: ssh {problem.host.address} uptime",
+        f"check whether it is up, busy or out of memory: ssh {problem.host.address} uptime",
     )

@@ -1,4 +1,4 @@
-"""What a probe reports of its host and of its links, as plain data that travels as JSON."""
+"""What a probe reports about its host and its links, as plain data that travels as JSON."""
 
 from __future__ import annotations
 
@@ -7,32 +7,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from poseidon.errors import MismatchError
+from poseidon.job.interfaces import Interface
 
 T = TypeVar("T")
 
 OPEN = "open"
-"""The outcome of a connection that reached the probe at the other end."""
+"""Outcome of a connection that reached the probe at the other end."""
 TIMED_OUT = "timed out"
 BUSY = "in use"
-"""The outcome for a port on which some other program of the host listens already."""
-
-
-@dataclass(frozen=True)
-class Interface:
-    """One network interface with an IPv4 address."""
-
-    name: str
-    address: str
-    mtu: int = 0
-    speed_mbit: int | None = None
-    """What the card negotiated; None where there is no card (virtual interfaces) or the driver does not say."""
-    is_loopback: bool = False
-    is_wireless: bool = False
+"""Outcome for a port on which another program of the host already listens."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as the driver or as torch sees it."""
+    """One GPU, as reported by the driver or by torch."""
 
     name: str
     memory_bytes: int
@@ -41,11 +29,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host; empty text, zero or None stand for what could not be found out."""
+    """One host; empty text, zero or None mean unknown."""
 
     hostname: str
     machine: str = ""
-    """Equal on two hosts if they are one machine under two names."""
+    """Equal on two hosts if they are the same machine under two names."""
     python: str = ""
     executable: str = ""
     poseidon: str = ""
@@ -55,19 +43,19 @@ class HostFacts:
     numpy: str = ""
     interfaces: tuple[Interface, ...] = ()
     resolved: tuple[str, ...] = ()
-    """Addresses to which the host resolves its own name."""
+    """Addresses that the host's own name resolves to there."""
     ssh_server: str = ""
-    """Address at which ssh reached the host."""
+    """Address that ssh connected to."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that change how torch, gloo and NCCL behave, where set."""
+    """Variables that are set and affect torch, gloo or NCCL."""
     cpu: str = ""
     cpu_capability: str = ""
     """Instruction set that torch's kernels use, such as AVX2."""
     cores: int = 0
     threads: int = 0
-    """Threads a worker would compute with."""
+    """Threads per worker."""
     digest: int | None = None
-    """Equal on two hosts if their CPUs multiply matrices alike, bit for bit, with the threads above."""
+    """Equal on two hosts if their CPUs' matrix products are bit-identical, with the threads above."""
     digest_one_thread: int | None = None
     gpu_digest: int | None = None
     memory_bytes: int = 0
@@ -76,20 +64,20 @@ class HostFacts:
     directory_error: str = ""
     free_disk_bytes: int = 0
     free_shared_bytes: int | None = None
-    """Room in /dev/shm, through which data loaders hand batches over; None where there is no such folder."""
+    """Free space in /dev/shm, through which data loaders pass batches; None if it does not exist."""
     open_files: int = 0
-    """How many files a process may have open."""
+    """Limit of open files per process."""
     gpus: tuple[Gpu, ...] = ()
-    """What torch can use."""
+    """GPUs that torch can use."""
     driver_gpus: tuple[Gpu, ...] = ()
-    """What nvidia-smi shows."""
+    """GPUs that nvidia-smi lists."""
     driver: str = ""
     cuda: str = ""
-    """CUDA version torch was built for; empty for a CPU build."""
+    """CUDA version that torch was built for; empty for a CPU build."""
     firewall: str = ""
-    """The program that manages the firewall, if one of those we know is installed."""
+    """The installed program that manages the firewall, if it is a known one."""
     ephemeral_ports: tuple[int, int] = (32768, 60999)
-    """Ports the system chooses from when a program asks for any."""
+    """Range of ports that the system assigns."""
 
     def interface(self, address: str) -> Interface | None:
         """Return the interface that has this address."""
@@ -98,20 +86,20 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class PairFacts:
-    """What one host measured towards another; None where it could not be measured."""
+    """What one host measured towards another; None if it could not be measured."""
 
     source: str
     target: str
     ports: Mapping[int, str] = field(default_factory=dict)
-    """Port of the target -> open, timed out, in use, or the system's words for why not."""
+    """Port of the target -> open, timed out, in use, or the system's error text."""
     latency_s: float | None = None
-    """Half of the median round trip of one byte, software included."""
+    """Half the median round trip of one byte, software included."""
     one_stream_bits_per_s: float | None = None
     many_stream_bits_per_s: float | None = None
     stream_error: str = ""
-    """Why a stream failed although the port is open."""
+    """Why a stream failed even though the port is open."""
     packets: Mapping[int, bool] = field(default_factory=dict)
-    """Size of an IP packet that may not be cut -> whether it arrived."""
+    """Size of an IP packet that must not be fragmented -> whether it arrived."""
 
     @property
     def is_connected(self) -> bool:
@@ -120,7 +108,7 @@ class PairFacts:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether connections open but no stream got through."""
+        """Whether connections open but no stream gets through."""
         return bool(self.stream_error) and self.best_bits_per_s is None
 
     @property
@@ -135,7 +123,7 @@ class PairFacts:
         return max(rates, default=None)
 
     def better(self, other: PairFacts) -> PairFacts:
-        """Return the best of two looks at the same link: a moment's load makes figures worse, nothing better."""
+        """Return the best of two measurements of a link: load makes figures worse, nothing makes them better."""
         chosen = self if not other.is_connected or (other.stream_error and not self.stream_error) else other
         return replace(
             chosen,
@@ -155,16 +143,16 @@ def _best(choose: Callable[[list[float]], float], *values: float | None) -> floa
 
 @dataclass(frozen=True)
 class Clock:
-    """A host's clock beside the clock of the machine that asks."""
+    """A host's clock compared with that of the machine that runs the doctor."""
 
     ahead_s: float
     uncertainty_s: float
-    """Half of the shortest round trip: the clock may be ahead by that much more or less."""
+    """Half the shortest round trip: ``ahead_s`` is accurate to this."""
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host of the job, with what its probe said and which of its addresses the others use."""
+    """One host of the job, with its probe's facts and the address that the others use."""
 
     name: str
     facts: HostFacts
@@ -174,7 +162,7 @@ class HostReport:
     wanted_interface: str = ""
     """The interface that the user named, if any."""
     is_local: bool = False
-    """Whether this is the machine that asks, whose clock all others are compared with."""
+    """Whether this machine runs the doctor; all clocks are compared with its own."""
 
     @property
     def interface(self) -> Interface | None:
@@ -183,12 +171,12 @@ class HostReport:
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """Return plain data for one of the classes above."""
+    """Return one of the classes above as plain data."""
     return asdict(value)
 
 
 def host_from_json(data: Mapping[str, Any]) -> HostFacts:
-    """Return the facts a probe sent; fields this version does not know are passed over, missing ones stay empty."""
+    """Return the facts that a probe sent; unknown fields are ignored, missing ones stay empty."""
     known = _known(HostFacts, data)
     for name, kind in (("interfaces", Interface), ("gpus", Gpu), ("driver_gpus", Gpu)):
         known[name] = tuple(kind(**_known(kind, one)) for one in known.get(name, ()))

@@ -1,4 +1,4 @@
-"""A finding: what is wrong, where, what it should be, and the command that mends it."""
+"""A finding: what is wrong, where, what is expected, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from enum import Enum
 
 
 class Severity(str, Enum):
-    """How much a finding matters."""
+    """How serious a finding is."""
 
     ERROR = "error"
     """Training would not start, would hang, or would be wrong."""
     WARNING = "warning"
-    """Training works, but slower, or not as reproducible as it could be."""
+    """Training works, but is slower or less reproducible than it could be."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One problem."""
 
     severity: Severity
     hosts: tuple[str, ...]
-    """The host that is to blame; both ends of a link where it cannot be told which."""
+    """The host to blame; both ends of a link if either may be."""
     check: str
-    """The name of the check, the same for every finding of its kind."""
+    """Name of the check; equal for all findings of a kind."""
     seen: str
     expected: str
     fix: str
-    """A command, or a sentence where no command helps."""
+    """A command, or a sentence if no command helps."""
 
 
 def error(hosts: str | Iterable[str], check: str, seen: str, expected: str, fix: str) -> Finding:
-    """Return a finding that keeps training from working."""
+    """Return a finding that prevents training."""
     return Finding(Severity.ERROR, _names(hosts), check, seen, expected, fix)
 
 
 def warning(hosts: str | Iterable[str], check: str, seen: str, expected: str, fix: str) -> Finding:
-    """Return a finding that training survives."""
+    """Return a finding that does not prevent training."""
     return Finding(Severity.WARNING, _names(hosts), check, seen, expected, fix)
 
 
 def would_train(findings: Iterable[Finding]) -> bool:
-    """Whether nothing was found that keeps training from working."""
+    """Return whether none of the findings prevents training."""
     return all(finding.severity is not Severity.ERROR for finding in findings)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the worst first, otherwise in the order they were found."""
+    """Return the findings with errors first, otherwise in their order."""
     return sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR)
 
 

@@ -1,4 +1,4 @@
-"""What one host's facts mean for training. Pure."""
+"""Judges one host's facts. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NO_MEMORY = GIB // 4
 LITTLE_DISK = 2 * GIB
 NO_DISK = 64 << 20
 LITTLE_SHARED = GIB // 4
-"""Docker's 64 MB are too few for the first data loader with workers."""
+"""Docker's 64 MB are too little for a data loader with workers."""
 FEW_FILES = 1024
 SLOW_CARD_MBIT = 1000
 
 
 def check_host(host: HostReport, is_alone: bool = False) -> list[Finding]:
-    """Return what is wrong with one host; what only matters between hosts is left out for one that ``is_alone``."""
+    """Return the problems of one host; one that ``is_alone`` needs no network."""
     findings = [*_check_software(host), *_check_room(host), *_check_gpus(host)]
     if not is_alone:
         findings += [*_check_name(host), *_check_interface(host)]
@@ -33,7 +33,7 @@ def check_host(host: HostReport, is_alone: bool = False) -> list[Finding]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the machine itself, whichever machine that is."""
+    """Return whether an address always means the machine itself."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -62,7 +62,7 @@ def _check_software(host: HostReport) -> Iterator[Finding]:
             host.name,
             "torch",
             f"torch cannot be imported: {facts.torch_error}",
-            "a torch that can be imported",
+            "an importable torch",
             f"{facts.executable} -m pip install --force-reinstall torch",
         )
     elif version_numbers(facts.torch) < OLDEST_TORCH:
@@ -83,7 +83,7 @@ def _check_room(host: HostReport) -> Iterator[Finding]:
             host.name,
             "directory",
             f"{facts.directory}: {facts.directory_error}",
-            "the working directory, as here or as directory= says",
+            "the working directory: the same path as here, or directory=",
             f"on {host.name}: mkdir -p {facts.directory}  (and copy or share the script)",
         )
     elif facts.free_disk_bytes < LITTLE_DISK:
@@ -155,15 +155,15 @@ def _check_name(host: HostReport) -> Iterator[Finding]:
     seen = f"resolves to {', '.join(facts.resolved)}" if facts.resolved else "cannot be resolved"
     fix = f"echo '{host.address} {facts.hostname}' | sudo tee -a /etc/hosts"
     if facts.resolved:
-        # The first entry wins, so the name must go from the lines of loopback; other names there stay.
+        # The first entry wins, so remove this name, and only this one, from the loopback lines.
         words = f"/^(127\\.|::1)/s/[[:space:]]+{facts.hostname}([[:space:]]|$)/\\1/g"
         fix = f"sudo sed -i -E '{words}' /etc/hosts && {fix}"
-    # `poseidon run` names the interface to gloo; other launchers leave it to guess from the host's name.
+    # `poseidon run` tells gloo the interface; under other launchers gloo guesses it from the host's name.
     yield warning(
         host.name,
         "host-name",
         f"its own name {facts.hostname} {seen} there",
-        f"the address the others use, {host.address}: under torchrun or srun gloo listens where the name points to",
+        f"the address the others use, {host.address}: under torchrun or srun gloo listens where the name points",
         fix,
     )
 
@@ -172,7 +172,7 @@ def _check_interface(host: HostReport) -> Iterator[Finding]:
     names = {one.name for one in host.facts.interfaces}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = host.facts.environment.get(variable, "")
-        # NCCL takes a list, prefixes and exclusions; only a plain name can be checked.
+        # NCCL accepts lists, prefixes and exclusions; only a plain name can be checked.
         if wanted and wanted not in names and re.fullmatch(r"\w+", wanted) and variable.startswith("GLOO"):
             yield error(
                 host.name,

@@ -1,7 +1,7 @@
-"""The end of a link that waits: answers connections and datagrams of probes that know the token, for a moment only.
+"""The listening end of a link: answers connections and datagrams of probes that know the token, for a short time.
 
-A connection opens with a header: token, what is wanted, and for how long. ``ECHO`` sends everything back, ``SINK``
-counts what arrives and reports the count. A datagram is answered with its size, so nothing is amplified.
+A connection starts with a header: token, request, and duration. ``ECHO`` sends everything back, ``SINK`` counts what
+arrives and reports the count. A datagram is answered with its size, so nothing is amplified.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DATAGRAM = struct.Struct(f"!{TOKEN_BYTES}sI")
 ECHO = b"E"
 SINK = b"S"
 WARM_UP = 0.2
-"""Share of a stream's time that is not counted: the start is no measure of the rest."""
+"""Share of a stream's duration that is not counted: the start is not representative."""
 _SILENCE_S = 5.0
 _MAX_STREAM_S = 60.0
 _CHUNK_BYTES = 1 << 20
@@ -34,17 +34,17 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Listening:
-    """Which ports are listened on."""
+    """The ports of a listener."""
 
     ports: tuple[int, ...]
     failed: dict[int, str]
-    """Port that was asked for -> why it is not listened on."""
+    """Requested port -> why it cannot be listened on."""
     bulk_port: int
-    """A port that the system chose, for measurements; takes datagrams too."""
+    """A port assigned by the system, for measurements; accepts datagrams too."""
 
 
-class Listener:
-    """Listens on one address until closed; every connection is served by a thread of its own."""
+class ProbeListener:
+    """Listens on one address until closed, with a thread per connection."""
 
     def __init__(self, address: str, ports: Sequence[int], token: bytes) -> None:
         self._token = token
@@ -66,7 +66,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; connections that are being served end by themselves."""
+        """Stop listening; open connections end by themselves."""
         self._waker.close()
         self._thread.join()
         self._selector.close()
@@ -97,7 +97,7 @@ class Listener:
             for key, _ in self._selector.select():
                 if key.data is None:
                     return
-                # A caller may be gone again before it is answered.
+                # A client may be gone before it is answered.
                 with contextlib.suppress(OSError):
                     key.data(key.fileobj)
 
@@ -114,17 +114,17 @@ class Listener:
         with link, contextlib.suppress(OSError):
             link.settimeout(_SILENCE_S)
             header = receive_exactly(link, HEADER.size)
-            token, wish, seconds = HEADER.unpack(header)
+            token, request, seconds = HEADER.unpack(header)
             if not hmac.compare_digest(token, self._token):
                 return
-            if wish == ECHO:
+            if request == ECHO:
                 _echo(link)
-            elif wish == SINK:
+            elif request == SINK:
                 _sink(link, min(seconds, _MAX_STREAM_S))
 
 
 def receive_exactly(link: socket.socket, size: int) -> bytes:
-    """Return ``size`` bytes; a connection that ends before is an error."""
+    """Return ``size`` bytes; raise if the connection ends first."""
     data = b""
     while len(data) < size:
         part = link.recv(size - len(data))
@@ -141,13 +141,13 @@ def _echo(link: socket.socket) -> None:
 
 
 def _sink(link: socket.socket, seconds: float) -> None:
-    """Count what arrives between the warm-up and the end, report that, and let the rest go by."""
+    """Count what arrives between the warm-up and the end, report it, and discard the rest."""
     buffer = bytearray(_CHUNK_BYTES)
     now = began = time.monotonic()
     counted_from: float | None = None
     count = 0
     while (left := began + seconds - now) > 0:
-        # The window ends on time even if nothing arrives any more, which is then part of the rate.
+        # The window ends on time even if nothing more arrives; the silence is part of the rate.
         link.settimeout(left)
         try:
             size = link.recv_into(buffer)

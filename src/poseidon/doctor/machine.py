@@ -1,4 +1,4 @@
-"""The facts of this host: versions, names, processors, memory, disks. Reads, never judges; one fact may be missing."""
+"""Reads the facts of this host: versions, names, processors, memory, disks. Any of them may be missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from poseidon.doctor.facts import Gpu, HostFacts
-from poseidon.doctor.interfaces import read_interfaces
+from poseidon.job.interfaces import read_interfaces
 from poseidon.version import __version__
 
 _VARIABLES = (
@@ -33,7 +33,7 @@ _NVIDIA_SMI_S = 10.0
 
 
 def read_facts(directory: str, slots: int) -> HostFacts:
-    """Return what there is to know about this host before a job of ``slots`` workers in ``directory``."""
+    """Return the facts about this host for a job of ``slots`` workers in ``directory``."""
     folder = Path(directory).expanduser() if directory else Path.cwd()
     drivers, driver = read_driver_gpus()
     threads = _threads_of_a_worker(slots)
@@ -67,7 +67,7 @@ def read_facts(directory: str, slots: int) -> HostFacts:
 
 
 def source_address(peer: str) -> str:
-    """Return the own address from which ``peer`` would be reached, empty if it cannot be; sends nothing."""
+    """Return the source address of the route to ``peer``, empty if there is none; sends nothing."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as asking:
@@ -94,7 +94,7 @@ def memory_field(meminfo: str, name: str) -> int:
 
 
 def parse_nvidia_smi(text: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return GPUs and driver version from nvidia-smi's comma-separated answer."""
+    """Return GPUs and driver version from nvidia-smi's CSV output."""
     gpus, driver = [], ""
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == 4 and row[2].isdigit() and row[3].isdigit():
@@ -104,7 +104,7 @@ def parse_nvidia_smi(text: str) -> tuple[tuple[Gpu, ...], str]:
 
 
 def read_driver_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that the driver shows and its version; nothing where there is no nvidia-smi."""
+    """Return the driver's GPUs and version; nothing without nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         answer = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
@@ -117,7 +117,7 @@ def _torch_facts(threads: int) -> Mapping[str, Any]:
         import torch
 
         from poseidon.team.calibrate import arithmetic_digest
-    except Exception as error:  # a broken installation fails in any way it likes, and that is what is asked for here
+    except Exception as error:  # a broken installation may raise anything, and that is the fact to report
         return {"torch_error": f"{type(error).__name__}: {error}"}
     cpu = torch.device("cpu")
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def _ssh_server(connection: str) -> str:
 
 
 def _directory_error(folder: Path) -> str:
-    return "" if folder.is_dir() and os.access(folder, os.X_OK) else "there is no such folder that may be entered"
+    return "" if folder.is_dir() and os.access(folder, os.X_OK) else "no such directory, or no permission to enter it"
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""What the measured links mean, and which host is to blame. Pure."""
+"""Judges the measured links and finds the host to blame. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poseidon.doctor.speed_checks import (
 
 
 def check_pairs(hosts: Sequence[HostReport], pairs: Sequence[PairFacts]) -> list[Finding]:
-    """Return what is wrong with the links between hosts."""
+    """Return the problems of the links between hosts."""
     by_name = {host.name: host for host in hosts}
     return [
         *_check_ports(by_name, pairs),
@@ -29,7 +29,7 @@ def check_pairs(hosts: Sequence[HostReport], pairs: Sequence[PairFacts]) -> list
 
 
 def broken_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
-    """Return the links over which something does not get through."""
+    """Return the links on which something does not get through."""
     return {
         (pair.source, pair.target)
         for pair in pairs
@@ -40,13 +40,13 @@ def broken_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
 
 
 def sluggish_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
-    """Return the links that everything gets through, but not as fast as it should."""
+    """Return the links on which everything gets through, but too slowly."""
     narrow = {(pair.source, pair.target) for pair in pairs if needs_several_streams(pair)}
     return (narrow | far_links(pairs) | set(slow_links(pairs))) - broken_links(pairs)
 
 
 def packet_sizes(first_mtu: int, second_mtu: int) -> tuple[int, ...]:
-    """Return the packet sizes to try between two interfaces: what both promise, and what is left where tunnels are."""
+    """Return the packet sizes to try between two interfaces: their MTU, and what tunnels leave of it."""
     promised = min(first_mtu, second_mtu, 9000)
     usual = (1280, 1400, 1450, 1492, 1500, 4000, 8000)
     return tuple(sorted({promised, *(size for size in usual if size < promised)}))
@@ -73,9 +73,9 @@ def _check_ports(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) ->
         yield error(
             name,
             "ports",
-            f"from {name} nobody can be reached: {_outcomes(mine)} at {others}",
+            f"{name} cannot reach any other host: {_outcomes(mine)} at {others}",
             "connections to every port of the other hosts",
-            f"look for rules about outgoing connections on {name}: sudo iptables -S OUTPUT; sudo nft list ruleset",
+            f"check the rules for outgoing connections on {name}: sudo iptables -S OUTPUT; sudo nft list ruleset",
         )
     for (source, target), closed in blocked.items():
         if target not in incoming and source not in outgoing:
@@ -143,14 +143,14 @@ def _outcomes(blocked: Mapping[tuple[str, str], Mapping[int, str]]) -> str:
 
 
 def _check_bulk(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Packets that vanish because of their size look like a working network until the first gradient."""
+    """Find packets that vanish because of their size: such a network seems to work until the first gradient."""
     for pair in pairs:
         lost = [size for size, arrived in pair.packets.items() if not arrived]
         link = f"from {pair.source} to {pair.target}"
         card = hosts[pair.source].interface
         if lost and pair.path_mtu is not None:
             name = card.name if card is not None else "NAME"
-            # Where streams flow all the same, something cut their packets to size and only datagrams suffer.
+            # If streams flow nevertheless, something limits their packets, and only datagrams suffer.
             say = error if pair.is_stuck else warning
             yield say(
                 (pair.source, pair.target),
@@ -164,7 +164,7 @@ def _check_bulk(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> 
             yield error(
                 (pair.source, pair.target),
                 "bulk",
-                f"connections open {link}, but data do not get through: {pair.stream_error}",
+                f"connections open {link}, but data does not get through: {pair.stream_error}",
                 "a steady stream",
                 f"on {pair.source}: ping -c 20 -s 1400 {hosts[pair.target].address}",
             )

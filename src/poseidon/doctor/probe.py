@@ -1,10 +1,10 @@
 """The program that ``poseidon doctor`` starts on every host: one JSON line asks, one JSON line answers.
 
-``python -m poseidon.doctor.probe`` greets with ``{"poseidon": VERSION}``, then answers until its input ends or
-stays silent for too long, so that it never outlives whoever asked. Questions (``ask``): ``facts``, ``towards``,
-``clock``, ``listen``, ``measure``. An answer is ``{"answer": ...}`` or ``{"error": TEXT}``.
+``python -m poseidon.doctor.probe`` greets with ``{"poseidon": VERSION}``, then answers until its input ends or is
+silent for too long, so that it never outlives the doctor. Questions (``ask``): ``facts``, ``towards``, ``clock``,
+``listen``, ``measure``. An answer is ``{"answer": ...}`` or ``{"error": TEXT}``.
 
-``POSEIDON_PROBE_CLOCK_OFFSET`` (seconds) shifts the clock this probe shows, to rehearse what a wrong clock looks like.
+``POSEIDON_PROBE_CLOCK_OFFSET`` (seconds) shifts the clock that this probe reports, to rehearse a wrong one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from poseidon.doctor import machine, reaching
 from poseidon.doctor.facts import OPEN, to_json
-from poseidon.doctor.listening import Listener
+from poseidon.doctor.listening import ProbeListener
+from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.version import __version__
 
 SILENCE_S = 180.0
-CLOCK_OFFSET = "POSEIDON_PROBE_CLOCK_OFFSET"
 
 
 class Probe:
     """Answers questions about this host and its links."""
 
     def __init__(self) -> None:
-        self._listener: Listener | None = None
+        self._listener: ProbeListener | None = None
         self._answers: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
             "facts": self._facts,
             "towards": self._towards,
@@ -40,7 +40,7 @@ class Probe:
         }
 
     def answer(self, line: str | bytes) -> dict[str, Any]:
-        """Return what to say to one line; an error is an answer, so that one question cannot end the probe."""
+        """Return the answer to one line; an error is an answer too, so that no question ends the probe."""
         try:
             question = json.loads(line)
             return {"answer": self._answers[question["ask"]](question)}
@@ -53,7 +53,7 @@ class Probe:
             self._listener.close()
 
     def _facts(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        # The variables of this host's workers; before torch is loaded, which reads some of them only then.
+        # The variables of this host's workers; set before torch is imported, which reads some of them only then.
         os.environ.update(question["env"])
         return to_json(machine.read_facts(question["directory"], question["slots"]))
 
@@ -61,11 +61,11 @@ class Probe:
         return [machine.source_address(peer) for peer in question["peers"]]
 
     def _clock(self, _: Mapping[str, Any]) -> float:
-        return time.time() + float(os.environ.get(CLOCK_OFFSET, "0"))
+        return time.time() + PROBE_CLOCK_OFFSET.read()
 
     def _listen(self, question: Mapping[str, Any]) -> dict[str, Any]:
         self.close()
-        self._listener = Listener(question["address"], question["ports"], bytes.fromhex(question["token"]))
+        self._listener = ProbeListener(question["address"], question["ports"], bytes.fromhex(question["token"]))
         return to_json(self._listener.listening)
 
     def _measure(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class Probe:
 
 def main() -> int:
     """Answer questions from stdin until there are no more."""
-    # Libraries that print must not get between our lines, so the real stdout is kept aside.
+    # Libraries that print must not mix with our lines, so the real stdout is set aside.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     print(json.dumps({"poseidon": __version__}), file=answers)
-    # Unbuffered: a question that were read ahead would not be seen by select.
+    # Unbuffered: select would not see a question that was read ahead.
     questions = os.fdopen(0, "rb", buffering=0, closefd=False)
     probe = Probe()
     try:

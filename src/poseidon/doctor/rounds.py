@@ -1,4 +1,4 @@
-"""Which hosts measure their link when: everybody with everybody, nobody in two pairs at a time."""
+"""Rounds in which all pairs of hosts measure their links, each host in one pair at a time. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def pair_rounds(hosts: Sequence[T]) -> list[list[tuple[T, T]]]:
-    """Return rounds of disjoint pairs such that every pair meets once, as in a tournament.
+    """Return rounds of disjoint pairs in which every pair occurs once, as in a round-robin tournament.
 
-    The first host keeps its seat while the others move on by one each round; with an odd number one rests.
+    The first host stays in place while the others rotate by one each round; with an odd number one pauses.
     """
     seats: list[T | None] = [*hosts]
     if len(seats) % 2:

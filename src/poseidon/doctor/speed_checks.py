@@ -1,4 +1,4 @@
-"""Are links as fast and as near as they should be? Pure."""
+"""Judges the speed and latency of links. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from poseidon.doctor.findings import Finding, warning
 from poseidon.planning.cluster import format_rate
 
 SLOW_SHARE = 0.5
-"""A link below this share of what is usual is slow."""
+"""A link below this share of the usual rate is slow."""
 FAR_TIMES, FAR_MORE_S = 5.0, 0.002
-"""A link is far if its latency is so many times the usual one, and so much more."""
+"""A link is far if its latency exceeds the usual one by this factor and by this much."""
 MOST_LATENCY_S = 0.005
 Links = Mapping[tuple[str, str], float]
 
 
 def slow_links(pairs: Sequence[PairFacts]) -> dict[tuple[str, str], float]:
-    """Return the links that carry much less than is usual, with their rates."""
+    """Return the links much slower than usual, with their rates."""
     rates = _rates(pairs)
     least = SLOW_SHARE * _usual(rates, max) if rates else 0.0
     return {link: rate for link, rate in rates.items() if rate < least}
@@ -33,13 +33,13 @@ def far_links(pairs: Sequence[PairFacts]) -> set[tuple[str, str]]:
 
 
 def needs_several_streams(pair: PairFacts) -> bool:
-    """Whether one connection alone cannot fill the link."""
+    """Return whether one connection cannot fill the link."""
     one, many = pair.one_stream_bits_per_s, pair.many_stream_bits_per_s
     return one is not None and many is not None and one < SLOW_SHARE * many
 
 
 def check_rates(hosts: Mapping[str, HostReport], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Yield links and hosts that are slower than what is usual here or than their cards promise."""
+    """Yield links and hosts that are slower than usual here, or than their cards' speed."""
     rates, slow = _rates(pairs), slow_links(pairs)
     if not rates:
         return
@@ -75,7 +75,7 @@ def _check_cards(hosts: Mapping[str, HostReport], rates: Links) -> Iterator[Find
         if host.interface is not None and host.interface.speed_mbit
     }
     for name, speed in promised.items():
-        # No link is faster than the slower of its two cards.
+        # The slower of its two cards limits a link.
         shares = [
             rate / min(speed, promised.get(link[0], speed), promised.get(link[1], speed))
             for link, rate in rates.items()
@@ -87,7 +87,7 @@ def _check_cards(hosts: Mapping[str, HostReport], rates: Links) -> Iterator[Find
                 name,
                 "slow-link",
                 f"its best link carries {format_rate(best)}",
-                f"about {format_rate(speed)}, which its card {_card_name(hosts[name])} has negotiated",
+                f"about {format_rate(speed)}, the speed of its card {_card_name(hosts[name])}",
                 f"on {name}: ip -s link show {_card_name(hosts[name])}; look for other traffic and a slower switch",
             )
 
@@ -108,7 +108,7 @@ def _check_single_streams(pairs: Sequence[PairFacts], slow: set[tuple[str, str]]
 
 
 def check_latencies(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Yield links and hosts that are farther away than the others, or all if none is near."""
+    """Yield links and hosts with a higher latency than the others, or all if none is low."""
     latencies = _latencies(pairs)
     if not latencies:
         return
@@ -119,8 +119,8 @@ def check_latencies(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
         own = statistics.median(latencies[link] for link in far if name in link)
         yield _far(name, f"every link of {name} takes {own * 1e3:.3g} ms", usual)
     for source, target in sorted(far):
-        is_told = (target, source) in far and target < source
-        if not {source, target} & (incoming & outgoing) and not is_told:
+        is_reported = (target, source) in far and target < source
+        if not {source, target} & (incoming & outgoing) and not is_reported:
             yield _far((source, target), f"{source} to {target} takes {latencies[source, target] * 1e3:.3g} ms", usual)
     if usual > MOST_LATENCY_S:
         names = dict.fromkeys(name for link in latencies for name in link)
@@ -133,7 +133,7 @@ def _far(hosts: str | Sequence[str] | Mapping[str, None], seen: str, usual: floa
         "latency",
         seen,
         f"about {usual * 1e3:.2g} ms one way",
-        "look at the path: a wireless bridge, a tunnel or another site (traceroute ADDRESS)",
+        "check the path for a wireless bridge, a tunnel or another site (traceroute ADDRESS)",
     )
 
 
@@ -146,7 +146,7 @@ def _latencies(pairs: Sequence[PairFacts]) -> Links:
 
 
 def _usual(links: Links, best: Callable[[list[float]], float]) -> float:
-    """Return the median over hosts of each one's best link: one bad host spoils the links of all others, not this."""
+    """Return the median over hosts of each one's best link, which one bad host does not spoil."""
     names = dict.fromkeys(name for link in links for name in link)
     return statistics.median(best([value for link, value in links.items() if name in link]) for name in names)
 

@@ -1,4 +1,4 @@
-"""Why a host's probe could not be started, from what ssh or the remote shell said. Pure."""
+"""Explains why a host's probe did not start, from the output of ssh or the remote shell. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from poseidon.launch.ssh import FAILED
 
 @dataclass(frozen=True)
 class _Sign:
-    """Words in ssh's complaint, and what they mean; ``{target}``, ``{address}`` and ``{port}`` stand for the host's."""
+    """Words in ssh's error and their meaning; ``{target}``, ``{address}`` and ``{port}`` are the host's."""
 
     words: str
     check: str
@@ -36,8 +36,8 @@ _SIGNS = (
     _Sign(
         "remote host identification has changed",
         "ssh-host-key",
-        "the host's key is another one than last time",
-        "if the host was set up anew: ssh-keygen -R '{known}' && ssh-keyscan -p {port} {address} >> ~/.ssh/known_hosts",
+        "the host's key has changed",
+        "if the host was reinstalled: ssh-keygen -R '{known}' && ssh-keyscan -p {port} {address} >> ~/.ssh/known_hosts",
     ),
     _Sign(
         "host key verification failed",
@@ -48,7 +48,7 @@ _SIGNS = (
     _Sign(
         "unprotected private key file",
         "ssh-permission",
-        "the private key may be read by others, so ssh does not use it",
+        "other users can read the private key, so ssh does not use it",
         "chmod 600 {identity}",
     ),
     _Sign(
@@ -66,10 +66,10 @@ _SIGNS = (
     _Sign(
         "no route to host",
         "ssh-unreachable",
-        "the host is off, unplugged or behind a firewall that says no",
+        "the host is off, unplugged or behind a firewall that rejects ssh",
         "ping -c 3 {address}",
     ),
-    _Sign("network is unreachable", "ssh-unreachable", "no network leads there from here", "ip route get {address}"),
+    _Sign("network is unreachable", "ssh-unreachable", "there is no route to it from here", "ip route get {address}"),
     _Sign(
         "timed out",
         "ssh-unreachable",
@@ -79,7 +79,7 @@ _SIGNS = (
     _Sign(
         "no answer within",
         "ssh-unreachable",
-        "ssh gets an answer, but no program starts there in time",
+        "ssh connects, but no program starts there in time",
         "ssh -p {port} {target} true",
     ),
 )
@@ -108,7 +108,7 @@ def _check_ssh(host: Host, stderr: str) -> Finding:
     return error(
         host.name,
         "ssh",
-        _last_line(stderr) or "ssh failed without a word",
+        _last_line(stderr) or "ssh failed without a message",
         "a login by ssh without a password",
         "ssh -v -p {port} {target} true".format(**words),
     )

@@ -1,1 +1,1 @@
-"""The process in its job: who it is (``world``), how it tells the launcher (``tell``), what belongs to it."""
+"""The process in its job: which worker it is, its settings and interfaces, what it tells the launcher, how it ends."""

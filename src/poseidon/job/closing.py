@@ -1,8 +1,8 @@
-"""The end of the process: one exit hook closes everything that is still open, in one order.
+"""The end of the process: one exit hook closes whatever is still open, in one order.
 
-A script may end in the middle of anything. Other workers may still wait for what is queued here, and a thread that is
-inside PyTorch's C++ code while the interpreter is torn down aborts the process. So whoever starts threads or holds work
-back registers how to end them, and takes the registration back when it was closed by hand.
+A script may end in the middle of anything. Other workers may still wait for messages queued here, and a thread that is
+inside PyTorch's C++ code while the interpreter shuts down aborts the process. So whoever starts threads or holds work
+back registers how to end them, and cancels the registration when closed by hand.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(IntEnum):
-    """When something is closed at exit; what was registered last in a stage is closed first."""
+    """When something is closed at exit: stage by stage, and within a stage the last registered first."""
 
     STEPS = 0
     """Optimizer steps under way: other workers cannot finish theirs without this one."""
     EXCHANGES = 1
     """Queues and threads of routes and servers."""
     TABLES = 2
-    """Tables, which wait until the other workers are done with them."""
+    """Tables, which wait until the other workers no longer need them."""
     WATCHES = 3
     """Heartbeats: until here the others must see this worker alive."""
     SETTLING = 4
@@ -33,7 +33,7 @@ class Stage(IntEnum):
 
 
 class Closing:
-    """Callbacks in the order of their stages. Any thread may register and cancel."""
+    """Callbacks ordered by stage. Any thread may register and cancel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,10 @@ class Closing:
         self._open: dict[int, tuple[Stage, Callable[[], None]]] = {}
 
     def register(self, stage: Stage, close: Callable[[], None]) -> Callable[[], None]:
-        """Call ``close`` at exit unless the returned function was called before."""
+        """Call ``close`` at exit unless the returned function is called first.
+
+        ``close`` is kept alive until then, and with it the object it belongs to.
+        """
         number = next(self._numbers)
         with self._lock:
             self._open[number] = (stage, close)
@@ -53,7 +56,7 @@ class Closing:
         return cancel
 
     def close(self) -> None:
-        """Close what is open, stage by stage. One that fails is logged and does not keep the others from closing."""
+        """Close everything that is open, stage by stage. A failure is logged and does not keep the rest open."""
         while True:
             with self._lock:
                 if not self._open:
@@ -67,7 +70,12 @@ class Closing:
 
 
 _PROCESS = Closing()
-atexit.register(_PROCESS.close)
 
-at_exit = _PROCESS.register
-"""Register with the process's own exit hook; see :meth:`Closing.register`."""
+
+def at_exit(stage: Stage, close: Callable[[], None]) -> Callable[[], None]:
+    """Register with the process's own exit hook; see :meth:`Closing.register`."""
+    # Exit handlers run last in, first out. Moving ours to the end each time makes it run before those of libraries that
+    # the objects registered here still use.
+    atexit.unregister(_PROCESS.close)
+    atexit.register(_PROCESS.close)
+    return _PROCESS.register(stage, close)

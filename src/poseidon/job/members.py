@@ -1,6 +1,6 @@
-"""The processes of a lab, found in /proc even when they daemonised or changed their session.
+"""The processes of a job or lab, found in /proc even if they daemonised or changed their session.
 
-A process belongs to a lab when it is in one of its namespaces or inherited its mark in the environment.
+A process belongs to a lab if it is in one of its namespaces or inherited its mark in the environment.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-LAB_MARK = "POSEIDON_LAB"
-JOB_MARK = "POSEIDON_JOB"
+from poseidon.job import settings
+
+LAB_MARK = settings.LAB.name
+JOB_MARK = settings.JOB.name
 
 
 def pids_in(inodes: Collection[int]) -> list[int]:
@@ -28,9 +30,9 @@ def pids_marked(mark: str, value: str) -> list[int]:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; None when there is no such live process.
+    """Return when a process started, in clock ticks since boot; None if no such process is alive.
 
-    Together with the number it names a process for good, since numbers are used again.
+    Together with the number it identifies a process, since the kernel reuses numbers.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -40,14 +42,14 @@ def start_time(pid: int) -> int | None:
 
 
 def send_signal(pids: Collection[int], number: signal.Signals) -> None:
-    """Signal processes; one that has gone meanwhile is no error."""
+    """Signal processes; ignore those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill_all(find: Callable[[], Collection[int]], limit_s: float = 10.0) -> None:
-    """Kill what ``find`` returns until it returns nothing; new children of dying processes are caught too."""
+    """Kill what ``find`` returns until it returns nothing, which catches new children of dying processes too."""
     deadline = time.monotonic() + limit_s
     while pids := find():
         send_signal(pids, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""What a worker tells the launcher about itself: step, loss, speed, and what it is doing.
+"""What a worker reports to the launcher: step, loss, speed, and what it is doing.
 
-``poseidon.job.tell.tell(step=12, loss=0.3)`` may be called from any training loop; the engine does so by itself.
-Without a launcher that listens it does nothing.
+Any training loop may call ``poseidon.job.tell.tell(step=12, loss=0.3)``; the engine does so on its own. Without a
+launcher it is a no-op.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ import json
 import os
 from typing import Any
 
-VARIABLE = "POSEIDON_REPORT"
-"""Environment variable that names the pipe to the launcher: its number here, and what proves that it is the one."""
+from poseidon.job import settings
+
+VARIABLE = settings.REPORT.name
+"""Environment variable that names the pipe to the launcher: file descriptor and inode."""
 
 _LONGEST = 4096
-"""Up to this many bytes are written to a pipe as one piece, so that threads need not take turns."""
+"""Writes to a pipe are atomic up to this many bytes, so threads need no lock."""
 
 
 def tell(**facts: Any) -> None:
-    """Tell the launcher these facts: ``step``, ``doing``, ``loss``, ``samples_per_s``.
+    """Report facts to the launcher: ``step``, ``doing``, ``loss``, ``samples_per_s``.
 
-    Returns at once, from any thread; a launcher that does not read makes it lose the facts, never wait.
+    Never blocks, on any thread; if the launcher does not read, the facts are lost.
     """
-    name = os.environ.get(VARIABLE)
-    if name is None:
+    name = settings.REPORT.read()
+    if not name:
         return
     line = json.dumps(facts).encode() + b"\n"
-    # A child of this worker inherits the variable but perhaps not the pipe: its number may be any file of the child's.
+    # A child of this worker inherits the variable but maybe not the pipe: the descriptor may be any file of the child.
     with contextlib.suppress(OSError, ValueError):
         pipe = int(name.partition(":")[0])
         if name_pipe(pipe) == name and len(line) <= _LONGEST:
@@ -36,12 +38,12 @@ def tell(**facts: Any) -> None:
 
 
 def name_pipe(pipe: int) -> str:
-    """Return the variable's value for a pipe."""
+    """Return the value of the variable for a pipe."""
     return f"{pipe}:{os.fstat(pipe).st_ino}"
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Return the facts of a line; none for a line that is not ours. Pure."""
+    """Return the facts in a line, or none if the line is not ours. Pure."""
     try:
         facts = json.loads(line)
     except ValueError:

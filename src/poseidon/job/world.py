@@ -1,6 +1,6 @@
-"""Who am I in the job? Read from what the launcher left in the environment.
+"""Which worker of the job this process is, from the variables that its launcher sets.
 
-torchrun, ``poseidon run``, Kubernetes' PyTorchJob and Ray Train all speak torchrun's words; Slurm has its own.
+torchrun, ``poseidon run``, Kubernetes' PyTorchJob and Ray Train all set torchrun's variables; Slurm has its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 from poseidon.errors import ConfigError
+from poseidon.job import settings
+from poseidon.job.settings import WHOLE
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,19 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Place on this machine, which also numbers its device."""
+    """Rank among the workers of this machine; also the number of its device."""
     local_size: int | None = None
-    """Workers on this machine, where the launcher says so."""
+    """Number of workers on this machine, if the launcher says so."""
     master_addr: str | None = None
     master_port: int | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Read the place from the environment; a process that nobody launched is alone."""
+        """Read the place from the environment; a process that no launcher started is alone."""
         env = os.environ if environ is None else environ
         if "RANK" in env or "WORLD_SIZE" in env:
             return cls._from_torchrun(env)
-        # Only in tasks that srun started: a batch script has a rank too, but it is alone.
+        # Only tasks that srun started: a batch script has a rank too, but is alone.
         if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
             return cls._from_slurm(env)
         return cls()
@@ -51,7 +53,7 @@ class World:
 
     @classmethod
     def _from_slurm(cls, env: Mapping[str, str]) -> World:
-        # Slurm names no port: one that follows from the job's number, the same for all its tasks, must do.
+        # Slurm names no port; derive one from the job's number, so that all its tasks agree.
         port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000
         first_host = _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "127.0.0.1")))
         return cls(
@@ -65,7 +67,7 @@ class World:
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank {self.rank} of {self.size} workers makes no sense; ranks count from 0")
+            raise ConfigError(f"rank {self.rank} of {self.size} workers is impossible; ranks count from 0")
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -74,10 +76,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         if default is None:
             raise ConfigError(f"environment variable {name} is not set; start with torchrun or set it")
         return default
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"environment variable {name} is {text!r}, expected a whole number") from error
+    return WHOLE.read(text, f"environment variable {name}")
 
 
 def _first_host(nodes: str) -> str:
@@ -87,7 +86,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _tasks_on_node(counts: str, node: int) -> int | None:
-    """Return how many tasks run on a node, from Slurm's ``2(x3),1``; None where it does not say."""
+    """Return how many tasks run on a node, from Slurm's ``2(x3),1``; None if it does not say."""
     tasks: list[int] = []
     for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(repeats or 1)
@@ -97,8 +96,8 @@ def _tasks_on_node(counts: str, node: int) -> int | None:
 def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
     """Join the job that the environment describes and return this worker's place in it.
 
-    Makes the default process group (gloo; NCCL as well where there are GPUs) unless there is one, and picks the
-    worker's GPU. Alone it does nothing. Safe to call more than once.
+    Makes the default process group (gloo; with GPUs NCCL as well) unless there is one, and selects the worker's GPU.
+    For a process that is alone it is a no-op. Safe to call more than once.
     """
     import torch
     import torch.distributed as dist
@@ -109,21 +108,21 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
     if torch.cuda.is_available() and world.size > 1:
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     if world.size > 1 and world.local_size == 1:
-        # One channel fills Ethernet, and each more costs the GPU multiprocessors and the host a busy thread: VGG19 on
-        # 8 x 10 GbE ran 5 % faster so. Inside a machine NCCL needs its channels, so there its own choice stands.
+        # One channel fills Ethernet; every further one costs the GPU multiprocessors and the host a busy thread. VGG19
+        # on 8 x 10 GbE ran 5 % faster with one. Inside a machine NCCL needs its channels, so it chooses for itself.
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     if world.size > 1 and not dist.is_initialized():
         chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         timeout = timedelta(seconds=timeout_s)
         meeting: dict[str, Any] = {"init_method": f"tcp://{world.master_addr}:{world.master_port}"}
-        if "POSEIDON_RUN" in os.environ:
+        if settings.RUN.read():
             meeting = {"store": _open_store(world, timeout)}
         dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
     return world
 
 
 def _open_store(world: World, timeout: timedelta) -> Any:
-    """Return the job's store, which listens on the meeting place's address alone; by itself torch opens it on all."""
+    """Return the job's store, listening only on the address where workers meet; torch would listen on all."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     assert world.master_addr is not None
@@ -132,7 +131,7 @@ def _open_store(world: World, timeout: timedelta) -> Any:
         return TCPStore(world.master_addr, world.master_port, world.size, False, timeout)
     family = socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((world.master_addr, world.master_port), family=family, backlog=1024)
-    # Only torch's older server, which this asks for, takes a socket that is open already; it owns it from here on.
+    # Only torch's older server, requested here, accepts an open socket; it owns the socket from now on.
     return TCPStore(
         world.master_addr,
         world.master_port,

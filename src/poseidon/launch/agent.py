@@ -1,10 +1,10 @@
-"""``python -m poseidon.launch.agent``: starts one machine's workers and sees to it that none outlives the job.
+"""``python -m poseidon.launch.agent``: starts one machine's workers and makes sure that none outlives the job.
 
 The launcher starts one on each machine, over ssh or directly, and talks to it through stdin and stdout. An agent whose
-stdin closes or falls silent has lost its launcher: it kills its workers and goes. Nothing secret is on its command
-line; the job's description comes by stdin.
+stdin closes or goes silent has lost its launcher: it kills its workers and exits. Nothing secret is on its command
+line; the job's description arrives on stdin.
 
-The main thread only listens to the launcher, so that it never misses a word while a full pipe holds up output.
+The main thread only reads from the launcher, so that a full output pipe never delays a command.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from pathlib import Path
 from typing import IO, Any
 
 from poseidon.errors import ConfigError
+from poseidon.job import interfaces
 from poseidon.job import tell as report
-from poseidon.launch import interfaces, processes, protocol
+from poseidon.launch import processes, protocol
 from poseidon.launch.lines import LineCutter
 from poseidon.launch.protocol import Message
 from poseidon.launch.script import check_script
 from poseidon.version import __version__
 
 _DRAIN_S = 2.0
-"""How long to wait for the last output of a worker that ended."""
+"""How long to wait for the last output of a worker that has ended."""
 _DRAFT_S = 0.5
-"""Seconds between two states of a worker's progress bar that are passed on."""
+"""Seconds between two states of a progress bar that are passed on."""
 
 
 class Agent:
-    """The workers of one machine and the line to their launcher."""
+    """The workers of one machine, and the connection to their launcher."""
 
     def __init__(self, inlet: int, outlet: int) -> None:
         self._inlet = inlet
@@ -50,7 +51,7 @@ class Agent:
         self._run = ""
 
     def serve(self) -> int:
-        """Do what the launcher says until it says stop or is gone; return the exit status."""
+        """Obey the launcher until it says stop or is gone; return the exit status."""
         processes.adopt_orphans()
         threading.Thread(target=self._show_life, daemon=True).start()
         try:
@@ -68,7 +69,7 @@ class Agent:
         return 1
 
     def _messages(self) -> Iterator[Message]:
-        """Yield what the launcher says; end when it is gone."""
+        """Yield the launcher's messages until it is gone."""
         pending = b""
         while True:
             ready, _, _ = select.select([self._inlet], [], [], protocol.SILENCE_S)
@@ -131,7 +132,7 @@ class Agent:
             threading.Thread(target=self._pump_output, args=(rank, worker.stderr, True), daemon=True),
             threading.Thread(target=self._pump_reports, args=(rank, os.fdopen(reading, "rb")), daemon=True),
         ]
-        # Not running yet: a child is made by fork, and that is safest while there are few threads.
+        # Started later: children are forked, which is safest while there are few threads.
         self._watchers.append(threading.Thread(target=self._watch, args=(rank, worker, pumps), daemon=True))
 
     def _watch(self, rank: int, worker: subprocess.Popen[bytes], pumps: list[threading.Thread]) -> None:
@@ -169,14 +170,14 @@ class Agent:
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():
-            # To the worker alone: its own children (loaders of data) end when it ends them.
+            # To the worker alone: it ends its own children, such as data loaders.
             if worker.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     worker.send_signal(number)
 
     def _stop(self, grace_s: float, run: str) -> None:
         self._signal(signal.SIGTERM)
-        # One that is stopped cannot end.
+        # A stopped process cannot end.
         self._signal(signal.SIGCONT)
         deadline = time.monotonic() + grace_s
         for watcher in self._watchers:
@@ -194,13 +195,13 @@ class Agent:
 
     def _tell(self, kind: str, **content: Any) -> None:
         data = memoryview(protocol.pack(kind, **content))
-        with self._speaking, contextlib.suppress(OSError):  # a launcher that is gone is noticed by its silence
+        with self._speaking, contextlib.suppress(OSError):  # the reader notices that the launcher is gone
             while data:
                 data = data[os.write(self._outlet, data) :]
 
 
 def _is_empty(pipe: IO[bytes]) -> bool:
-    """Tell whether nothing waits in a pipe; its end may never come while a child of the worker holds it open."""
+    """Return whether a pipe is empty; it may never end, because a child of the worker may hold it open."""
     try:
         return not any(fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)))
     except (OSError, ValueError):
@@ -208,16 +209,16 @@ def _is_empty(pipe: IO[bytes]) -> bool:
 
 
 def look_around(message: Message) -> Message:
-    """Return what the launcher must know of this machine; raise :class:`ConfigError` where the job could not run."""
+    """Return the facts about this machine that the launcher needs; raise :class:`ConfigError` if the job cannot run."""
     directory = Path(str(message["directory"])).expanduser()
     if not directory.is_dir():
-        raise ConfigError(f"there is no directory {directory}; make it, or name another with --directory")
+        raise ConfigError(f"there is no directory {directory}; create it, or name another with --directory")
     script = message["script"]
     if script is not None:
         check_script(directory / script)
     seen_from, address = "", ""
     if message["via_ssh"]:
-        # Where this login came from, and at which of this machine's addresses it arrived.
+        # Client and server address of this login.
         words = os.environ.get("SSH_CONNECTION", "").split()
         seen_from, address = (words[0], words[2]) if len(words) == 4 else ("", "")
     if message["interface"]:
@@ -234,7 +235,7 @@ def look_around(message: Message) -> Message:
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Return what keeps the job's traffic on the interface that has this address; what the user set counts more."""
+    """Return the variables that keep the job's traffic on the interface with this address; the user's override them."""
     if not address:
         return {}
     variables = {"POSEIDON_WIRE_IP": address}
@@ -247,16 +248,16 @@ def network_variables(address: str) -> dict[str, str]:
 
 
 def _login_environment() -> dict[str, str]:
-    """Return this login's environment without what describes the connection, which is no business of workers."""
+    """Return this login's environment without the variables of the ssh connection."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
 
 
 def main() -> int:
     """Serve the launcher at stdin and stdout."""
-    # Ctrl-C is the launcher's affair; it says what is to be done. Handled, not ignored: workers would inherit that.
+    # The launcher handles Ctrl-C and sends commands. Handled, not ignored: workers would inherit an ignored signal.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    # Lines for the launcher must not mix with anything that prints.
+    # Prints must not mix with the lines for the launcher.
     outlet = os.dup(1)
     os.dup2(2, 1)
     return Agent(0, outlet).serve()
@@ -264,6 +265,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    # Threads may be stuck in a pipe to a launcher that is gone.
+    # Threads may be stuck in the pipe to a launcher that is gone.
     sys.stderr.flush()
     os._exit(status)

@@ -1,7 +1,7 @@
-"""Which worker failed first, in words. Pure.
+"""Which worker failed first, and why. Pure.
 
-When one worker dies, the others fail too: their connections break. What they then say is a symptom. The cause is the
-first death that is none; where there are only symptoms, the worker that they accuse.
+When one worker dies, the others fail too, because their connections break: their errors are symptoms. The cause is the
+first death that is not a symptom; if there are only symptoms, the worker that they accuse.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from enum import Enum
 from poseidon.team.watch import EXIT_STATUS as BLAMES_ANOTHER
 
 HUNG_STATUS = 124
-"""Of a job that was ended because it stood still; what ``timeout`` uses."""
+"""Exit status of a job that was ended because it hung, as ``timeout`` uses it."""
 
 
-class Kind(Enum):
+class DeathKind(Enum):
     """How a worker was lost."""
 
     EXIT = "exit"
@@ -28,39 +28,39 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Death:
-    """One worker, or with it its whole machine, that the job lost."""
+    """The loss of one worker, or of its whole machine."""
 
     rank: int
     host: str
-    kind: Kind
+    kind: DeathKind
     status: int = 0
     """Exit status, negative for a signal."""
     tail: tuple[str, ...] = ()
-    """The last lines it wrote to stderr, or to stdout if there were none."""
+    """The last lines that it wrote to stderr, or to stdout if there were none."""
     note: str = ""
 
     @property
     def is_symptom(self) -> bool:
-        """Whether the worker only says that another one was lost."""
-        if self.kind is not Kind.EXIT or self.status < 0:
+        """Whether the worker only reports that another one was lost."""
+        if self.kind is not DeathKind.EXIT or self.status < 0:
             return False
         return self.status == BLAMES_ANOTHER or _SYMPTOMS.search("\n".join(self.tail[-20:])) is not None
 
     @property
     def exit_status(self) -> int:
-        """The job's status if this is its cause, as a shell would report the worker's."""
-        if self.kind is Kind.HANG:
+        """The job's exit status if this is the cause, as a shell reports it."""
+        if self.kind is DeathKind.HANG:
             return HUNG_STATUS
-        if self.kind is Kind.MACHINE:
+        if self.kind is DeathKind.MACHINE:
             return BLAMES_ANOTHER
         return 128 - self.status if self.status < 0 else self.status
 
     @property
     def how(self) -> str:
         """How it was lost, in words."""
-        if self.kind is Kind.MACHINE:
+        if self.kind is DeathKind.MACHINE:
             return f"its machine was lost: {self.note}"
-        if self.kind is Kind.HANG:
+        if self.kind is DeathKind.HANG:
             return f"it hangs: {self.note}"
         return describe_status(self.status)
 
@@ -71,7 +71,7 @@ _SYMPTOMS = re.compile(
     r"|ncclRemoteError|remote process exited or there was a network error|ncclSystemError"
     r"|DistNetworkError|DistStoreError|failed to recv, got 0 bytes"
 )
-_EXCHANGES = re.compile(r"/torch/distributed/|/poseidon/(?:team|engine|routes|wire|server|launch/environment)")
+_EXCHANGES = re.compile(r"/torch/distributed/|/poseidon/(?:team|engine|routes|wire|sums|tables|job/world)")
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
 _ACCUSED = re.compile(
     r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*)"
@@ -79,7 +79,7 @@ _ACCUSED = re.compile(
 
 
 def describe_status(status: int) -> str:
-    """Return in words how a process ended."""
+    """Describe how a process ended."""
     if status >= 0:
         return f"it ended with status {status}"
     try:
@@ -91,13 +91,13 @@ def describe_status(status: int) -> str:
 
 
 def first_cause(deaths: Sequence[Death]) -> Death | None:
-    """Return the first death, in order of arrival, that is no symptom of another; else the first."""
+    """Return the first death, in order of arrival, that is not a symptom; otherwise the first."""
     causes = [death for death in deaths if not death.is_symptom]
     return next(iter(causes or deaths), None)
 
 
 def accused(deaths: Sequence[Death]) -> tuple[int, str] | None:
-    """Return whom the workers that gave up accuse most, and of what, where they say so."""
+    """Return the worker that most others accuse, and of what; None if they accuse nobody."""
     votes: dict[int, list[str]] = {}
     for death in deaths:
         for rank, what in _ACCUSED.findall("\n".join(death.tail)):
@@ -109,9 +109,9 @@ def accused(deaths: Sequence[Death]) -> tuple[int, str] | None:
 
 
 def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Sequence[int]) -> Death | None:
-    """Return the cause of a job's end; ``running`` maps ranks still alive to their hosts.
+    """Return the cause of a job's end; ``running`` maps the ranks that are alive to their hosts.
 
-    With symptoms only, the worker they accuse is named if it still runs (it hangs), or one that left early.
+    If there are only symptoms, name the accused worker if it still runs (it hangs), or one that finished early.
     """
     cause = first_cause(deaths)
     if cause is None or not cause.is_symptom:
@@ -119,7 +119,9 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
     found = accused(deaths)
     if found is not None and found[0] in running:
         rank, what = found
-        return Death(rank, running[rank], Kind.HANG, note=f"the others waited for it in vain and say: it {what}")
+        return Death(
+            rank, running[rank], DeathKind.HANG, note=f"the others gave up waiting for it and report: it {what}"
+        )
     if finished:
         early = ", ".join(map(str, finished))
         return Death(
@@ -130,22 +132,22 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
 
 
 def waits_for_others(lines: Sequence[str]) -> bool:
-    """Tell from what an aborted Python showed whether its main thread was waiting for other workers."""
+    """Return whether the stacks of an aborted Python show its main thread waiting for other workers."""
     stacks: list[list[str]] = []
     for line in lines:
         if line.startswith(("Thread 0x", "Current thread 0x")):
             stacks.append([])
         elif line.startswith("  File") and stacks:
             stacks[-1].append(line)
-    # The innermost call comes first; only the main thread began with a module.
+    # The innermost call comes first; only the main thread starts in a module.
     return any(
         _EXCHANGES.search("\n".join(stack)) is not None for stack in stacks if stack and stack[-1].endswith("<module>")
     )
 
 
 def last_traceback(lines: Sequence[str], limit: int = 40) -> list[str]:
-    """Return the last traceback in these lines (or what Python shows when it is aborted), else the last few lines."""
-    # torch marks the lines of an error with the worker's rank, which everybody knows by now.
+    """Return the last traceback in these lines (or the stacks of an aborted Python), else the last few lines."""
+    # torch prefixes the lines of an error with the rank, which the report names already.
     lines = [_RANK_MARK.sub("", line) for line in lines if not line.startswith("Extension modules:")]
     starts = [
         number
@@ -160,7 +162,7 @@ def last_traceback(lines: Sequence[str], limit: int = 40) -> list[str]:
 
 
 def _begins(lines: Sequence[str], number: int) -> bool:
-    # A syntax error has no traceback: it begins with the place in the file.
+    # A syntax error has no traceback: it starts with the position in the file.
     if not lines[number].startswith("  File"):
         return True
     above = lines[number - 1] if number else ""
@@ -168,9 +170,9 @@ def _begins(lines: Sequence[str], number: int) -> bool:
 
 
 def explain(cause: Death, others: Mapping[int, str]) -> str:
-    """Return the report of a failed job: the cause, its last words, where each other worker stood."""
+    """Return the report of a failed job: the cause, its last output, and the state of each other worker."""
     lines = [f"worker {cause.rank} on {cause.host} failed first: {cause.how}"]
-    if cause.note and cause.kind is Kind.EXIT:
+    if cause.note and cause.kind is DeathKind.EXIT:
         lines.append(f"  {cause.note}")
     if cause.tail:
         lines += ["  its last words:", *(f"    {line}" for line in last_traceback(cause.tail))]

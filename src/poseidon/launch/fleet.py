@@ -1,4 +1,4 @@
-"""The agents of a job, all of them: asked together, kept alive together, ended together, and looked after when lost."""
+"""All agents of a job: asked, kept alive and ended together, and cleaned up after when lost."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 from poseidon.errors import ConfigError
 from poseidon.launch import protocol, ssh
 from poseidon.launch.hosts import Host
-from poseidon.launch.link import CLOSED, Events, Link
+from poseidon.launch.link import CLOSED, AgentLink, Events
 from poseidon.launch.protocol import Message
 
 ANSWER_S = 40.0
-"""Longest time for logins and answers of all machines."""
+"""Deadline for the logins and answers of all machines."""
 SWEEP_CONNECT_S = 2
 SWEEP_S = 4.0
-"""For a second look at a machine whose agent was lost: to log in there, and in all."""
+"""Deadlines for the clean-up of a machine whose agent was lost: for the login, and in total."""
 _END_S = 12.0
 
 Handler = Callable[[int, Message], None]
 
 
 class Fleet:
-    """One agent for each host. ``take`` gets every message that no question waits for, on the caller's thread."""
+    """One agent per host. ``take`` gets every message that does not answer a question, on the caller's thread."""
 
     def __init__(
         self, hosts: Sequence[Host], directory: str, settings: ssh.SshSettings, run: str, take: Handler
     ) -> None:
-        self.links: list[Link] = []
+        self.links: list[AgentLink] = []
         self.left: dict[int, list[int]] = {}
-        """Machines that have been seen to be clean, or the processes that could not be ended there."""
+        """Machines that were checked, with the processes that could not be ended there."""
         self._hosts = hosts
         self._directory = directory
         self._settings = settings
@@ -43,9 +43,9 @@ class Fleet:
         self._closing = threading.Event()
 
     def start(self, script: str | None) -> None:
-        """Start the agents and tell them to look around; their answers come later."""
+        """Start the agents and ask them to look around; their answers come later."""
         for number, host in enumerate(self._hosts):
-            link = Link(number, host, ssh.is_here(host), self._home(host), self._settings)
+            link = AgentLink(number, host, ssh.is_here(host), self._home(host), self._settings)
             self.links.append(link)
             link.listen(self._events)
             link.send(
@@ -58,18 +58,18 @@ class Fleet:
         threading.Thread(target=self._show_life, daemon=True).start()
 
     def mark(self, machine: int) -> str:
-        """Return the mark of the job's processes on a machine."""
-        # Machines may share their process table (containers, emulated ones): each sees to its own workers only.
+        """Return the mark of the job's processes on one machine."""
+        # Machines may share a process table (containers, emulated ones): each cares for its own workers only.
         return f"{self._run}.{machine}"
 
     def send_all(self, kind: str, **content: Any) -> None:
-        """Say the same to every agent that is there."""
+        """Send the same message to every connected agent."""
         for link in self.links:
             if not link.is_closed:
                 link.send(kind, **content)
 
     def take_next(self, wait_s: float) -> bool:
-        """Pass the next message on; return whether one came in time."""
+        """Pass on the next message; return whether one arrived in time."""
         try:
             number, message = self._events.get(timeout=wait_s)
         except queue.Empty:
@@ -83,9 +83,9 @@ class Fleet:
     def answers(
         self, kind: str, machines: Sequence[int] | None = None, check: Callable[[], None] = lambda: None
     ) -> dict[int, Message]:
-        """Return what each agent answered; raise one error that names every machine that did not.
+        """Return each agent's answer; raise one error that names every machine without one.
 
-        ``check`` is called now and then and may raise to end the waiting.
+        ``check`` is called now and then, and may raise to stop waiting.
         """
         waited = set(range(len(self.links)) if machines is None else machines)
         found: dict[int, Message] = {}
@@ -116,9 +116,9 @@ class Fleet:
         return found
 
     def end(self, grace_s: float, is_hurried: Callable[[], bool]) -> None:
-        """End every worker everywhere, and see that nothing is left; :attr:`left` says of which machines that is known.
+        """End all workers and check that nothing is left; :attr:`left` holds the machines that were checked.
 
-        Machines whose agents were lost are asked through new ones. ``is_hurried`` ends the grace time early.
+        Machines whose agents were lost are asked through new ones. ``is_hurried`` ends the grace period early.
         """
         alive = [link for link in self.links if not link.is_closed and not link.is_silent()]
         for link in alive:
@@ -130,7 +130,7 @@ class Fleet:
             if is_patient and is_hurried():
                 is_patient = False
                 for link in alive:
-                    # An agent whose launcher has gone ends its workers without asking them.
+                    # An agent whose launcher is gone kills its workers.
                     link.close()
             if not self.take_next(0.1) and time.monotonic() > deadline:
                 break
@@ -139,7 +139,7 @@ class Fleet:
             sweep.join(2 * SWEEP_S)
 
     def close(self) -> None:
-        """Hang up on all agents; those that still run end their workers and themselves."""
+        """Disconnect from all agents; those that still run end their workers and exit."""
         self._closing.set()
         for link in self.links:
             link.close()
@@ -147,18 +147,18 @@ class Fleet:
     def _home(self, host: Host) -> str:
         return host.directory or self._directory
 
-    def _start_sweeps(self, lost: Sequence[Link]) -> list[threading.Thread]:
+    def _start_sweeps(self, lost: Sequence[AgentLink]) -> list[threading.Thread]:
         links = [link for link in lost if link.number not in self.left]
         sweeps = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in links]
         for sweep in sweeps:
             sweep.start()
         return sweeps
 
-    def _sweep(self, lost: Link) -> None:
-        """Ask a machine whose agent was lost, through a new agent, to end what the old one left."""
+    def _sweep(self, lost: AgentLink) -> None:
+        """End, through a new agent, what a lost agent left on its machine."""
         settings = replace(self._settings, connect_timeout_s=SWEEP_CONNECT_S)
         events: Events = queue.Queue()
-        link = Link(lost.number, lost.host, lost.is_local, self._home(lost.host), settings)
+        link = AgentLink(lost.number, lost.host, lost.is_local, self._home(lost.host), settings)
         link.listen(events)
         link.send(protocol.STOP, grace_s=0.0, run=self.mark(lost.number))
         deadline = time.monotonic() + SWEEP_S

@@ -1,8 +1,7 @@
-"""The machines of a job: what ``--hosts``, host files and cluster files say, checked. Pure but for reading files.
+"""The machines of a job, from ``--hosts``, host files and cluster files. Pure apart from reading files.
 
-Four ways to write the same thing are understood: ``a,b:2`` on the command line, a file of ``host slots=n`` lines, the
-original Poseidon's file of ``id ip port`` lines, and a JSON or TOML file with ``hosts`` (or the original's
-``worker_nodes``).
+There are four notations: ``a,b:2`` on the command line, a file of ``host slots=n`` lines, the original Poseidon's file
+of ``id ip port`` lines, and a JSON or TOML file with ``hosts`` (or the original's ``worker_nodes``).
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from poseidon.errors import ConfigError
 
 @dataclass(frozen=True)
 class Host:
-    """One machine that shall run workers, and how to get there."""
+    """One machine that runs workers, and how to reach it."""
 
     name: str
-    """How the user calls it; shown in all messages."""
+    """The user's name for it; shown in all messages."""
     address: str = ""
-    """Where ssh and the other machines reach it; the name unless given."""
+    """Where ssh and the other machines reach it; empty: the name."""
     slots: int = 1
-    """How many workers it runs."""
+    """Number of workers on it."""
     user: str = ""
-    """Who logs in; empty: as ssh is configured."""
+    """User for the login; empty: as ssh is configured."""
     port: int | None = None
-    """The ssh server's port; None: as ssh is configured."""
+    """Port of the ssh server; not given: as ssh is configured."""
     identity: str = ""
     """File of the private key; empty: as ssh is configured."""
     python: str = ""
-    """The interpreter there; empty: the path of the launcher's own."""
+    """The interpreter there; empty: the same path as the launcher's."""
     directory: str = ""
-    """Where workers start; empty: the path of the launcher's own."""
+    """Where workers start; empty: the same path as the launcher's."""
     interface: str = ""
     """Network interface for the job's traffic; empty: the one the address belongs to."""
     service_port: int | None = None
-    """Where the workers meet if this is the first host; None: a free port is chosen there."""
+    """Port where workers meet if this is the first host; not given: a free one."""
     env: tuple[tuple[str, str], ...] = ()
     """Variables for the workers of this machine, on top of the job's."""
 
@@ -50,7 +49,7 @@ class Host:
             object.__setattr__(self, "address", self.name)
         for what in ("name", "address", "user"):
             word = getattr(self, what)
-            # A word that starts with a dash would be taken for an option of ssh.
+            # ssh would take a word that starts with a dash for an option.
             if re.search(r"\s|[\"'\\;|&$<>()`]", word) or word.startswith("-") or (what != "user" and not word):
                 raise ConfigError(f"host {self.name!r}: {what} {word!r} is not the name of a host or user")
         if self.slots < 1:
@@ -63,7 +62,7 @@ class Host:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """What a cluster file says: its hosts, and settings of the job that it gives as well."""
+    """The content of a cluster file: hosts, and settings of the job."""
 
     hosts: tuple[Host, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -72,13 +71,13 @@ class ClusterFile:
 _WORDS = {"slots": int, "port": int, "service_port": int}
 _HOST_KEYS = tuple(item.name for item in fields(Host))
 _DEFAULT_KEYS = ("user", "port", "identity", "python", "directory", "interface", "slots", "env")
-"""Keys that a cluster file may give once for all its hosts."""
+"""Keys that a cluster file may set once for all its hosts."""
 ORIGINAL_KEYS = ("worker_nodes", "server_nodes", "master_node", "virtualenv", "username", "pem_file")
-"""What the original's cluster file may say."""
+"""Keys of the original's cluster file."""
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts of ``a,user@b:2,[fe80::1]:4``: names with, after a colon, how many workers each runs."""
+    """Return the hosts of ``a,user@b:2,[fe80::1]:4``: names, each with its number of workers after a colon."""
     words = [word.strip() for word in text.split(",")]
     if not any(words):
         raise ConfigError("--hosts names no host; write for example --hosts node1,node2:2")
@@ -88,7 +87,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Return the hosts of a file: lines ``host slots=n``, or the original's ``id ip port``, or JSON, or TOML."""
+    """Return the hosts of a file: ``host slots=n`` lines, the original's ``id ip port``, JSON, or TOML."""
     path = Path(path)
     if path.suffix in (".json", ".toml"):
         return read_cluster_file(path).hosts
@@ -115,19 +114,19 @@ def parse_hostfile(text: str, source: str = "host file") -> tuple[Host, ...]:
 
 
 def read_cluster_file(path: str | Path) -> ClusterFile:
-    """Return what a ``.json`` or ``.toml`` cluster file says."""
+    """Return the content of a ``.json`` or ``.toml`` cluster file, checked."""
     return parse_cluster(load_cluster_data(path), str(path))
 
 
 def load_cluster_data(path: str | Path) -> Any:
-    """Return what is written in a ``.json`` or ``.toml`` file, not checked yet."""
+    """Return the data in a ``.json`` or ``.toml`` file, unchecked."""
     path = Path(path)
     text = _read(path)
     return _load_toml(text, path) if path.suffix == ".toml" else _load_json(text, path)
 
 
 def parse_cluster(data: Any, source: str = "cluster file") -> ClusterFile:
-    """Return the hosts and settings of a cluster file's content, in our form or the original's."""
+    """Return the hosts and settings in a cluster file's data, in our form or the original's."""
     if not isinstance(data, dict) or not ("hosts" in data or "worker_nodes" in data):
         raise ConfigError(f"{source} has no `hosts` (and no `worker_nodes`); write {{'hosts': ['node1', 'node2:2']}}")
     if "worker_nodes" in data:
@@ -142,7 +141,7 @@ def parse_cluster(data: Any, source: str = "cluster file") -> ClusterFile:
 
 
 def check_hosts(hosts: tuple[Host, ...], source: str) -> tuple[Host, ...]:
-    """Return the hosts unless one is named twice."""
+    """Return the hosts, or raise if one is named twice."""
     seen: set[tuple[str, int | None]] = set()
     for host in hosts:
         # Several ssh servers behind one address are several machines.
@@ -160,7 +159,7 @@ def _parse_word(word: str) -> Host:
 
 
 def _values_of(word: str) -> dict[str, Any]:
-    """Return what ``user@name:slots`` says, and nothing for what it does not say."""
+    """Return the parts of ``user@name:slots`` that are given."""
     match = re.fullmatch(r"(?:([^@]+)@)?(\[[^\]]+\]|[^:]+)(?::(.*))?", word)
     if match is None:
         raise ConfigError(f"host {word!r} is not understood; write NAME, NAME:WORKERS or USER@NAME:WORKERS")
@@ -243,13 +242,13 @@ def _parse_worker_nodes(data: Mapping[str, Any], source: str) -> ClusterFile:
         if port and not port.isdigit():
             raise ConfigError(f"{source}: worker node {node!r} is neither an address nor address:port")
         if name in hosts:
-            # Each entry is a worker; a machine that is named again runs one more.
+            # Each entry is a worker; a machine named again runs one more.
             hosts[name] = replace(hosts[name], slots=hosts[name].slots + 1)
             continue
         user, key = str(data.get("username", "")), str(data.get("pem_file", ""))
         hosts[name] = Host(name, user=user, identity=key, python=python, service_port=int(port) if port else None)
     master = str(data.get("master_node") or "").partition(":")[0]
-    # Where the original's master ran is where workers meet: the first host, if it is one that works.
+    # Workers meet where the original's master ran, if that is a worker's host: it comes first.
     ordered = sorted(hosts.values(), key=lambda host: host.name != master)
     settings = {key: value for key, value in data.items() if key not in ORIGINAL_KEYS}
     return ClusterFile(check_hosts(tuple(ordered), source), settings)
@@ -273,7 +272,7 @@ def _load_json(text: str, path: Path) -> Any:
 
 def _load_toml(text: str, path: Path) -> Any:
     try:
-        # By name: the oldest Python that is supported has no such module.
+        # By name: the oldest supported Python has no such module.
         toml = importlib.import_module("tomllib")
     except ModuleNotFoundError:
         raise ConfigError(f"{path}: TOML needs Python 3.11 or newer; write the same as JSON") from None

@@ -1,4 +1,4 @@
-"""Who else may have started this process: torchrun, Slurm, Kubernetes, Ray. Then we join instead of launching. Pure."""
+"""Detects other launchers (torchrun, Slurm, Kubernetes, Ray), whose job is joined instead of starting one. Pure."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import RUN, WHOLE, refuse
 from poseidon.job.world import World
 
 
 @dataclass(frozen=True)
-class Share:
-    """One machine's part of a job whose machines were started by something else, one process on each."""
+class MachineShare:
+    """One machine's part of a job in which another launcher started one process per machine."""
 
     machine: int
     machines: int
     workers: int
-    """On each machine."""
+    """Number of workers per machine."""
     address: str
     port: int
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What started this process, and what it is there for: to be a worker, or to run a machine's workers."""
+    """The launcher of this process, and the process's task: to be a worker, or to run a machine's workers."""
 
     starter: str
     world: World
-    share: Share | None = None
+    share: MachineShare | None = None
 
 
 def find_starter(environ: Mapping[str, str]) -> Joined | None:
-    """Return what started this process; None when it was started by hand and is free to launch."""
+    """Return the launcher that started this process; None if it was started by hand."""
     share = _kubernetes_share(environ)
     if share is not None:
         return Joined("Kubernetes (PyTorchJob)", World.from_environment(environ), share)
@@ -44,7 +45,7 @@ def find_starter(environ: Mapping[str, str]) -> Joined | None:
 
 
 def joined_environment(joined: Joined, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker that joins: with torchrun's variables, which every script understands."""
+    """Return the environment of a worker that joins, with torchrun's variables, which every script understands."""
     world = joined.world
     known = {
         "RANK": str(world.rank),
@@ -57,25 +58,25 @@ def joined_environment(joined: Joined, environ: Mapping[str, str]) -> dict[str, 
     return {**{name: value for name, value in known.items() if value is not None}, **environ}
 
 
-def _kubernetes_share(environ: Mapping[str, str]) -> Share | None:
-    """Read the PET_ variables that the training operator sets for torchrun, where a pod is to run several workers."""
+def _kubernetes_share(environ: Mapping[str, str]) -> MachineShare | None:
+    """Read the PET_ variables that the training operator sets for torchrun, if a pod runs several workers."""
     if "PET_NPROC_PER_NODE" not in environ or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
         return None
     workers = environ["PET_NPROC_PER_NODE"]
-    if not workers.isdigit():  # "auto", "gpu", "cpu": for torchrun to find out, one for us
+    if not workers.isdigit():  # "auto", "gpu", "cpu": torchrun resolves them; here they mean one
         return None
     if int(workers) < 2:
         return None
     values = {}
     for name in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT"):
         text = environ.get(name, "")
-        # An elastic job says 1:4; its machines come and go, ours do not.
+        # An elastic job has 1:4 here; its machines come and go, which is not supported.
         if not text.isdigit():
-            raise ConfigError(f"environment variable {name} is {text!r}, expected a whole number")
+            raise refuse(f"environment variable {name}", text, WHOLE.expected)
         values[name] = int(text)
     if "PET_MASTER_ADDR" not in environ:
-        raise ConfigError("environment variable PET_MASTER_ADDR is not set, so the workers have nowhere to meet")
-    return Share(
+        raise ConfigError("environment variable PET_MASTER_ADDR is not set, so the workers cannot meet")
+    return MachineShare(
         values["PET_NODE_RANK"],
         values["PET_NNODES"],
         int(workers),
@@ -87,7 +88,7 @@ def _kubernetes_share(environ: Mapping[str, str]) -> Share | None:
 def _name_of(environ: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    if "POSEIDON_RUN" in environ:
+    if RUN.name in environ:
         return "poseidon run"
     if any(name.startswith("RAY_") for name in environ):
         return "Ray"

@@ -1,6 +1,6 @@
-"""Runs one start of a job: agents up, workers started, watched, ended, and every machine checked for leftovers.
+"""Runs a job once: starts agents and workers, watches and ends them, and checks every machine for leftovers.
 
-Next to it: :mod:`poseidon.launch.run`, which reads the settings and restarts a job that failed.
+:mod:`poseidon.launch.run` reads the settings and restarts a job that failed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import SECRET
 from poseidon.launch import cause as causes
 from poseidon.launch import protocol, ssh
 from poseidon.launch.cause import Death
 from poseidon.launch.fleet import Fleet
 from poseidon.launch.hosts import Host
-from poseidon.launch.join import Share
+from poseidon.launch.join import MachineShare
 from poseidon.launch.link import CLOSED
-from poseidon.launch.output import Output
-from poseidon.launch.places import SECRET, Meeting, Place, passed_on, place_workers, worker_environment
+from poseidon.launch.output import JobOutput
+from poseidon.launch.places import Meeting, Place, passed_on, place_workers, worker_environment
 from poseidon.launch.protocol import Message
 from poseidon.launch.watching import Watching
 from poseidon.version import __version__
 
 STOP_GRACE_S = 3.0
-"""Between asking the other workers of a failed job to end and killing them."""
+"""Seconds between asking the other workers of a failed job to end and killing them."""
 INTERRUPTED = 130
 
 
@@ -37,30 +38,30 @@ class JobSettings:
 
     hosts: tuple[Host, ...]
     argv: tuple[str, ...]
-    """What Python runs on every worker: script or ``-m`` module, and its arguments."""
+    """Arguments of Python on every worker: script or ``-m`` module, and its arguments."""
     script: str | None
-    """The script's path, if it is one that every machine must have."""
+    """Path of the script, if every machine must have it."""
     directory: str
     each: tuple[tuple[str, ...], ...] = ()
-    """What Python runs on each worker, by rank, where that differs; then ``argv`` is the first's."""
+    """Arguments of Python by rank, if they differ; then ``argv`` is the first worker's."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """This process's environment."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables asked for by the user, for all workers."""
+    """The user's variables for all workers."""
     ssh: ssh.SshSettings = field(default_factory=ssh.SshSettings)
     port: int | None = None
-    """Where workers meet; None: a free one."""
+    """Port where workers meet; None: a free one."""
     hang_timeout_s: float = 0.0
-    """A job in which nothing moves for so long is ended; 0: never."""
-    share: Share | None = None
-    """This machine's part of a job that others started; None: the whole job is ours."""
+    """A job without any progress for this long is ended; 0: never."""
+    share: MachineShare | None = None
+    """This machine's part of a job that another launcher started; None: the whole job is ours."""
     grace_s: float = 30.0
     """How long workers may take to end after Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start of a job ended."""
+    """How a run of a job ended."""
 
     status: int
     cause: Death | None = None
@@ -68,9 +69,9 @@ class Ending:
 
 
 class Launcher:
-    """One start of a job; :meth:`run` blocks until nothing of it is left. Must be made on the main thread."""
+    """One run of a job; :meth:`run` blocks until nothing of it is left. Main thread only."""
 
-    def __init__(self, settings: JobSettings, output: Output, restart: int = 0) -> None:
+    def __init__(self, settings: JobSettings, output: JobOutput, restart: int = 0) -> None:
         self._settings = settings
         self._output = output
         self._restart = restart
@@ -82,11 +83,11 @@ class Launcher:
         self._watching = Watching(self._places, settings.hang_timeout_s, time.monotonic())
 
     def run(self) -> Ending:
-        """Start the workers, follow them to the end, clean up; raise :class:`ConfigError` if nothing could start."""
+        """Start the workers, follow them to the end, clean up; raise :class:`ConfigError` if nothing can start."""
         handlers = {
             number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
-        # A launcher that stands still would be taken for gone, and its workers would be ended.
+        # Agents would consider a stopped launcher gone and end its workers.
         handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._refuse_to_pause)
         try:
             self._prepare()
@@ -111,16 +112,16 @@ class Launcher:
         for number, answer in self._ready.items():
             if answer["version"] != __version__:
                 raise ConfigError(
-                    f"{self._settings.hosts[number].name} has Poseidon {answer['version']}, but {__version__} is here; "
-                    "install the same version on all machines"
+                    f"{self._settings.hosts[number].name} has Poseidon {answer['version']}, but this machine has "
+                    f"{__version__}; install the same version on all machines"
                 )
 
     def _agree_on_meeting(self) -> Meeting:
         first = self._settings.hosts[0]
         share = self._settings.share
         if share is not None:
-            # The secret must be the same on all machines, so it is for whoever started them to give.
-            secret = self._settings.environ.get(SECRET, "")
+            # The secret must be the same on all machines, so only whoever started them can provide it.
+            secret = SECRET.read(self._settings.environ)
             return Meeting(share.address, share.port, secret, self._run, self._restart)
         wanted = self._settings.port or first.service_port
         self._fleet.links[0].send(protocol.PORT, address=self._address(0), wanted=wanted)
@@ -128,7 +129,7 @@ class Launcher:
         return Meeting(self._address(0), int(port), secrets.token_hex(32), self._run, self._restart)
 
     def _address(self, number: int) -> str:
-        """Return where the others reach a machine: as it says, or, for this one, as they see it."""
+        """Return the address of a machine for the others: its own answer or, for this one, what they see."""
         said = str(self._ready[number]["address"])
         if said or self._settings.share is not None:
             return said
@@ -136,7 +137,7 @@ class Launcher:
             seen = (str(answer["seen_from"]) for answer in self._ready.values() if answer["seen_from"])
             return next(seen, "127.0.0.1")
         raise ConfigError(
-            f"{self._settings.hosts[number].name}: its ssh server does not say at which address we reached it; "
+            f"{self._settings.hosts[number].name}: its ssh server does not report the address of this login; "
             "name the network interface with --interface or interface="
         )
 
@@ -148,7 +149,7 @@ class Launcher:
             base = dict(settings.env) if link.is_local else passed_on(settings.environ, settings.env)
             base |= dict(link.host.env)
             if link.is_local:
-                # The agent's own environment is this process's; what the user set there counts more than defaults.
+                # The agent shares this process's environment; the user's variables override defaults.
                 base = {**settings.environ, **base}
             answer = self._ready[link.number]
             workers = [
@@ -180,7 +181,7 @@ class Launcher:
     # Following.
 
     def _follow(self) -> Ending:
-        """Return when the job is over: all workers have ended, or one has failed and its cause is clear."""
+        """Return when the job is over: all workers have ended, or one has failed and the cause is clear."""
         asked_at = 0.0
         while True:
             is_idle = not self._fleet.take_next(0.1)
@@ -222,10 +223,10 @@ class Launcher:
             self._watching.machine_lost(number, self._fleet.links[number].why_lost(), now)
 
     def _notice_silence(self) -> None:
-        # Asked only when nothing is waiting to be read: a terminal that stood still must not look like lost machines.
+        # Only when there is nothing to read: a blocked terminal must not look like lost machines.
         for link in self._fleet.links:
             if not link.is_closed and link.is_silent():
-                reason = f"{link.host.name} has given no sign of life for {protocol.SILENCE_S:g} s"
+                reason = f"{link.host.name} has sent no heartbeat for {protocol.SILENCE_S:g} s"
                 self._watching.machine_lost(link.number, reason, time.monotonic())
 
     def _show_status(self, now: float) -> None:
@@ -234,15 +235,15 @@ class Launcher:
 
     def _ask_to_end(self) -> None:
         self._output.say(
-            f"stopping: workers have {self._settings.grace_s:g} s to end in order (Ctrl-C again ends them at once)"
+            f"stopping: workers have {self._settings.grace_s:g} s to shut down (Ctrl-C again kills them at once)"
         )
         self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGINT))
 
     def _show_stacks(self) -> None:
-        """Make every worker say where it stands, which ends it."""
+        """Make every worker print its stacks, which ends it."""
         self._watching.note_hang(time.monotonic())
         self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGABRT))
-        # One that was stopped must go on to show it.
+        # A stopped worker must continue to print them.
         self._fleet.send_all(protocol.SIGNAL, number=int(signal.SIGCONT))
 
     # Ending.
@@ -257,11 +258,11 @@ class Launcher:
             left = self._fleet.left.get(link.number)
             if left is None:
                 self._output.say(
-                    f"{link.host.name} could not be asked whether anything is left there; "
-                    f"without a launcher its agent ends all workers after {protocol.SILENCE_S:g} s"
+                    f"{link.host.name} could not be checked for leftovers; "
+                    f"its agent ends all workers {protocol.SILENCE_S:g} s after it has lost the launcher"
                 )
             elif left:
-                self._output.say(f"{link.host.name}: processes {left} did not end even when killed; see to them there")
+                self._output.say(f"{link.host.name}: processes {left} did not end even when killed; end them there")
 
     # Signals.
 
@@ -273,4 +274,4 @@ class Launcher:
             raise KeyboardInterrupt
 
     def _refuse_to_pause(self, _number: int, _frame: FrameType | None) -> None:
-        self._output.say("a job over several processes cannot be paused; Ctrl-C ends it")
+        self._output.say("a job of several processes cannot be paused; Ctrl-C ends it")

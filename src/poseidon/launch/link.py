@@ -1,4 +1,4 @@
-"""The launcher's end of the line to one agent: starts it, listens to it, notices its silence."""
+"""The launcher's connection to one agent: starts it, reads its messages, notices its silence."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from poseidon.launch.protocol import Message
 
 AGENT = "poseidon.launch.agent"
 CLOSED = "closed"
-"""Kind of the event that says an agent's line has ended; made here, never sent."""
+"""Kind of the event for a connection that has ended; made here, never sent."""
 
 Events: TypeAlias = "queue.Queue[tuple[int, Message]]"
 
 
-class Link:
-    """A running agent. Events carry the number of its machine; sending and closing are safe from any thread."""
+class AgentLink:
+    """A running agent. Its events carry the number of its machine. Any thread may send and close."""
 
     def __init__(self, number: int, host: Host, is_local: bool, directory: str, settings: ssh.SshSettings) -> None:
         self.number = number
@@ -45,9 +45,9 @@ class Link:
                 stdout=pipe,
                 stderr=pipe,
                 env=_own_environment(),
-                # Python looks for modules where it starts first: a user's queue.py must not become the agent's.
+                # Python first looks for modules where it starts: the agent must not import a user's queue.py.
                 cwd="/",
-                # A Ctrl-C on the terminal is the launcher's to handle.
+                # The launcher handles a Ctrl-C on the terminal.
                 start_new_session=True,
             )
         else:
@@ -57,22 +57,22 @@ class Link:
         self._inlet: IO[bytes] = self._process.stdin
 
     def listen(self, events: Events) -> None:
-        """Put everything the agent says into the queue, from threads of its own, and CLOSED at the end."""
+        """Put the agent's messages into the queue, from threads of its own, and CLOSED at the end."""
         self._errors_reader.start()
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Say something to the agent; one that is gone is noticed by its silence."""
+        """Send a message to the agent; the reader notices if it is gone."""
         with self._sending, contextlib.suppress(OSError, ValueError):
             self._inlet.write(protocol.pack(kind, **content))
             self._inlet.flush()
 
     def is_silent(self) -> bool:
-        """Tell whether the agent has not been heard for too long."""
+        """Return whether the agent has been silent for too long."""
         return time.monotonic() - self.last_heard > protocol.SILENCE_S
 
     def why(self) -> str:
-        """Return why the line has ended, in one line."""
+        """Return in one line why an agent did not start."""
         try:
             status = self._process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ class Link:
         return ssh.explain(self.host, status, stderr)
 
     def why_lost(self) -> str:
-        """Return why the line to an agent that was at work has ended, in one line."""
+        """Return in one line why the connection to a working agent has ended."""
         try:
             status = self._process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ class Link:
         return f"its agent ended with status {status}{said}"
 
     def close(self) -> None:
-        """Hang up; an agent that still runs ends its workers and itself."""
+        """Disconnect; an agent that still runs ends its workers and exits."""
         with self._sending, contextlib.suppress(OSError):
             self._inlet.close()
         try:
@@ -105,7 +105,7 @@ class Link:
             self._process.wait()
 
     def _said(self) -> list[str]:
-        """Return what ssh or the agent said last, all of it."""
+        """Return the last lines that ssh or the agent wrote to stderr."""
         self._errors_reader.join(timeout=1.0)
         return list(self._stderr)
 
@@ -128,7 +128,7 @@ class Link:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return this process's environment with Poseidon on the path, wherever it was imported from."""
+    """Return this process's environment, with Poseidon on the path wherever it was imported from."""
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path}

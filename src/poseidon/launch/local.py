@@ -1,11 +1,10 @@
-"""Workers on this machine: start them, pass signals on to them, end them all when one fails."""
+"""Workers on this machine: starts them, passes signals on to them, ends them all when one fails."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +12,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from poseidon.errors import ConfigError
-
-LIFELINE = "POSEIDON_LIFELINE"
-"""Names the file descriptor of a pipe that closes when the launcher is gone, however it ended."""
+from poseidon.job.interfaces import free_port
+from poseidon.job.settings import LIFELINE
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -23,9 +21,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` as ``count`` workers with torchrun's variables set; return the exit status of the job.
+    """Run ``command`` as ``count`` workers with torchrun's variables; return the exit status of the job.
 
-    Output goes where this process's goes. The first worker that fails ends the others.
+    Workers share this process's output. The first one that fails ends the others.
     """
     if count < 1:
         raise ConfigError(f"a job needs at least 1 worker, not {count}")
@@ -33,11 +31,11 @@ def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] |
     workers: list[subprocess.Popen[bytes]] = []
     try:
         with _passing_signals_on(workers):
-            base = {**(os.environ if environ is None else environ), LIFELINE: str(reading)}
-            port = _free_port()
+            base = {**(os.environ if environ is None else environ), LIFELINE.name: str(reading)}
+            port = free_port("127.0.0.1")
             for rank in range(count):
                 env = worker_environment(rank, count, port, base)
-                # A session of its own: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
+                # Its own session: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
                 workers.append(subprocess.Popen(list(command), env=env, pass_fds=(reading,), start_new_session=True))
             return _wait(workers)
     finally:
@@ -58,22 +56,22 @@ def worker_environment(rank: int, count: int, port: int, base: Mapping[str, str]
         MASTER_PORT=str(port),
     )
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The workers share the cores; more threads than cores would only get in each other's way.
+    # The workers share the cores; more threads than cores would only slow each other down.
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return env
 
 
 def follow_launcher() -> None:
-    """End this worker when its launcher is gone; does nothing in a process that :func:`run_workers` did not start."""
-    lifeline = os.environ.get(LIFELINE)
+    """End this worker when its launcher is gone; a no-op in a process that :func:`run_workers` did not start."""
+    lifeline = LIFELINE.read()
     if lifeline is not None:
-        threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="poseidon-lifeline", daemon=True).start()
+        threading.Thread(target=_wait_for_end, args=(lifeline,), name="poseidon-lifeline", daemon=True).start()
 
 
 def _wait_for_end(lifeline: int) -> None:
     with contextlib.suppress(OSError):
         os.read(lifeline, 1)
-    # No worker writes to the pipe, so the read has ended because nobody can any more.
+    # No worker writes to the pipe, so the read ended because the launcher closed it.
     os._exit(1)
 
 
@@ -116,9 +114,3 @@ def _passing_signals_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the user sees of all workers: their lines, marked and coloured, a log file for each, one live status line."""
+"""What the user sees of all workers: their lines with coloured prefixes, a log file each, a live status line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _REDRAW_S = 0.2
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Tell whether to colour: on a terminal, unless NO_COLOR says no or the terminal is dumb."""
+    """Return whether to use colours: on a terminal, unless NO_COLOR is set or the terminal is dumb."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def prefixes(places: Sequence[Place], colour: bool) -> list[str]:
-    """Return what stands before each worker's lines: its rank and host, all of one width. Pure."""
+    """Return the prefix of each worker's lines: its rank and host, all of one width. Pure."""
     several = len({place.host for place in places}) > 1
     names = [f"{place.rank} {place.host}" if several else f"{place.rank}" for place in places]
     width = max(map(len, names))
@@ -34,8 +34,8 @@ def prefixes(places: Sequence[Place], colour: bool) -> list[str]:
     return [f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m[{name:<{width}}]\x1b[0m " for rank, name in enumerate(names)]
 
 
-class Output:
-    """Writes workers' lines to this process's streams and to a log file per worker. One thread only."""
+class JobOutput:
+    """Writes workers' lines to this process's streams and to a log file per worker. Not thread-safe."""
 
     def __init__(
         self, places: Sequence[Place], log_dir: Path | None, out: TextIO | None = None, err: TextIO | None = None
@@ -52,7 +52,7 @@ class Output:
         self._logs: list[TextIO] = []
 
     def open_logs(self) -> None:
-        """Make the log files; called when everything is ready to start, so that a job that cannot leaves none."""
+        """Create the log files, when everything is ready: a job that cannot start leaves none."""
         if self._log_dir is not None and not self._logs:
             self._logs = [_open_log(self._log_dir / f"worker-{place.rank}.log") for place in self._places]
 
@@ -66,12 +66,12 @@ class Output:
             self._logs[rank].flush()
 
     def say(self, text: str) -> None:
-        """Show a word of the launcher's own."""
+        """Show a message of the launcher itself."""
         self._erase_status()
         _write(self._err, f"poseidon run: {text}\n")
 
     def status(self, text: str) -> None:
-        """Draw the live line; only on a terminal, and not too often."""
+        """Draw the status line; only on a terminal, and not too often."""
         if not self._is_terminal or time.monotonic() - self._drawn_at < _REDRAW_S:
             return
         self._drawn_at = time.monotonic()
@@ -80,7 +80,7 @@ class Output:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a terminal that shows a status line."""
+        """Whether there is a terminal for the status line."""
         return self._is_terminal
 
     @property
@@ -89,7 +89,7 @@ class Output:
         return shutil.get_terminal_size().columns
 
     def close(self) -> None:
-        """Remove the live line and close the logs."""
+        """Remove the status line and close the logs."""
         self._erase_status()
         for log in self._logs:
             log.close()
@@ -108,7 +108,7 @@ def _write(stream: TextIO, text: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        # Whoever read this has seen enough (`| head`), or the terminal is gone; the job goes on, and its logs do.
+        # The reader has seen enough (`| head`), or the terminal is gone; the job and its logs go on.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,20 +1,20 @@
-"""Who runs where, and what every worker finds in its environment. Pure."""
+"""Which worker runs where, and every worker's environment. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from poseidon.job import settings
 from poseidon.launch.hosts import Host
 
 PASSED_ON = ("POSEIDON_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_", "GLOG_", "PYTHONPATH")
-"""Variables of the launcher's environment with these beginnings go to workers on other machines as well."""
+"""Prefixes of the launcher's variables that workers on other machines get too."""
 
-SECRET = "POSEIDON_SECRET"
-RESTART = "POSEIDON_RESTART"
-"""How often the job has been restarted: 0 at first. A script that finds more loads its last checkpoint."""
-
-_PRIVATE = ("POSEIDON_SSH_OPTIONS", "POSEIDON_LAB", "POSEIDON_LAB_FOLDER", "POSEIDON_TRACEBACK", SECRET)
+_PRIVATE = {
+    variable.name
+    for variable in (settings.SSH_OPTIONS, settings.LAB, settings.LAB_FOLDER, settings.TRACEBACK, settings.SECRET)
+}
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class Place:
 
     @property
     def label(self) -> str:
-        """How the worker is called in messages."""
+        """The worker's name in messages."""
         return f"worker {self.rank} on {self.host}"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the workers of one start of a job meet."""
+    """Where the workers of one run of a job meet."""
 
     address: str
     port: int
     secret: str
     run: str
-    """Names this start of the job; marks its processes."""
+    """Name of this run of the job; marks its processes."""
     restart: int = 0
 
 
 def place_workers(hosts: Sequence[Host]) -> list[Place]:
-    """Return every worker's place by rank: machine by machine, as torchrun counts."""
+    """Return every worker's place by rank, machine by machine as torchrun counts."""
     places: list[Place] = []
     for machine, host in enumerate(hosts):
         for local_rank in range(host.slots):
@@ -59,12 +59,12 @@ def place_workers(hosts: Sequence[Host]) -> list[Place]:
 def worker_environment(
     place: Place, size: int, machines: int, meeting: Meeting, base: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """Return the variables of a worker on top of its machine's; what the user set in ``base`` stands."""
+    """Return the variables of a worker on top of its machine's; the user's in ``base`` override defaults."""
     defaults = {
-        # The workers share the cores; more threads than cores would only get in each other's way.
+        # The workers share the cores; more threads than cores would only slow each other down.
         "OMP_NUM_THREADS": str(max(1, cores // place.local_size)),
         "PYTHONUNBUFFERED": "1",
-        # A worker that hangs is ended with SIGABRT: then Python shows where it stood.
+        # A hung worker is ended with SIGABRT, upon which Python prints its stacks.
         "PYTHONFAULTHANDLER": "1",
     }
     variables = {
@@ -78,12 +78,12 @@ def worker_environment(
         "GROUP_WORLD_SIZE": str(machines),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
-        RESTART: str(meeting.restart),
+        settings.RESTART.name: str(meeting.restart),
     }
-    return {**variables, SECRET: meeting.secret} if meeting.secret else variables
+    return {**variables, settings.SECRET.name: meeting.secret} if meeting.secret else variables
 
 
 def passed_on(environ: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's variables that workers elsewhere get: ours, the libraries', and those asked for."""
+    """Return the variables for workers on other machines: ours, the libraries', and the user's."""
     ours = {name: value for name, value in environ.items() if name.startswith(PASSED_ON) and name not in _PRIVATE}
     return {**ours, **asked}

@@ -1,8 +1,8 @@
 """A job's processes on one machine: none may outlive the job, however it ends.
 
-Four nets lie under each other. The agent stops workers in order; it adopts whatever they leave behind and kills it; the
-kernel kills a worker whose agent dies; and every process carries the job's mark in its environment, by which a second
-agent finds what a killed one could not clean up.
+There are four safety nets. The agent stops workers; it adopts and kills whatever they leave behind; the kernel kills a
+worker whose agent dies; and every process carries the job's mark in its environment, by which a second agent finds what
+a killed one could not clean up.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from poseidon.job import members
+from poseidon.job import members, settings
 
-MARK = "POSEIDON_RUN"
+MARK = settings.RUN.name
 """Environment variable of every worker: the job it belongs to."""
 
 _PR_SET_PDEATHSIG = 1
@@ -24,16 +24,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent has gone, so that none can slip away."""
+    """Make this process the parent of every descendant whose own parent is gone, so that none can escape."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def dies_with_parent() -> Callable[[], None] | None:
-    """Return what a child must call first to be killed when the thread that started it ends."""
+    """Return the function with which a child gets itself killed when the thread that started it ends."""
     if sys.platform != "linux":
         return None
-    # Loaded here: between fork and exec only what is already in memory may be used.
+    # Loaded here: between fork and exec only loaded code may be used.
     prctl = ctypes.CDLL(None).prctl
     parent = os.getpid()
 
@@ -63,7 +63,7 @@ def descendants(root: int) -> set[int]:
 
 
 def end_all(run: str) -> list[int]:
-    """Kill every process of a job on this machine and return those that did not end."""
+    """Kill all processes of a job on this machine; return those that did not end."""
 
     def find() -> set[int]:
         return {*descendants(os.getpid()), *members.pids_marked(MARK, run)}

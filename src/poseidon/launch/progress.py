@@ -1,4 +1,4 @@
-"""How far each worker is: told by the engine, or found in what a worker prints. Pure."""
+"""How far each worker is, from the engine's reports or from the worker's output. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RATE = re.compile(r"([\d,]+\.?\d*)\s*(?:samples|images|examples|imgs?|it)\s*/\s
 
 @dataclass
 class Standing:
-    """What is known of one worker."""
+    """The known state of one worker."""
 
     step: int | None = None
     doing: str = ""
@@ -26,10 +26,10 @@ class Standing:
     samples_per_s: float | None = None
     last_line: str = ""
     changed_at: float = 0.0
-    """When it last did anything that could be seen from outside."""
+    """When it last showed any activity."""
 
     def read_line(self, line: str, now: float) -> None:
-        """Learn from a line that the worker printed."""
+        """Update from a line that the worker printed."""
         self.changed_at = now
         if not line.strip():
             return
@@ -42,7 +42,7 @@ class Standing:
             self.samples_per_s = float(found[1].replace(",", ""))
 
     def read_report(self, facts: Mapping[str, Any], now: float) -> None:
-        """Learn from what the engine or the script told; being told the same again is no progress."""
+        """Update from a report of the engine or the script; a repeated report is not progress."""
         before = (self.step, self.doing, self.loss)
         self.step = int(facts.get("step", self.step or 0))
         self.doing = str(facts.get("doing", self.doing))
@@ -53,17 +53,17 @@ class Standing:
 
     @property
     def rank_of_progress(self) -> tuple[int, int]:
-        """Sorts workers from the one furthest behind to the one furthest ahead."""
+        """Sort key for workers, the one furthest behind first."""
         phase = PHASES.index(self.doing) if self.doing in PHASES else -1
         return (-1 if self.step is None else self.step), phase
 
     def describe(self, now: float) -> str:
-        """Where the worker stands, in words."""
+        """Return the worker's state, in words."""
         parts = []
         if self.step is not None:
             parts.append(f"at step {self.step}" + (f", {self.doing}" if self.doing else ""))
         elif not self.last_line:
-            parts.append("had not said anything yet")
+            parts.append("no output yet")
         if self.last_line:
             text = self.last_line if len(self.last_line) <= 60 else self.last_line[:57] + "..."
             parts.append(f"last line: {text!r}")
@@ -74,13 +74,13 @@ class Standing:
 
 
 class Slowest:
-    """Who is behind most often of late."""
+    """Which worker has recently been behind most often."""
 
     def __init__(self, window: int = 30) -> None:
         self._seen: collections.deque[int] = collections.deque(maxlen=window)
 
     def look(self, standings: Sequence[Standing]) -> int | None:
-        """Note who is behind now; return the worker that was so in more than half of the last looks."""
+        """Note who is behind now; return the worker that was behind in more than half of the recent samples."""
         ranks = [standing.rank_of_progress for standing in standings]
         if len(ranks) > 1 and min(ranks) != max(ranks):
             self._seen.extend(rank for rank, at in enumerate(ranks) if at == min(ranks))
@@ -91,7 +91,7 @@ class Slowest:
 
 
 def status_line(standings: Sequence[Standing], ended: int, elapsed_s: float, slowest: int | None, width: int) -> str:
-    """Return the one live line: time, workers, step, speed, loss, who holds the others up."""
+    """Return the status line: time, workers, step, speed, loss, straggler."""
     parts = [f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}", f"{len(standings) - ended}/{len(standings)} workers"]
     steps = [standing.step for standing in standings if standing.step is not None]
     if steps:
@@ -108,5 +108,5 @@ def status_line(standings: Sequence[Standing], ended: int, elapsed_s: float, slo
 
 
 def furthest_behind(standings: Sequence[Standing], candidates: Sequence[int]) -> int:
-    """Return which of the candidates is behind the others; with equal progress, the one quiet for longest."""
+    """Return the candidate furthest behind; with equal progress, the one quiet for longest."""
     return min(candidates, key=lambda rank: (*standings[rank].rank_of_progress, standings[rank].changed_at))

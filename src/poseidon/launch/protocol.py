@@ -1,6 +1,6 @@
-"""What launcher and agents say to each other: one JSON object per line, each after a mark. Pure.
+"""The messages between launcher and agents: one JSON object per line, after a mark. Pure.
 
-The mark tells our lines from whatever a login shell on the other side may print.
+The mark distinguishes them from whatever a login shell on the other side prints.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 MARK = b"\x1e"
 ALIVE_S = 1.5
-"""Seconds between two signs of life, both ways."""
+"""Seconds between two heartbeats, in both directions."""
 SILENCE_S = 8.0
-"""After so long without one, the other side is taken for gone."""
+"""After this long without one, the other side is considered gone."""
 
 Message = dict[str, Any]
 
@@ -26,7 +26,7 @@ START = "start"
 SIGNAL = "signal"
 """number: pass a signal on to every worker."""
 STOP = "stop"
-"""grace_s: end all workers, kill what is left after the grace time, answer ENDED and go."""
+"""grace_s: end all workers, kill what is left after the grace time, answer ENDED and exit."""
 
 # From an agent:
 READY = "ready"
@@ -35,7 +35,7 @@ STARTED = "started"
 OUTPUT = "output"
 """rank, is_error, text, is_draft: one line that a worker wrote, or the state of its progress bar."""
 REPORT = "report"
-"""rank, facts: what a worker says of itself, see :mod:`poseidon.job.tell`."""
+"""rank, facts: a worker's report about itself, see :mod:`poseidon.job.tell`."""
 EXIT = "exit"
 """rank, status (negative: a signal)."""
 ENDED = "ended"
@@ -51,7 +51,7 @@ def pack(kind: str, **content: Any) -> bytes:
 
 
 def unpack(line: bytes) -> Message | None:
-    """Return the message of a line, None for a line that is none of ours."""
+    """Return the message in a line, None if the line is not ours."""
     if not line.startswith(MARK):
         return None
     try:

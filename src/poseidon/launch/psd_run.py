@@ -1,7 +1,7 @@
-"""``psd_run``: the original Poseidon's launcher for TensorFlow scripts, its arguments and its JSON.
+"""``psd_run``: the original Poseidon's launcher for TensorFlow scripts, with its arguments and its JSON.
 
-``psd_run -c cluster.json -o LOGDIR "python model.py --steps 100"`` is ``poseidon run --auto`` in other words; here they
-are translated. One command is for all workers; several, separated by commas, are for one worker each.
+Translates ``psd_run -c cluster.json -o LOGDIR "python model.py --steps 100"`` to ``poseidon run --auto``. One command
+is for all workers; several, separated by commas, are for one worker each.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from poseidon.launch.run_settings import resolve
 
 _PYTHON = re.compile(r"python[\d.]*")
 _NEXT_COMMAND = re.compile(r"\s*(?:[^\s,'\"]*/)?python[\d.]*\s")
-"""What stands after a comma that separates commands; other commas belong to a command's arguments."""
+"""Follows a comma that separates commands; other commas belong to a command's arguments."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What one worker runs."""
+    """One worker's command."""
 
     python: str
-    """The interpreter's path, or empty for the one of the cluster file or of this process."""
+    """Path of the interpreter; empty: that of the cluster file or of this process."""
     words: tuple[str, ...]
     """Script, or ``-m`` and a module, and the arguments."""
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_commands(text: str) -> list[str]:
-    """Return the commands of ``python a.py, python b.py``; commas in quotes or in arguments separate nothing. Pure."""
+    """Return the commands of ``python a.py, python b.py``; commas in quotes or arguments do not separate. Pure."""
     commands, start, quote = [], 0, ""
     for place, letter in enumerate(text):
         if quote:
@@ -64,12 +64,12 @@ def split_commands(text: str) -> list[str]:
             commands.append(text[start:place])
             start = place + 1
     if quote:
-        raise ConfigError(f"the command {text!r} has a quote {quote} without its other half")
+        raise ConfigError(f"the command {text!r} has an unclosed quote {quote}")
     return [*commands, text[start:]]
 
 
 def read_command(text: str) -> Command:
-    """Return what a command says. Pure."""
+    """Parse a command. Pure."""
     words = shlex.split(text)
     if not words or not _PYTHON.fullmatch(PurePath(words[0]).name):
         raise ConfigError(
@@ -78,7 +78,7 @@ def read_command(text: str) -> Command:
         )
     python = words[0] if "/" in words[0] else ""
     rest = words[1:]
-    while rest and rest[0] == "-u":  # workers' output is never held back
+    while rest and rest[0] == "-u":  # workers' output is unbuffered anyway
         rest = rest[1:]
     if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) == 1)):
         raise ConfigError(f"command {text.strip()!r} names no script; write python SCRIPT or python -m MODULE")
@@ -99,7 +99,7 @@ def read_commands(text: str, nodes: Sequence[str]) -> list[Command]:
 
 
 def order_by_rank(commands: Sequence[Command], nodes: Sequence[str], cluster: ClusterFile) -> list[Command]:
-    """Return the commands by rank, which may count the nodes in another order than the file. Pure."""
+    """Return the commands by rank; ranks may count the nodes in another order than the file. Pure."""
     waiting: dict[str, list[Command]] = {}
     for node, command in zip(nodes, commands, strict=True):
         waiting.setdefault(node.partition(":")[0], []).append(command)
@@ -107,19 +107,19 @@ def order_by_rank(commands: Sequence[Command], nodes: Sequence[str], cluster: Cl
 
 
 def explain(data: dict[str, Any]) -> list[str]:
-    """Return a line for everything in the file that has no counterpart here. Pure."""
+    """Return a line for every key of the file that has no counterpart here. Pure."""
     lines = []
     if data.get("server_nodes"):
         lines.append("server_nodes: not needed, the workers' machines serve the parameters")
     master = str(data.get("master_node") or "").partition(":")[0]
     workers = [node.partition(":")[0] for node in data["worker_nodes"]]
     if master and master not in workers:
-        lines.append(f"master_node: {master} is no worker, so the workers meet on {workers[0]}")
+        lines.append(f"master_node: {master} is not a worker, so the workers meet on {workers[0]}")
     return lines
 
 
 def check_keys(data: Any, source: str) -> dict[str, Any]:
-    """Return the content of a cluster file if it is one of the original's form."""
+    """Return the content of a cluster file, checked to have the original's form."""
     if not isinstance(data, dict) or "worker_nodes" not in data:
         raise ConfigError(f'{source} has no worker_nodes; write {{"worker_nodes": ["192.0.2.1", "192.0.2.2"]}}')
     for key in data:
@@ -146,7 +146,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--cluster-config",
         required=True,
         metavar="CLUSTER_CONFIG",
-        help="JSON file: worker_nodes and, if need be, username, pem_file, virtualenv, master_node, server_nodes",
+        help="JSON file: worker_nodes and, if needed, username, pem_file, virtualenv, master_node, server_nodes",
     )
     parser.add_argument("-o", "--out", metavar="OUTPUT_FOLDER", help="folder for a log file per worker")
     parser.add_argument("cmd", help='what to run, in quotes: "python model.py --max_steps 1000"')
@@ -162,7 +162,7 @@ def _start(path: str, out: str | None, text: str) -> int:
     parsed = [_as_run_arguments(command, log_dir) for command in commands]
     programs = [run.read_program(args) for args in parsed]
     chosen = resolve(vars(parsed[0]), cluster.settings, path, os.environ)
-    # Made for every program, because that checks it.
+    # For every program, because this checks it.
     made = {program: run.make_settings(parsed[0], program, cluster, chosen) for program in programs}
     settings = made[programs[0]]
     if len(made) > 1:

@@ -1,7 +1,7 @@
 """``poseidon run``: start a script as one job on this machine, or on many over ssh, and follow it to its end.
 
-Started by torchrun, Slurm, Kubernetes or Ray, it joins their job instead. The work is done in
-:mod:`poseidon.launch`; here the command line becomes settings, and a failed job is started again.
+Started by torchrun, Slurm, Kubernetes or Ray, it joins their job instead. This module turns the command line into
+settings and restarts a failed job; :mod:`poseidon.launch.launcher` runs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from poseidon.launch import ssh
 from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
 from poseidon.launch.join import Joined, find_starter, joined_environment
 from poseidon.launch.launcher import JobSettings, Launcher
-from poseidon.launch.output import Output
+from poseidon.launch.output import JobOutput
 from poseidon.launch.places import place_workers
 from poseidon.launch.run_settings import PREFIX, SETTINGS, Chosen, resolve, show
 from poseidon.launch.script import check_module, check_script
@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--hostfile", metavar="F", help="file of `host slots=n` or `id ip port` lines, JSON or TOML")
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how (each may also come from the cluster file, or from {PREFIX}NAME)")
-    for setting in SETTINGS:
-        option = f"--{setting.name.replace('_', '-')}"
-        how.add_argument(option, dest=setting.name, type=setting.kind, default=None, help=setting.help)
+    for option in SETTINGS:
+        how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
     how.add_argument("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all workers; repeatable")
     how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
     what = parser.add_argument_group("what")
@@ -54,12 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job; the status is that of the worker that failed first."""
+    """Run the job; return the status of the worker that failed first."""
     program = read_program(args)
     joined = find_starter(os.environ)
     if joined is not None:
         return _join(joined, program, args)
-    cluster = _read_cluster(args)
+    _check_where(args)
+    cluster = read_cluster(args, args.nproc)
     chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
     settings = make_settings(args, program, cluster, chosen)
     return run_job(settings, chosen, args, program)
@@ -74,7 +74,7 @@ class Program:
     name: str
 
     def check(self, directory: Path) -> None:
-        """See that it can run at all, before anything starts."""
+        """Check that it can run at all, before anything starts."""
         if self.script is not None:
             check_script(directory / self.script)
         else:
@@ -82,7 +82,7 @@ class Program:
 
 
 def start(argv: Sequence[str]) -> int:
-    """Run a job given by the words of ``poseidon run``'s command line; for other commands that start one."""
+    """Run a job with the arguments of ``poseidon run``; for other commands that start one."""
     parser = argparse.ArgumentParser(prog="poseidon run")
     add_arguments(parser)
     return run(parser.parse_args(list(argv)))
@@ -96,7 +96,7 @@ def read_program(args: argparse.Namespace) -> Program:
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        raise ConfigError("what shall run? Write: poseidon run [options] script.py arguments")
+        raise ConfigError("no script given; write: poseidon run [options] script.py arguments")
     if words[0].startswith("-"):
         raise ConfigError(f"option {words[0]!r} is not known; `poseidon run --help` lists them")
     if args.auto and args.as_caffe:
@@ -116,7 +116,7 @@ def read_program(args: argparse.Namespace) -> Program:
 
 
 def auto_options(args: argparse.Namespace) -> list[str]:
-    """Return the options that ``--auto`` passes on. Pure."""
+    """Return the options to pass on to ``--auto``. Pure."""
     options = ["--scale-lr"] if args.scale_lr else []
     for name in ("batch", "eval"):
         if getattr(args, name):
@@ -127,7 +127,7 @@ def auto_options(args: argparse.Namespace) -> list[str]:
 def make_settings(
     args: argparse.Namespace, program: Program, cluster: ClusterFile, chosen: Mapping[str, Chosen]
 ) -> JobSettings:
-    """Return the job's settings, checked as far as this machine can."""
+    """Return the job's settings, checked as far as possible here."""
     directory = str(Path.cwd())
     values = {name: one.value for name, one in chosen.items()}
     if not values["directory"] or values["directory"] == directory:
@@ -149,7 +149,7 @@ def make_settings(
 
 
 def complete_host(host: Host, values: Mapping[str, object]) -> Host:
-    """Return the host with the settings for all hosts where it says nothing itself. Pure."""
+    """Return the host with the settings for all hosts filled in where it has none of its own. Pure."""
     names = {"user": "user", "port": "ssh_port", "identity": "identity", "python": "python"}
     names |= {"directory": "directory", "interface": "interface"}
     if host.name == "localhost":  # no login, so no key and no user
@@ -159,7 +159,7 @@ def complete_host(host: Host, values: Mapping[str, object]) -> Host:
 
 
 def parse_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``--env NAME=VALUE`` and ``--env NAME``, which passes this process's on. Pure."""
+    """Return the variables of ``--env NAME=VALUE`` and ``--env NAME``, which passes on this process's. Pure."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -169,20 +169,24 @@ def parse_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[st
     return variables
 
 
-def _read_cluster(args: argparse.Namespace) -> ClusterFile:
+def _check_where(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in ("nproc", "hosts", "hostfile", "cluster") if getattr(args, name) is not None]
     if len(given) > 1:
         hint = "; write --hosts name:2 for two workers there" if "--nproc" in given else ""
         raise ConfigError(f"{' and '.join(given)} say the same thing in different ways; use one of them{hint}")
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc is {args.nproc}; a job needs at least 1 worker")
+
+
+def read_cluster(args: argparse.Namespace, workers: int | None = None) -> ClusterFile:
+    """Return the hosts that the options name; without any, this machine with ``workers``, or one per GPU."""
     if args.cluster is not None:
         return read_cluster_file(args.cluster)
     if args.hosts is not None:
         return ClusterFile(parse_hosts(args.hosts))
     if args.hostfile is not None:
         return ClusterFile(read_hostfile(args.hostfile))
-    if args.nproc is not None and args.nproc < 1:
-        raise ConfigError(f"--nproc is {args.nproc}; a job needs at least 1 worker")
-    return ClusterFile((Host("localhost", slots=args.nproc or max(1, count_gpus(os.environ))),))
+    return ClusterFile((Host("localhost", slots=workers or max(1, count_gpus(os.environ))),))
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -194,9 +198,9 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, program: Program) -> int:
-    """Start the job, again after failures if that is wanted, and follow it to its end."""
+    """Run the job, restarting it after failures if wanted, and return its status."""
     log_dir = _log_dir(str(chosen["log_dir"].value), program.name)
-    output = Output(place_workers(settings.hosts), log_dir)
+    output = JobOutput(place_workers(settings.hosts), log_dir)
     try:
         if not args.quiet:
             output.say(_introduce(settings, chosen, args, log_dir))
@@ -205,7 +209,7 @@ def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.
             ending = Launcher(settings, output, restart).run()
             if ending.status == 0 or ending.is_interrupted or restart == restarts:
                 break
-            output.say(f"starting again ({restart + 1} of {restarts})")
+            output.say(f"restarting ({restart + 1} of {restarts})")
         if ending.status and log_dir is not None:
             output.say(f"the logs are in {log_dir}")
         return ending.status
@@ -240,7 +244,7 @@ def _introduce(
 
 
 def _join(joined: Joined, program: Program, args: argparse.Namespace) -> int:
-    """Be the worker, or run this machine's share of workers, that whoever started this process wants."""
+    """Become the worker, or run this machine's workers, of the job that another launcher started."""
     given = [f"--{name}" for name in ("nproc", "hosts", "hostfile", "cluster") if getattr(args, name) is not None]
     if given:
         world = joined.world

@@ -2,60 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from poseidon.errors import ConfigError, unknown_name
+from poseidon.errors import unknown_name
+from poseidon.job.settings import NUMBER, TEXT, WHOLE, Notation, Variable, check_least
 
 PREFIX = "POSEIDON_RUN_"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One thing that can be set."""
+class RunOption:
+    """One setting of a job: an option ``--name``, a key of the cluster file, and a variable ``POSEIDON_RUN_*``."""
 
     name: str
-    kind: Callable[[str], Any]
+    notation: Notation[Any]
     default: Any
     help: str
     least: float | None = None
 
+    @property
+    def argument(self) -> str:
+        """The option on the command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> Variable[Any]:
+        """The environment variable."""
+        return Variable(PREFIX + self.name.upper(), self.notation, self.default, "launch/run_settings.py", self.help)
+
 
 @dataclass(frozen=True)
 class Chosen:
-    """A setting's value and who said so."""
+    """A setting's value and where it came from."""
 
     value: Any
     origin: str
 
 
 SETTINGS = (
-    Setting("user", str, "", "who logs in on the hosts; default: as ssh is configured"),
-    Setting("ssh_port", int, None, "port of the hosts' ssh servers; default: as ssh is configured", 1),
-    Setting("identity", str, "", "file of the private key for ssh; default: as ssh is configured"),
-    Setting("python", str, "", "interpreter on the hosts; default: the path of this one"),
-    Setting("directory", str, "", "where workers start; default: this directory's path"),
-    Setting("interface", str, "", "network interface for the job's traffic; default: the one ssh came in by"),
-    Setting("master_port", int, None, "port on the first host where workers meet; default: a free one", 1),
-    Setting("log_dir", str, "", "folder for a log file per worker; default: runs/SCRIPT-TIME; `none` writes none"),
-    Setting("restarts", int, 0, "how often to start again after a failure (default 0)", 0),
-    Setting("hang_timeout", float, 0.0, "seconds without any progress after which the job is ended; 0: never", 0),
-    Setting("grace", float, 30.0, "seconds workers have to end in order after Ctrl-C (default 30)", 0),
+    RunOption("user", TEXT, "", "who logs in on the hosts; default: as ssh is configured"),
+    RunOption("ssh_port", WHOLE, None, "port of the hosts' ssh servers; default: as ssh is configured", 1),
+    RunOption("identity", TEXT, "", "file of the private key for ssh; default: as ssh is configured"),
+    RunOption("python", TEXT, "", "interpreter on the hosts; default: the path of this one"),
+    RunOption("directory", TEXT, "", "where workers start; default: the path of this directory"),
+    RunOption("interface", TEXT, "", "network interface for the job's traffic; default: the one ssh came in on"),
+    RunOption("master_port", WHOLE, None, "port on the first host where workers meet; default: a free one", 1),
+    RunOption("log_dir", TEXT, "", "folder for a log file per worker; default: runs/SCRIPT-TIME; `none`: no logs"),
+    RunOption("restarts", WHOLE, 0, "how often to restart the job after a failure (default 0)", 0),
+    RunOption("hang_timeout", NUMBER, 0.0, "seconds without progress after which the job is ended; 0: never", 0),
+    RunOption("grace", NUMBER, 30.0, "seconds that workers have to end after Ctrl-C (default 30)", 0),
 )
-_FROM_HOSTS = ("user", "ssh_port", "identity", "python", "directory", "interface")
-"""What a cluster file says of these it says in its hosts."""
+FROM_HOSTS = ("user", "ssh_port", "identity", "python", "directory", "interface")
+"""Settings that a cluster file gives with its hosts."""
 
 
 def resolve(
     given: Mapping[str, Any], file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]
 ) -> dict[str, Chosen]:
-    """Return every setting with where it came from; ``given`` holds None for what was not an argument."""
-    known = [setting.name for setting in SETTINGS if setting.name not in _FROM_HOSTS]
+    """Return every setting with its origin; ``given`` holds None for options that are not on the command line."""
+    known = [option.name for option in SETTINGS if option.name not in FROM_HOSTS]
     for name in file:
         if name not in known:
             raise unknown_name(f"setting in {file_name}", name, known)
-    return {setting.name: _choose(setting, given, file, file_name, environ) for setting in SETTINGS}
+    return {option.name: _choose(option, given, file, file_name, environ) for option in SETTINGS}
 
 
 def show(rows: Mapping[str, Chosen]) -> str:
@@ -70,31 +81,21 @@ def show(rows: Mapping[str, Chosen]) -> str:
 
 
 def _choose(
-    setting: Setting, given: Mapping[str, Any], file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]
+    option: RunOption, given: Mapping[str, Any], file: Mapping[str, Any], file_name: str, environ: Mapping[str, str]
 ) -> Chosen:
-    argument = f"--{setting.name.replace('_', '-')}"
-    variable = PREFIX + setting.name.upper()
-    if given.get(setting.name) is not None:
-        return Chosen(_check(setting, given[setting.name], argument), f"argument {argument}")
-    if setting.name in file:
-        return Chosen(_check(setting, _convert(setting, file[setting.name], file_name), file_name), f"file {file_name}")
-    if variable in environ:
-        value = _convert(setting, environ[variable], f"environment variable {variable}")
-        return Chosen(_check(setting, value, variable), f"environment {variable}")
-    return Chosen(setting.default, "default")
-
-
-def _convert(setting: Setting, value: Any, source: str) -> Any:
-    try:
-        return setting.kind(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{source}: {setting.name} is {value!r}; a number is expected") from None
-
-
-def _check(setting: Setting, value: Any, source: str) -> Any:
-    if setting.least is not None and value < setting.least:
-        raise ConfigError(f"{source}: {setting.name} is {value}; it must be at least {setting.least:g}")
-    return value
+    variable = option.variable
+    if given.get(option.name) is not None:
+        value, what, origin = given[option.name], option.argument, f"argument {option.argument}"
+    elif option.name in file:
+        what = f"{file_name}: {option.name}"
+        value, origin = option.notation.read(file[option.name], what), f"file {file_name}"
+    elif variable.name in environ:
+        what = f"environment variable {variable.name}"
+        value, origin = variable.read(environ), f"environment {variable.name}"
+    else:
+        return Chosen(option.default, "default")
+    check_least(value, option.least, what)
+    return Chosen(value, origin)
 
 
 def _text(value: Any) -> str:

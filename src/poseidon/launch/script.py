@@ -1,4 +1,4 @@
-"""The script of a job, looked at before anything starts."""
+"""Checks a job's script before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from poseidon.errors import ConfigError
 
 
 def check_script(path: Path) -> None:
-    """Raise :class:`ConfigError` for a script that is not there or that Python cannot read."""
+    """Raise :class:`ConfigError` for a script that does not exist or does not compile."""
     if not path.is_file():
         hint = "a directory; use -m for a package" if path.is_dir() else "no such file"
         raise ConfigError(f"there is no script {path} ({hint})")
@@ -30,7 +30,7 @@ def check_script(path: Path) -> None:
 
 
 def check_module(name: str, directory: Path) -> None:
-    """Raise :class:`ConfigError` for a module whose first part is nowhere to be found; nothing is imported."""
+    """Raise :class:`ConfigError` if a module's top-level package cannot be found; imports nothing."""
     top = name.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"-m {name!r} is not the name of a module")

@@ -1,12 +1,11 @@
-"""The system's ssh: its argument list (pure), a command run through it (thin), and what its failures mean (pure).
+"""The system's ssh: its argument list (pure), commands run through it, and what its failures mean (pure).
 
-Nothing secret ever appears in an argument list: what a remote program must not show goes to its stdin.
+Secrets never appear in an argument list: a remote program gets them on stdin.
 """
 
 from __future__ import annotations
 
 import getpass
-import os
 import shlex
 import socket
 import subprocess
@@ -16,49 +15,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import SSH_OPTIONS
 from poseidon.launch.hosts import Host
 
 FAILED = 255
-"""The status with which ssh says that it, and not the remote program, failed."""
-
-OPTIONS_VARIABLE = "POSEIDON_SSH_OPTIONS"
-"""Environment variable with more options for every ssh, such as ``-F my_config``."""
+"""Exit status of ssh if it failed itself, rather than the remote program."""
 
 
 @dataclass(frozen=True)
 class SshSettings:
-    """How ssh is called for every host."""
+    """How to call ssh, for every host."""
 
     program: str = "ssh"
     connect_timeout_s: int = 10
     alive_s: int = 4
-    """Seconds between ssh's own questions whether the other side is there; three unanswered ones end the connection."""
+    """Seconds between ssh's own keep-alive messages; three unanswered ones end the connection."""
     extra: tuple[str, ...] = ()
-    """More arguments, as ssh knows them: ``("-F", "my_config")``."""
+    """Further arguments for ssh: ``("-F", "my_config")``."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> SshSettings:
-        """Return the settings with the arguments that ``POSEIDON_SSH_OPTIONS`` adds."""
-        words = (os.environ if environ is None else environ).get(OPTIONS_VARIABLE, "")
-        try:
-            return cls(extra=tuple(shlex.split(words)))
-        except ValueError as error:
-            raise ConfigError(f"{OPTIONS_VARIABLE} is {words!r}: {error}") from None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a remote command ended."""
-
-    status: int
-    stdout: bytes
-    stderr: str
+        """Return the settings with the arguments from ``POSEIDON_SSH_OPTIONS``."""
+        return cls(extra=SSH_OPTIONS.read(environ))
 
 
 def ssh_arguments(host: Host, remote: Sequence[str], settings: SshSettings | None = None) -> list[str]:
     """Return the argument list that runs ``remote`` on the host. Pure.
 
-    It never asks for a password (nobody could answer for twenty hosts) and has no terminal.
+    It never prompts for a password (nobody could answer for twenty hosts) and has no terminal.
     """
     settings = settings or SshSettings()
     words = [settings.program, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={settings.connect_timeout_s}"]
@@ -69,12 +53,12 @@ def ssh_arguments(host: Host, remote: Sequence[str], settings: SshSettings | Non
         words += ["-i", str(Path(host.identity).expanduser()), "-o", "IdentitiesOnly=yes"]
     if host.user:
         words += ["-l", host.user]
-    # The remote shell splits what it is given, so every word is quoted for it.
+    # The remote shell splits its command line, so every word is quoted.
     return [*words, "--", host.address, " ".join(map(_remote_word, remote))]
 
 
 def remote_python(host: Host, directory: str) -> str:
-    """Return the interpreter to call on the host; a relative path is one below ``directory``. Pure."""
+    """Return the interpreter to call on the host; a relative path is below ``directory``. Pure."""
     python = host.python or sys.executable
     if "/" in python and not python.startswith(("/", "~")):
         return f"{directory}/{python}"
@@ -82,9 +66,9 @@ def remote_python(host: Host, directory: str) -> str:
 
 
 def start_command(host: Host, remote: Sequence[str], settings: SshSettings | None = None) -> subprocess.Popen[bytes]:
-    """Start a command on the host with pipes for all its streams, in a session of its own.
+    """Start a command on the host with pipes for all its streams, in its own session.
 
-    A Ctrl-C on the terminal would otherwise end the connections before the launcher could end the job in order.
+    Otherwise a Ctrl-C on the terminal would cut the connections before the launcher could end the job.
     """
     arguments = ssh_arguments(host, remote, settings)
     pipe = subprocess.PIPE
@@ -94,22 +78,8 @@ def start_command(host: Host, remote: Sequence[str], settings: SshSettings | Non
         raise ConfigError(f"{arguments[0]} is not installed on this machine; install OpenSSH's client") from None
 
 
-def run_command(
-    host: Host, remote: Sequence[str], stdin: bytes = b"", settings: SshSettings | None = None, timeout_s: float = 60.0
-) -> Outcome:
-    """Run a command on the host to its end and return how it went; status 255 and a reason when time is up."""
-    process = start_command(host, remote, settings)
-    try:
-        out, err = process.communicate(stdin, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        return Outcome(FAILED, out, f"{err.decode(errors='replace')}no answer within {timeout_s:g} s")
-    return Outcome(process.returncode, out, err.decode(errors="replace"))
-
-
 def is_here(host: Host) -> bool:
-    """Tell whether the host is this machine, reached without ssh: only a machine's own address can be bound."""
+    """Return whether the host is this machine, which needs no ssh: only a machine's own address can be bound."""
     if host.port is not None or (host.user and host.user != getpass.getuser()):
         return False
     try:
@@ -127,23 +97,23 @@ def is_here(host: Host) -> bool:
 
 
 _REASONS: tuple[tuple[str, str], ...] = (
-    ("could not resolve hostname", "this name is not known here; check the spelling, DNS or /etc/hosts"),
+    ("could not resolve hostname", "the name is not known here; check the spelling, DNS or /etc/hosts"),
     ("connection refused", "no ssh server listens there; install and start openssh-server, or give its port"),
     ("no route to host", "the machine is off or unplugged, or a firewall rejects ssh"),
     ("network is unreachable", "there is no network path to it from here"),
     ("connection timed out", "nothing answers at this address; is the machine on, is a firewall dropping ssh?"),
     ("no answer within", "the machine accepts connections but does not answer; try `ssh {target} true` by hand"),
-    ("remote host identification has changed", "its host key is another than last time; if that is as it should be, "
+    ("remote host identification has changed", "its host key has changed; if that is expected, "
      "run `ssh-keygen -R {address}` and log in once by hand"),
     ("host key verification failed", "its host key is not known yet; log in once by hand to accept it: ssh {target}"),
-    ("permission denied", "ssh does not let us in without a password; run `ssh-copy-id {target}`"),
+    ("permission denied", "the login needs a password; run `ssh-copy-id {target}`"),
     ("too many authentication failures", "ssh offers too many keys; name the right one with identity="),
-    ("identity file", "the key file is not there; correct identity="),
+    ("identity file", "the key file does not exist; correct identity="),
 )  # fmt: skip
 
 
 def explain(host: Host, status: int, stderr: str) -> str:
-    """Return in one line why a remote command could not run, and what to do about it. Pure."""
+    """Return in one line why a remote command failed, and what to do about it. Pure."""
     target = f"{host.user}@{host.address}" if host.user else host.address
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"ended with status {status}"
@@ -163,5 +133,5 @@ def explain(host: Host, status: int, stderr: str) -> str:
 
 
 def _remote_word(word: str) -> str:
-    # A quoted tilde would not become the home directory.
+    # The shell does not expand a quoted tilde.
     return f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word)

@@ -1,4 +1,4 @@
-"""The hook for a clean stop: after Ctrl-C (or SIGTERM) a training loop may save its state before it ends.
+"""A hook for a clean stop: after Ctrl-C (or SIGTERM) a training loop can save its state before it ends.
 
 ::
 
@@ -11,7 +11,7 @@
                 save_checkpoint(step)
                 break
 
-Without the hook workers get a KeyboardInterrupt wherever they are, as a script that runs alone does.
+Without it workers get a KeyboardInterrupt wherever they are, as in a script that runs alone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
-    """Notes requests to stop instead of being interrupted by them; a context manager.
+    """A context manager that notes requests to stop instead of being interrupted by them.
 
-    Only the main thread can hear signals. Where the loop runs on another one, as in Ray's workers, whoever started it
+    Only the main thread receives signals. If the loop runs on another one, as in Ray's workers, whoever started it
     stops it in its own way, and :meth:`agreed` stays False.
 
-    ``every`` is how often :meth:`agreed` really asks the other workers, which costs a small collective operation.
+    :meth:`agreed` asks the other workers only once in ``every`` calls, since that is a small collective operation.
     """
 
     def __init__(self, every: int = 1) -> None:
         self.is_requested = False
-        """Whether this worker has been asked to stop; others may not have been yet."""
+        """Whether this worker was asked to stop; others may not have been yet."""
         self._every = max(1, every)
         self._calls = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -50,7 +50,7 @@ class Stopping:
             signal.signal(number, handler)
 
     def agreed(self) -> bool:
-        """Return whether any worker has been asked to stop. Collective: all must call it at the same step."""
+        """Return whether any worker was asked to stop. Collective: all must call it at the same step."""
         self._calls += 1
         if self._calls % self._every:
             return False

@@ -1,4 +1,4 @@
-"""What the launcher knows of all workers, and when it knows enough to name the cause of a failure. Pure."""
+"""The launcher's view of all workers, from which it names the cause of a failure. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poseidon.launch import cause as causes
-from poseidon.launch.cause import Death, Kind
+from poseidon.launch.cause import Death, DeathKind
 from poseidon.launch.places import Place
 from poseidon.launch.progress import Slowest, Standing, furthest_behind, status_line
 
 SETTLE_S = 1.2
-"""After a first death, how long to wait for word of an earlier one elsewhere, and of where the others stand."""
+"""After a first death, how long to wait for reports of an earlier one and of the other workers' states."""
 SYMPTOM_S = 9.5
-"""The same where only symptoms are known: a machine that vanished is noticed by its silence only then."""
+"""The same if only symptoms are known: the silence of a vanished machine shows only then."""
 STACKS_S = 2.0
-"""How long hung workers get to show where they stand."""
+"""How long hung workers have to print their stacks."""
 _TAIL = 200
 
 
 class Watching:
-    """Takes what agents tell, with the time; answers who failed. Times are any monotonic clock's."""
+    """Takes the agents' reports with their times, on any monotonic clock, and names the worker that failed."""
 
     def __init__(self, places: Sequence[Place], hang_timeout_s: float, now: float) -> None:
         self._places = list(places)
@@ -40,39 +40,39 @@ class Watching:
         self._looked_at = now
         self._behind: int | None = None
 
-    # What agents tell.
+    # Reports of agents.
 
     def read_line(self, rank: int, text: str, is_error: bool, now: float) -> None:
-        """Learn that a worker wrote a line."""
+        """Note that a worker wrote a line."""
         (self._errors if is_error else self._lines)[rank].append(text)
         if self._hung_at is None:
             self._standings[rank].read_line(text, now)
 
     def read_report(self, rank: int, facts: Mapping[str, Any], now: float) -> None:
-        """Learn what a worker said of itself."""
+        """Note a worker's report about itself."""
         self._standings[rank].read_report(facts, now)
 
     def exited(self, rank: int, status: int, now: float) -> None:
-        """Learn that a worker has ended."""
+        """Note that a worker has ended."""
         place = self._places[rank]
         self._statuses[rank] = status
         if place.machine not in self._lost_machines and self._hung_at is None and status != 0:
-            self._die(Death(rank, place.host, Kind.EXIT, status, self._tail(rank)), now)
+            self._die(Death(rank, place.host, DeathKind.EXIT, status, self._tail(rank)), now)
 
     def machine_lost(self, machine: int, reason: str, now: float) -> None:
-        """Learn that a machine, with all its workers, is out of reach."""
+        """Note that a machine, with all its workers, is out of reach."""
         ranks = [place.rank for place in self._places if place.machine == machine and place.rank not in self._statuses]
         if machine in self._lost_machines or not ranks:
             return
         self._lost_machines.add(machine)
-        self._die(Death(ranks[0], self._places[ranks[0]].host, Kind.MACHINE, 0, self._tail(ranks[0]), reason), now)
+        self._die(Death(ranks[0], self._places[ranks[0]].host, DeathKind.MACHINE, 0, self._tail(ranks[0]), reason), now)
 
     def note_hang(self, now: float) -> None:
-        """Note where everybody stands, before ending them changes that."""
+        """Note the state of all workers, before ending them changes it."""
         self._hung_at = now
         self._stood = {rank: self._standings[rank].describe(now) for rank in self._running()}
 
-    # What follows from it.
+    # Conclusions.
 
     @property
     def is_over(self) -> bool:
@@ -80,14 +80,14 @@ class Watching:
         return not self._running()
 
     def is_hung(self, now: float) -> bool:
-        """Tell whether nothing has moved anywhere for too long; once only."""
+        """Return whether no worker has made progress for too long; true only once."""
         if not self._hang_timeout_s or self._hung_at is not None or self._deaths or self.is_over:
             return False
         moved_at = max(self._standings[rank].changed_at for rank in self._running())
         return now - moved_at > self._hang_timeout_s
 
     def verdict(self, now: float) -> Death | None:
-        """Return the cause once it is certain, or as certain as it will become."""
+        """Return the cause once it is certain, or as certain as it will get."""
         if self._hung_at is not None:
             return self._hang_verdict(now)
         if not self._deaths:
@@ -103,13 +103,13 @@ class Watching:
         return causes.resolve(self._deaths, running, finished)
 
     def where_others_stood(self, culprit: int, now: float) -> dict[int, str]:
-        """Return in words what became of every other worker."""
+        """Return the state of every other worker, in words."""
         return {
             place.rank: f"on {place.host}: {self._where(place, now)}" for place in self._places if place.rank != culprit
         }
 
     def status_line(self, now: float, width: int) -> str:
-        """Return the live line."""
+        """Return the status line."""
         if now - self._looked_at >= 1.0:
             self._looked_at = now
             self._behind = self._slowest.look(self._standings)
@@ -132,19 +132,19 @@ class Watching:
         return tuple(self._errors[rank] or list(self._lines[rank])[-5:])
 
     def _hang_verdict(self, now: float) -> Death | None:
-        """Name the worker that does not wait for others; if that does not single one out, the one furthest behind."""
+        """Name the worker that does not wait for others; if there are several or none, the one furthest behind."""
         assert self._hung_at is not None
         if not self._statuses.keys() >= self._stood.keys() and now - self._hung_at < STACKS_S:
             return None
         hung = list(self._stood)
         busy = [rank for rank in hung if not causes.waits_for_others(self._errors[rank])]
         place = self._places[furthest_behind(self._standings, busy or hung)]
-        note = f"nothing moved for {self._hang_timeout_s:g} s (--hang-timeout), and the others wait for it"
+        note = f"no progress for {self._hang_timeout_s:g} s (--hang-timeout), and the others wait for it"
         if len(hung) == 1:
-            note = f"nothing moved for {self._hang_timeout_s:g} s (--hang-timeout)"
+            note = f"no progress for {self._hang_timeout_s:g} s (--hang-timeout)"
         stood = self._stood[place.rank]
         return Death(
-            place.rank, place.host, Kind.HANG, 0, self._tail(place.rank), f"{note}; {stood}" if stood else note
+            place.rank, place.host, DeathKind.HANG, 0, self._tail(place.rank), f"{note}; {stood}" if stood else note
         )
 
     def _where(self, place: Place, now: float) -> str:

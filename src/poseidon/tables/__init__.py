@@ -1,5 +1,5 @@
-"""Tables with bounded staleness: ``get``, ``inc`` and ``clock`` for programs of any kind (``poseidon.ps``).
+"""Tables with bounded staleness: ``get``, ``inc`` and ``clock`` for any program (``poseidon.ps``).
 
-What decides is pure: ``clocks`` bounds how far workers drift apart, ``tables`` holds rows under that bound, ``rows``
-says who holds which. ``node`` is one rank of a job, as a worker, as a server, or both.
+The decisions are pure: ``clocks`` bounds how far workers drift apart, ``tables`` serves rows within that bound,
+``cache`` is a worker's copy, ``rows`` stores them. ``node`` is one rank of a job, as a worker, a server, or both.
 """

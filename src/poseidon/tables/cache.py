@@ -1,7 +1,7 @@
 """A worker's side of a table: its copy of the rows, its own changes, and what it may read. Pure.
 
-Every change is added to the copy at once, so a worker always reads its own writes. When rows arrive from a server, they
-replace the copy, and those of the worker's changes that the server had not seen are added again.
+Every change is added to the copy at once, so a worker always reads its own writes. Rows from a server replace the copy,
+and the worker's changes that the server had not seen are added again.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ NEVER = -1
 
 
 class TableCache:
-    """What one worker knows of a table whose rows are dealt out to ``places``. Not thread-safe."""
+    """One worker's copy of a table whose rows are distributed over ``places``. Not thread-safe."""
 
     def __init__(self, spec: TableSpec, places: int = 1) -> None:
         self.spec = spec
         self.clock = 0
-        """Steps this worker has finished."""
+        """Number of steps this worker has finished."""
         self.staleness_seen: Counter[int] = Counter()
-        """How many rows were read that were so many clocks behind the reader's."""
+        """Number of rows read, by how many clocks they were behind the reader."""
         self._bound = spec.model.bound
         self._places = places
         self._visible = spec.make_rows()
         self._fresh: Index = np.full(spec.rows, NEVER, np.int64)
-        """By row: the clock up to which the copy holds everybody's updates."""
+        """By row: the clock up to which the copy holds all workers' updates."""
         self._arrived: Index = np.full(spec.rows, NEVER, np.int64)
-        """By row: the worker's own clock when the copy came."""
+        """By row: the worker's own clock when the copy arrived."""
         self._asked: Array = np.zeros(spec.rows, np.bool_)
-        """Rows a server was asked for; it answers, or (eager) keeps sending them."""
+        """Rows requested from a server; it answers, or (eager) keeps sending them."""
         self._unsent = spec.make_rows()
         self._dirty: Array = np.zeros(spec.rows, np.bool_)
         """Rows with changes in ``_unsent``."""
         self._sent: list[deque[tuple[int, Patch]]] = [deque() for _ in range(places)]
-        """By place: updates that no reply has included yet, numbered."""
+        """By place: numbered updates that no reply has included yet."""
         self._sent_count = [0] * places
 
     def inc(self, patch: Patch) -> None:
-        """Add changes; they are visible here at once, and to others some time after the next :meth:`tick`."""
+        """Add changes; visible here at once, to others some time after the next :meth:`tick`."""
         self._visible.add(patch)
         self._unsent.add(patch)
         self._dirty[patch.rows] = True
 
     def stale(self, rows: Index) -> Index:
-        """Return those of ``rows`` that may not be read at this clock."""
+        """Return those of ``rows`` that are too stale to be read at this clock."""
         if self._bound is None and not self.spec.eager:
-            # Nobody is waited for, but a copy is used for one clock only: else it would never be renewed.
+            # Reads never wait, but a copy is used for one clock only: otherwise it would never be renewed.
             is_stale: Array = self._arrived[rows] < self.clock
         else:
             oldest = 0 if self._bound is None else max(0, self.clock - self._bound)
@@ -62,19 +62,19 @@ class TableCache:
         return np.asarray(rows[is_stale])
 
     def ask(self, rows: Index) -> list[tuple[int, Index]]:
-        """Return which rows to ask each place for, given stale ones; none is asked for twice."""
+        """Return the stale rows to request from each place, without those already requested."""
         unasked = rows[~self._asked[rows]]
         self._asked[unasked] = True
         return [(place, mine) for place in range(self._places) if len(mine := unasked[unasked % self._places == place])]
 
     def read(self, rows: Index) -> Patch:
-        """Return a copy of ``rows``, none of which is stale, and note how stale they are."""
+        """Return a copy of ``rows``, none of them too stale, and count their staleness."""
         behind, counts = np.unique(self.clock - self._fresh[rows], return_counts=True)
         self.staleness_seen.update(dict(zip(behind.tolist(), counts.tolist(), strict=True)))
         return self._visible.take(rows)
 
     def take_updates(self, limit_bytes: int = 1 << 20) -> list[tuple[int, Patch]]:
-        """Take all changes not sent yet, by place, in pieces of about ``limit_bytes``; each piece is one update."""
+        """Take all unsent changes, by place, in pieces of about ``limit_bytes``; each piece is one update."""
         dirty = np.flatnonzero(self._dirty)
         shares = [(place, dirty[dirty % self._places == place]) for place in range(self._places)]
         return [
@@ -85,7 +85,7 @@ class TableCache:
         ]
 
     def take_early(self, place: int, limit_bytes: int) -> Patch | None:
-        """Take the changes for ``place`` worth sending before they are due, about ``limit_bytes``, if there are any."""
+        """Take changes for ``place`` to send before they are due, about ``limit_bytes``, if there are any."""
         dirty = np.flatnonzero(self._dirty)
         rows = dirty[dirty % self._places == place]
         if not len(rows):
@@ -97,13 +97,13 @@ class TableCache:
         return self._note_sent(place, self._take(np.sort(rows[chosen]))) if len(chosen) else None
 
     def tick(self) -> int:
-        """Finish a step and return the new clock; take and send the updates first."""
-        assert not self._dirty.any(), "updates of a step must leave before its clock"
+        """Finish a step and return the new clock; its updates must have been taken before."""
+        assert not self._dirty.any(), "the updates of a step must be sent before its clock"
         self.clock += 1
         return self.clock
 
     def receive(self, place: int, reply: Reply) -> None:
-        """Take rows from a server into the copy."""
+        """Copy rows from a server."""
         rows = reply.patch.rows
         if len(rows) and not ((rows >= 0) & (rows < self.spec.rows) & (rows % self._places == place)).all():
             raise ServerError(f"place {place} of table {self.spec.name!r} sent rows it does not hold: {rows[:5]}...")
@@ -123,9 +123,9 @@ class TableCache:
             np.maximum(held, reply.fresh, out=held, where=held != NEVER)
 
     def hand_over(self, place: int) -> list[tuple[int, Patch]]:
-        """Return the copies of a place whose server died, with the clock each is fresh up to, for a new server.
+        """Return the copies of a place whose server died, for a new one, with the clock up to which each is fresh.
 
-        What was sent to the old one counts as delivered; from now on updates are numbered from the start.
+        Updates sent to the old server count as delivered; their numbers start again from the beginning.
         """
         mine = self._fresh[place :: self._places]
         numbers = np.arange(place, self.spec.rows, self._places)

@@ -1,8 +1,8 @@
 """How far workers may drift apart: one clock per worker, and a bound. Pure.
 
-A worker's clock is the number of steps it has finished. At clock ``c`` it may read only once every other worker has
-finished at least ``c - staleness`` steps: what it reads then holds all updates of those steps, and it is never more
-than ``staleness`` clocks ahead of the slowest.
+A worker's clock is the number of steps it has finished. At clock ``c`` it may read only when every other worker has
+finished at least ``c - staleness`` steps: the rows then hold all updates of those steps, and the reader is never more
+than ``staleness`` clocks ahead of the slowest worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Consistency:
 
     kind: str = "bsp"
     staleness: int = 0
-    """Clocks a worker may be ahead of the slowest; used by ``ssp`` only."""
+    """Clocks that a worker may be ahead of the slowest; for ``ssp`` only."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -30,30 +30,30 @@ class Consistency:
             raise ConfigError(f"staleness is {self.staleness}; it counts clocks, so it cannot be negative")
         if self.kind != "ssp" and self.staleness:
             raise ConfigError(
-                f"staleness is {self.staleness} with consistency {self.kind!r}, which has no bound to choose; "
+                f"staleness is {self.staleness} with consistency {self.kind!r}, which has no adjustable bound; "
                 "use consistency='ssp'"
             )
 
     @property
     def bound(self) -> int | None:
-        """Clocks a worker may be ahead; None where there is no bound."""
+        """Clocks that a worker may be ahead; None without a bound."""
         return {"bsp": 0, "ssp": self.staleness, "asp": None}[self.kind]
 
     @property
     def survives_loss(self) -> bool:
-        """Whether the others go on without a worker that died."""
+        """Whether the others continue without a worker that died."""
         return self.kind != "bsp"
 
 
 class Clocks:
-    """The clocks of all workers, as one place knows them. Not thread-safe: the caller holds a lock."""
+    """The clocks of all workers, as known to one place. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, workers: Iterable[int], bound: int | None) -> None:
         self._clocks = dict.fromkeys(workers, 0)
         self._gone: set[int] = set()
         self.bound = bound
         self.losses: dict[int, int] = {}
-        """Worker to its last clock, for those that died."""
+        """The last clocks of workers that died."""
         if not self._clocks:
             raise ConfigError("clocks need at least one worker")
         if bound is not None and bound < 0:
@@ -66,21 +66,21 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """The smallest clock among the workers present; the largest of all once none is."""
+        """The smallest clock of the workers present; with none present, the largest of all."""
         clocks = [self._clocks[worker] for worker in self.present]
         return min(clocks) if clocks else max(self._clocks.values())
 
     def clock_of(self, worker: int) -> int:
-        """Return how many steps ``worker`` has finished."""
+        """Return the number of steps that ``worker`` has finished."""
         self._check_known(worker)
         return self._clocks[worker]
 
     def tick(self, worker: int) -> bool:
-        """Note that ``worker`` finished a step; return whether the slowest clock advanced with it."""
+        """Note that ``worker`` finished a step; return whether the slowest clock advanced."""
         return self.advance(worker, self.clock_of(worker) + 1)
 
     def advance(self, worker: int, clock: int) -> bool:
-        """Like :meth:`tick`, for a worker that says which clock it reached; a gap or repetition is refused."""
+        """Like :meth:`tick`, for a worker that reports its clock; refuse a gap or repetition."""
         self.check_present(worker)
         if clock != self._clocks[worker] + 1:
             raise ServerError(
@@ -92,12 +92,12 @@ class Clocks:
         return self.slowest > before
 
     def start_at(self, worker: int, clock: int) -> None:
-        """Set the clock of a worker that was counted elsewhere before."""
+        """Set the clock of a worker that another place counted before."""
         self._check_known(worker)
         self._clocks[worker] = clock
 
     def may_read(self, worker: int, clock: int | None = None) -> bool:
-        """Return whether ``worker`` may read at ``clock`` (its own one unless given)."""
+        """Return whether ``worker`` may read at ``clock`` (default: its own)."""
         at = self.clock_of(worker) if clock is None else clock
         return self.bound is None or self.slowest >= at - self.bound
 
@@ -108,16 +108,16 @@ class Clocks:
         return [worker for worker in self.present if self._clocks[worker] < clock - self.bound]
 
     def leave(self, worker: int) -> bool:
-        """Note that ``worker`` is done and holds nobody up; return whether the slowest clock advanced."""
+        """Note that ``worker`` is done and blocks no other; return whether the slowest clock advanced."""
         self._check_known(worker)
         before = self.slowest
         self._gone.add(worker)
         return self.slowest > before
 
     def lose(self, worker: int) -> bool:
-        """Note that ``worker`` died: recorded in :attr:`losses`, and it holds nobody up any more.
+        """Note that ``worker`` died: it is recorded in :attr:`losses` and blocks no other any more.
 
-        Returns whether the slowest clock advanced. A worker already gone is not lost again.
+        Returns whether the slowest clock advanced. A worker that is already gone is not lost again.
         """
         self._check_known(worker)
         if worker in self._gone:
@@ -126,7 +126,7 @@ class Clocks:
         return self.leave(worker)
 
     def check_present(self, worker: int) -> None:
-        """Refuse a worker that is unknown, left or was given up."""
+        """Refuse a worker that is unknown, has left or was given up."""
         self._check_known(worker)
         if worker in self._gone:
             how = "was given up as dead" if worker in self.losses else "left"

@@ -1,7 +1,7 @@
-"""Who is taken for dead: somebody who stays silent through several complaints of one rank that waits. Pure.
+"""Decides which rank is considered dead: one that stays silent through several complaints of a waiting rank. Pure.
 
-Complaints are counted, not timed: when a whole machine stands still for a while, nobody has complained meanwhile, and
-what the others sent is heard before anybody complains again.
+Complaints are counted, not timed: when a whole machine freezes for a while, no complaints pile up, and messages that
+arrived meanwhile are processed before the next complaint.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import Counter
 
 COMPLAINTS = 4
-"""How many of one rank in a row make an end of the rank they are about."""
+"""This many complaints of one rank in a row condemn the rank they are about."""
 
 
 class Doubts:
-    """The complaints that count at present."""
+    """The complaints that currently count."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[int, int]] = Counter()
 
     def hear(self, rank: int) -> None:
-        """Note that ``rank`` did something: complaints about it so far do not count any more."""
+        """Note a message from ``rank``: earlier complaints about it no longer count."""
         for pair in [pair for pair in self._counts if pair[0] == rank]:
             del self._counts[pair]
 
     def complain(self, about: int, by: int) -> bool:
-        """Note that ``by`` still waits for ``about``; return whether the latter is to be given up."""
+        """Note that ``by`` still waits for ``about``; return whether to give up the latter."""
         self._counts[about, by] += 1
         return self._counts[about, by] >= COMPLAINTS

@@ -1,4 +1,4 @@
-"""The places of tables that this rank holds, behind its post: updates and clocks in, rows out."""
+"""The server side of a rank: its places of all tables, with updates and clocks in, rows out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from poseidon.tables.tables import Reply, TableServer, TableSpec
 from poseidon.wire.message import Header, Kind
 
 PIECE_BYTES = 1 << 20
-"""Rows leave in messages of about this size: others can pass between them."""
+"""Rows are sent in messages of about this size, so that others can pass between them."""
 EARLY_BYTES = 64 << 10
-"""What idle bandwidth is given at a time; short, as something due may come any moment."""
+"""How much to send at a time on an idle link; little, because something due may come at any moment."""
 
 
 class Holder:
@@ -28,13 +28,13 @@ class Holder:
         self._places: dict[tuple[int, int], TableServer] = {}
         self._adoptions: dict[tuple[int, int], Adoption] = {}
         self._postponed: list[tuple[Header, memoryview]] = []
-        """Messages for places that are being adopted."""
+        """Messages for places under adoption."""
         self._settled: set[tuple[int, int]] = set()
-        """Places whose starting rows have been put in place."""
+        """Places whose initial rows have arrived."""
         self._saves: list[tuple[Header, int]] = []
-        """Requests, with their place, for state that is not yet as fresh as the asker's clock demands."""
+        """Requests for state, with their place, that must wait until it is fresh enough."""
         self._unsettled: list[tuple[int, int, int]] = []
-        """Worker, table and place, for those to tell when that has happened."""
+        """Worker, table and place of requests to be told when initial rows have arrived."""
         self.left: set[int] = set()
         """Workers that are done or dead."""
         post.listen(Kind.HELLO, self._open)
@@ -49,15 +49,15 @@ class Holder:
 
     @property
     def survives_loss(self) -> bool:
-        """Whether the workers of every open table go on when one dies."""
+        """Whether the workers of every open table continue when one dies."""
         return all(spec.model.survives_loss for spec in self._specs.values())
 
     def clock_of(self, worker: int) -> int:
-        """Return the last clock of ``worker`` that this rank knows of."""
+        """Return the last clock of ``worker`` known here."""
         return max((server.clocks.clock_of(worker) for server in self._places.values()), default=0)
 
     def lose(self, worker: int) -> None:
-        """Go on without a worker that died."""
+        """Continue without a worker that died."""
         self.left.add(worker)
         for (table, place), server in list(self._places.items()):
             self._reply(table, place, server.lose(worker))
@@ -66,7 +66,7 @@ class Holder:
             self._finish_adoption(key)
 
     def awaited_by(self, table: int, clock: int) -> list[int]:
-        """Return the workers that reads of ``table`` at ``clock`` wait for here."""
+        """Return the workers for which reads of ``table`` at ``clock`` wait here."""
         late: set[int] = set()
         for (number, _), server in self._places.items():
             late.update(server.clocks.awaited_by(clock) if number == table else ())
@@ -107,8 +107,8 @@ class Holder:
         known = self._specs.setdefault(header.subject, spec)
         if known != spec:
             raise MismatchError(
-                f"rank {header.sender} opened table {spec.name!r} as {spec}, but it is {known} elsewhere; "
-                "open it alike on all workers"
+                f"rank {header.sender} opened table {spec.name!r} as {spec}, but other workers as {known}; "
+                "open it with the same arguments on all workers"
             )
         for place, rank in enumerate(self._servers):
             if rank == self._post.rank and (header.subject, place) not in self._places:
@@ -157,7 +157,7 @@ class Holder:
             self._post.send(worker, Kind.STATE, table, 0, nothing, Flag.ANSWER | Flag.SETTLED)
 
     def _save_due(self) -> None:
-        """Send their state to those who may read it: at one clock under BSP, so that all places fit together."""
+        """Answer the requests for state that may be read now: under BSP all at one clock, so that places agree."""
         for save in list(self._saves):
             header, place = save
             server = self._places[header.subject, place]
@@ -172,7 +172,7 @@ class Holder:
             content = write_patch(place, 0, piece)
             self._post.send(header.sender, Kind.STATE, header.subject, server.clocks.slowest, content, flags)
 
-    # Rows out.
+    # Replies.
 
     def _reply(self, table: int, place: int, replies: list[Reply]) -> None:
         for reply in replies:
@@ -191,7 +191,7 @@ class Holder:
                 if early is not None:
                     self._reply(table, place, [early])
 
-    # A place whose server died.
+    # Adoption of a place whose server died.
 
     def _adopt(self, header: Header, spec: TableSpec, payload: memoryview) -> None:
         content = read_patch(spec, payload)

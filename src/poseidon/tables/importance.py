@@ -1,4 +1,4 @@
-"""Which changes to send first when there is bandwidth to spare. Pure."""
+"""Which changes to send first over idle bandwidth. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from poseidon.wire.formats import Array
 def most_changed(changes: Array, sizes: Array, count: int) -> Array:
     """Return the positions of the ``count`` rows with the largest relative change, largest first.
 
-    ``changes`` and ``sizes`` hold, for each row, how much of it is waiting to be sent and how large it is. A row that
-    is zero and changes at all comes before any other; rows that do not change are left out; ties go to the lower
-    position.
+    ``changes`` and ``sizes`` hold for each row the size of its unsent change and of the row itself. A zero row with any
+    change comes first; rows without a change are left out; of equal ones the lower position comes first.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(changes > 0, changes / sizes, -1.0)

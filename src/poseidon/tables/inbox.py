@@ -1,7 +1,7 @@
-"""Messages in the order they were sent, whatever way they took. Pure.
+"""Restores the order in which messages were sent. Pure.
 
-A transport with several connections or receive threads may deliver two messages of one peer in the wrong order. Tables
-need them in order: an update must not be overtaken by the clock that closes its step.
+A transport with several connections or receive threads may deliver two messages of one peer out of order. Tables need
+the order: the clock that ends a step must not overtake its updates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from poseidon.errors import ServerError
 T = TypeVar("T")
 
 FARTHEST = 1 << 16
-"""How far ahead of the next message one may be; more than a peer ever has under way."""
+"""How far ahead of the next message one may be; more than a peer ever has in flight."""
 
 
 class Inbox(Generic[T]):
@@ -25,7 +25,7 @@ class Inbox(Generic[T]):
         self._early: dict[int, T] = {}
 
     def put(self, number: int, message: T) -> list[T]:
-        """Take a message; return those whose turn it is now, in order."""
+        """Take a message; return those that are due now, in order."""
         if number < self._next or number in self._early or number > self._next + FARTHEST:
             raise ServerError(f"rank {self._peer} sent message {number}; expected {self._next} or one soon after it")
         self._early[number] = message

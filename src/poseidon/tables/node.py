@@ -1,4 +1,4 @@
-"""One rank of a job with tables: as a worker, as a server, or both; and what happens when another one dies."""
+"""One rank of a job with tables, as a worker, a server, or both; handles the death of other ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class Node:
-    """The tables of a job, as one rank takes part in them.
+    """One rank's part in the tables of a job.
 
-    ``servers`` are the ranks that hold rows (default: all), ``workers`` those that use them (default: all, or those
-    that are no servers where servers are named). ``timeout_s`` is how long a read may wait before the ranks it waits
-    for are given up, if nothing is heard of them.
+    ``servers`` are the ranks that hold rows (default: all), ``workers`` those that use them (default: all, or all other
+    ranks if servers are named). After ``timeout_s`` a read gives up the ranks it waits for, if they are silent.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class Node:
         self.rank = self._post.rank
         self.timeout_s = timeout_s
         self.losses: dict[int, int] = {}
-        """Worker to its last clock, as far as this rank knows, for those that died."""
+        """The last known clocks of workers that died."""
         self._doubts = Doubts()
         self._departed: set[int] = set()
         """Ranks that will send nothing more."""
         self._holders = list(self.servers)
-        """By place; changes when a server dies."""
+        """Ranks by place; changes when a server dies."""
         self.holder = Holder(self._post, self.workers, self.servers)
         self.worker = Worker(self._post, self._holders, timeout_s, self._doubt)
         self._post.listen_all(self._hear)
@@ -68,7 +67,7 @@ class Node:
         return self.rank in self.workers
 
     def leave(self) -> None:
-        """Finish as a worker, and serve until all workers have; raises what kept them from it."""
+        """Finish as a worker, and serve until all workers have finished; raise the failure that prevents it."""
         if self.is_worker and self._post.failure is None:
             self.worker.leave()
         self.serve()
@@ -76,12 +75,12 @@ class Node:
         self._post.check()
 
     def abandon(self) -> None:
-        """Go away in the middle of the work: the others are told at once that this rank is lost."""
+        """Leave in the middle of the work, and tell the others at once that this rank is lost."""
         self._announce_loss(self.rank, self.holder.clock_of(self.rank) if self.is_worker else 0)
         self._say_farewell()
 
     def _part(self) -> None:
-        """Go when nobody will send anything here any more: a connection closed earlier could cut off what did leave."""
+        """Wait until no rank will send anything here: closing earlier could cut off messages in flight."""
         with self._post.news:
             self._say_farewell()
             others = set(range(self._post.size)) - {self.rank}
@@ -96,18 +95,18 @@ class Node:
             self._post.close()
 
     def serve(self) -> None:
-        """Serve until all workers have left or died, or those that are left were silent too long."""
+        """Serve until all workers have left or died, or the remaining ones were silent for too long."""
         with self._post.news:
             while self._hears_more():
                 pass
             if not self._is_over():
                 for silent in set(self.workers) - self.holder.left:
-                    self._give_up(silent, f"rank {self.rank} waited {3 * self.timeout_s:g} s for a sign of it")
+                    self._give_up(silent, f"rank {self.rank} heard nothing from it for {3 * self.timeout_s:g} s")
 
     def _hears_more(self) -> bool:
         """Wait for one more message; return whether to wait for another."""
         heard = self._post.received
-        # A worker that waits complains long before that; then nobody is there any more.
+        # A waiting worker complains long before that; without complaints nobody is left.
         patience_s = 3 * self.timeout_s
         is_news = self._post.news.wait_for(lambda: self._is_over() or self._post.received != heard, patience_s)
         return is_news and not self._is_over()
@@ -115,11 +114,11 @@ class Node:
     def _is_over(self) -> bool:
         return self.holder.is_done or self._post.failure is not None
 
-    # Messages that concern both sides.
+    # Messages that concern both worker and server.
 
     def _hear(self, header: Header) -> None:
         if header.kind is not Kind.LOST or header.detail & Flag.ANSWER:
-            # Who complains is alive; but two that wait for each other must not keep each other so.
+            # A rank that complains is alive, but two that wait for each other must not keep each other alive.
             self._doubts.hear(header.sender)
 
     def _receive_clock(self, header: Header, payload: memoryview) -> None:
@@ -140,12 +139,12 @@ class Node:
         )
 
     def _receive_lost(self, header: Header, payload: memoryview) -> None:
-        """Hear that a rank is lost, that (without a name) a worker complains, or that a server still lives."""
+        """Handle the loss of a rank, a worker's complaint (no payload), or a server's reply to one."""
         if header.detail & Flag.ANSWER:
             return
         if payload.nbytes:
             lost, clock = np.frombuffer(payload, np.int64).tolist()
-            self._lose(lost, f"rank {header.sender} says so", clock)
+            self._lose(lost, f"reported by rank {header.sender}", clock)
             return
         self._post.send(header.sender, Kind.LOST, header.subject, header.clock, flags=Flag.ANSWER)
         for late in self.holder.awaited_by(header.subject, header.clock):
@@ -158,7 +157,7 @@ class Node:
             if rank != self.rank:
                 self._post.send(rank, Kind.LOST, 0, 0, np.array([lost, clock], np.int64).view(np.uint8))
 
-    # A rank is gone.
+    # Losses.
 
     def _lose_connection(self, rank: int, why: str) -> None:
         with self._post.news:
@@ -171,7 +170,7 @@ class Node:
             self._give_up(rank, f"worker {self.rank} waited {self.timeout_s:g} s: {why}")
 
     def _give_up(self, rank: int, why: str) -> None:
-        """Take ``rank`` for dead and see that everybody does; only servers know its last clock."""
+        """Consider ``rank`` dead and tell all others; only servers know its last clock."""
         if rank == self.rank or rank in self._post.gone or self._is_over():
             return
         clock = self.holder.clock_of(rank) if rank in self.workers else 0
@@ -180,7 +179,7 @@ class Node:
 
     def _lose(self, rank: int, why: str, clock: int) -> None:
         if rank == self.rank:
-            self._post.fail(WorkerLostError(f"worker {rank} was given up by the others ({why}); it cannot go on"))
+            self._post.fail(WorkerLostError(f"worker {rank} was given up by the others ({why}) and cannot continue"))
             return
         if rank in self.losses:
             self.losses[rank] = max(clock, self.losses[rank])
@@ -192,10 +191,10 @@ class Node:
         text = f"worker {rank} is lost after clock {clock} ({why})"
         if not self.holder.survives_loss:
             self._post.fail(
-                WorkerLostError(f"{text}; under BSP nobody can go on without it: start again from a snapshot")
+                WorkerLostError(f"{text}; under BSP the others cannot continue without it: restart from a snapshot")
             )
             return
-        _log.warning("rank %d: %s; the others go on without it", self.rank, text)
+        _log.warning("rank %d: %s; the others continue without it", self.rank, text)
         if rank in self.workers:
             self.holder.lose(rank)
         self._replace_holder(rank)
@@ -216,5 +215,5 @@ def _check_ranks(servers: Sequence[int], workers: Sequence[int], size: int) -> N
     for what, ranks in (("servers", servers), ("workers", workers)):
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
             raise ConfigError(
-                f"{what} are {list(ranks)}; at least one of the ranks 0 to {size - 1} is needed, each once"
+                f"{what} are {list(ranks)}; expected at least one of the ranks 0 to {size - 1}, each once"
             )

@@ -1,7 +1,7 @@
-"""Messages about tables between the ranks of a job: in order, with a short way to oneself.
+"""Ordered messages about tables between the ranks of a job, with a short cut to this rank itself.
 
-Everything that concerns tables in a process happens under one lock, ``Post.news``, which is notified after every
-message. Handlers run on the transport's threads, or on the caller's for messages to oneself.
+All work on tables in a process happens under one lock, ``Post.news``, which is notified after every message. Handlers
+run on the transport's threads, or on the caller's for messages to this rank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ KINDS = (Kind.HELLO, Kind.GET, Kind.ROW, Kind.INC, Kind.CLOCK, Kind.LOST, Kind.S
 
 
 class Post:
-    """One rank's letter box; without a transport the rank is alone."""
+    """One rank's mailbox; without a transport the rank is alone."""
 
     def __init__(self, transport: Transport | None) -> None:
         self.rank = 0 if transport is None else transport.rank
         self.size = 1 if transport is None else transport.size
         self.news = threading.Condition(threading.RLock())
         self.failure: PoseidonError | None = None
-        """What made it impossible to go on."""
+        """The error after which no call succeeds."""
         self.gone: set[int] = set()
-        """Ranks that are dead; nothing is sent to them."""
+        """Dead ranks; nothing is sent to them."""
         self.received = 0
-        """Messages delivered so far."""
+        """Number of messages delivered."""
         self._is_closed = False
         self._transport = transport
         self._handlers: dict[Kind, Handler] = {}
@@ -48,23 +48,23 @@ class Post:
                 transport.listen(kind, self._receive)
 
     def listen(self, kind: Kind, handler: Handler) -> None:
-        """Hand messages of ``kind`` to ``handler``, under the lock."""
+        """Pass messages of ``kind`` to ``handler``, under the lock."""
         self._handlers[kind] = handler
 
     def listen_all(self, handler: Callable[[Header], None]) -> None:
-        """Tell ``handler``, under the lock, of every message before it is handled."""
+        """Call ``handler``, under the lock, for every message before it is handled."""
         self._on_message.append(handler)
 
     def listen_idle(self, handler: Callable[[int], None]) -> None:
-        """Tell ``handler``, under the lock, when all messages to a peer have left this process."""
+        """Call ``handler``, under the lock, when all messages to a peer have left this process."""
         self._on_idle.append(handler)
 
     def is_idle(self, peer: int) -> bool:
-        """Return whether nothing of ours is on its way to ``peer``."""
+        """Return whether no message to ``peer`` is in flight."""
         return self._under_way[peer] == 0
 
     def send(self, peer: int, kind: Kind, table: int, clock: int, payload: Array | bytes = b"", flags: int = 0) -> None:
-        """Send a message; to oneself it is delivered before this returns. The payload must not change afterwards."""
+        """Send a message; one to this rank is delivered before the call returns. The payload must not change."""
         with self.news:
             if peer in self.gone or self._is_closed:
                 return
@@ -79,18 +79,18 @@ class Post:
             self._transport.send(peer, header, view, on_sent=lambda: self._note_sent(peer))
 
     def fail(self, error: PoseidonError) -> None:
-        """Make ``error`` what every waiting and later call raises; the first one stays."""
+        """Make every waiting and later call raise ``error``; the first error stays."""
         with self.news:
             self.failure = self.failure or error
             self.news.notify_all()
 
     def close(self) -> None:
-        """Send nothing from now on; whoever still writes here comes too late."""
+        """Stop sending; later messages are dropped."""
         with self.news:
             self._is_closed = True
 
     def check(self) -> None:
-        """Raise what :meth:`fail` was told, if anything."""
+        """Raise the error of :meth:`fail`, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -110,7 +110,7 @@ class Post:
         self.news.notify_all()
 
     def _answer_error(self, header: Header, error: PoseidonError) -> None:
-        """Tell the sender what was wrong with its message; its own calls then raise it."""
+        """Report an error to the sender of a message, whose calls then raise it."""
         _log.warning("rank %d refused %s of rank %d: %s", self.rank, header.kind.name, header.sender, error)
         if header.kind is not Kind.ERROR:
             self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())

@@ -1,7 +1,7 @@
-"""Rows of a table: where they are stored, and patches of them that travel. Pure.
+"""Rows of a table: their storage, and patches of rows that travel. Pure.
 
-A dense row is a vector of the table's width. A sparse row holds only the columns somebody touched, in ascending order;
-all others are zero. Rows nobody touched are zero in both.
+A dense row is a vector of the table's width. A sparse row holds only the columns that were touched, in ascending order;
+all others are zero. Untouched rows are zero in both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Index = Array
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Some rows with a value each: changes to add, or contents to put in place. No row occurs twice."""
+    """Some rows with their values: changes to add, or contents to store. No row occurs twice."""
 
     rows: Index
     values: Array
@@ -28,14 +28,14 @@ class Patch:
     columns: Index | None = None
     """Sparse only: the column of each value, ascending within a row."""
     starts: Index | None = None
-    """Sparse only: where each row's values begin, and one past the last."""
+    """Sparse only: where each row's values start, and one past the last."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Total bytes of its arrays."""
         arrays = (self.rows, self.values, self.columns, self.starts)
         return sum(array.nbytes for array in arrays if array is not None)
 
@@ -47,11 +47,11 @@ class Patch:
         return sparse_patch(self.rows[places], [(self.columns[part], self.values[part]) for part in parts], self.values)
 
     def within(self, rows: Index) -> Patch:
-        """Return the part of it that concerns ``rows``."""
+        """Return the part about ``rows``."""
         return self.select(np.flatnonzero(np.isin(self.rows, rows)))
 
     def size_of_rows(self) -> Array:
-        """Return the sum of absolute values of each row."""
+        """Return the sum of the absolute values of each row."""
         sizes = np.abs(self.values)
         if self.starts is None:
             return np.asarray(sizes.sum(axis=1, dtype=np.float64))
@@ -60,7 +60,7 @@ class Patch:
         return result
 
     def split(self, limit_bytes: int) -> Iterator[Patch]:
-        """Yield it in pieces of about ``limit_bytes``, at least one row each; an empty patch gives itself."""
+        """Yield pieces of about ``limit_bytes``, of at least one row each; an empty patch yields itself."""
         pieces = max(1, min(len(self), -(-self.nbytes // limit_bytes)))
         if pieces == 1:
             yield self
@@ -70,7 +70,7 @@ class Patch:
 
 
 def sparse_patch(rows: Index, contents: Sequence[tuple[Index, Array]], like: Array) -> Patch:
-    """Return the patch of sparse ``rows`` with these columns and values each, of the number type of ``like``."""
+    """Return the patch of sparse ``rows`` with these columns and values, of the dtype of ``like``."""
     starts = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(columns) for columns, _ in contents], out=starts[1:])
     columns = np.concatenate([columns for columns, _ in contents]) if contents else np.empty(0, np.int64)
@@ -79,7 +79,7 @@ def sparse_patch(rows: Index, contents: Sequence[tuple[Index, Array]], like: Arr
 
 
 def combine(rows: Index, values: Array) -> Patch:
-    """Return dense changes with repeated rows added up, in the order given; shares ``values`` where it can."""
+    """Return dense changes with repeated rows added up in their order; shares ``values`` if possible."""
     if bool(np.all(rows[1:] > rows[:-1])):
         return Patch(rows, values)
     unique, inverse = np.unique(rows, return_inverse=True)
@@ -89,15 +89,15 @@ def combine(rows: Index, values: Array) -> Patch:
 
 
 def combine_columns(columns: Index, values: Array) -> tuple[Index, Array]:
-    """Return sparse contents with repeated columns added up and columns ascending."""
+    """Return sparse contents with repeated columns added up, in ascending order."""
     unique, inverse = np.unique(columns, return_inverse=True)
     total = np.zeros(len(unique), values.dtype)
     np.add.at(total, inverse, values)
     return unique, total
 
 
-class Rows(Protocol):
-    """What a table asks of the place its rows are in."""
+class RowStore(Protocol):
+    """Storage for rows."""
 
     def add(self, patch: Patch) -> None:
         """Add the values to the rows."""
@@ -116,13 +116,13 @@ class Rows(Protocol):
 
 
 class DenseRows:
-    """Rows in one array; of each ``stride`` neighbouring row numbers it holds the one at ``offset``."""
+    """Rows in one array: every ``stride``-th row of the table, starting at ``offset``."""
 
     def __init__(self, count: int, width: int, dtype: str, stride: int = 1, offset: int = 0) -> None:
         self._stride = stride
         self._offset = offset
         held = len(range(offset, count, stride))
-        # Zeroed memory is mapped when first written: a table of which little is used costs little.
+        # Zeroed memory is mapped on first write, so a sparsely used table costs little.
         self.values = np.zeros((held, width), np.dtype(dtype))
 
     def add(self, patch: Patch) -> None:
@@ -135,7 +135,7 @@ class DenseRows:
 
     def take(self, rows: Index) -> Patch:
         """Return a copy of the rows."""
-        # A slice would be a view of what is about to change.
+        # A slice alone would be a view of rows that change later.
         return Patch(rows, np.array(self.values[self._places(rows)]))
 
     def clear(self, rows: Index) -> None:
@@ -147,7 +147,7 @@ class DenseRows:
         return np.arange(len(self.values), dtype=np.int64) * self._stride + self._offset
 
     def _places(self, rows: Index) -> Index | slice:
-        """Return where the rows lie; a run of neighbours as a slice, which numpy copies several times faster."""
+        """Return the positions of the rows; consecutive ones as a slice, which numpy copies several times faster."""
         places = rows // self._stride if self._stride > 1 else rows
         if len(places) > 1 and places[-1] - places[0] == len(places) - 1 and bool(np.all(places[1:] > places[:-1])):
             return slice(int(places[0]), int(places[-1]) + 1)
@@ -155,7 +155,7 @@ class DenseRows:
 
 
 class SparseRows:
-    """Rows of which only the touched columns are kept."""
+    """Rows of which only the touched columns are stored."""
 
     def __init__(self, dtype: str) -> None:
         self._empty = (np.empty(0, np.int64), np.empty(0, np.dtype(dtype)))

@@ -1,4 +1,4 @@
-"""A table's rows in a file: numpy's npz without pickled objects, written whole or not at all."""
+"""A table's rows in a file: numpy's npz without pickled objects, written atomically."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from poseidon.tables.rows import Patch
 from poseidon.tables.tables import TableSpec
 
 SHAPE = ("rows", "width", "dtype", "sparse")
-"""What a file and a table must agree on; name and consistency may change."""
+"""Fields in which a file and a table must agree; name and consistency may change."""
 
 
 def save(path: Path, spec: TableSpec, clock: int, patches: Sequence[Patch]) -> None:
-    """Write the rows in ``patches``; a file that was there is replaced at once, or stays if this fails."""
+    """Write the rows in ``patches``; an existing file is replaced atomically, or kept if this fails."""
     arrays = {f"{part}_{number}": array for number, patch in enumerate(patches) for part, array in _parts(patch)}
     about = json.dumps({**asdict(spec), "clock": clock, "patches": len(patches)})
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -38,7 +38,7 @@ def save(path: Path, spec: TableSpec, clock: int, patches: Sequence[Patch]) -> N
 
 
 def load(path: Path, spec: TableSpec) -> tuple[int, list[Patch]]:
-    """Return the clock and rows in a file; one of another shape than ``spec`` is refused."""
+    """Return the clock and rows in a file; refuse one whose shape differs from ``spec``."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(file["about"].tobytes())
@@ -53,7 +53,7 @@ def load(path: Path, spec: TableSpec) -> tuple[int, list[Patch]]:
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is no snapshot of a table ({error}); Table.snapshot() writes them") from error
+        raise ConfigError(f"{path} is not a snapshot of a table ({error}); Table.snapshot() writes them") from error
 
 
 def _parts(patch: Patch) -> list[tuple[str, np.ndarray]]:

@@ -1,9 +1,9 @@
-"""What messages about tables hold, as bytes. Pure; nothing that came from the network is trusted.
+"""The payloads of messages about tables. Pure; nothing from the network is trusted.
 
 In the header, ``subject`` is the table, ``number`` counts the messages between two ranks, ``clock`` is the sender's
-clock (in replies: the clock the rows are fresh up to), and ``detail`` holds a :class:`Flag`. The payload is a row of
-64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, then for sparse
-rows starts and columns, then values.
+clock (in replies: the clock up to which the rows are fresh), and ``detail`` holds a :class:`Flag`. The payload starts
+with 64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, for sparse
+rows starts and columns, and values.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Flag(IntFlag):
     """What the header's ``detail`` says about a message."""
 
     PUSH = 0x01
-    """ROW: all rows of the place that the receiver holds are fresh now."""
+    """ROW: all rows of the place that the receiver holds are now fresh."""
     LEAVE = 0x02
-    """CLOCK: the sender is done as a worker."""
+    """CLOCK: the sender has finished as a worker."""
     LAST = 0x04
-    """STATE: nothing follows. CLOCK with LEAVE: nothing at all follows from this rank."""
+    """STATE: the last message. CLOCK with LEAVE: the very last message of this rank."""
     PUT = 0x08
     """STATE: these rows replace the server's."""
     SETTLED = 0x10
-    """STATE: tell me when the rows are in place."""
+    """STATE: tell the sender when the initial rows have arrived."""
     ADOPT = 0x20
-    """STATE: my copies of a place whose server died; the last one comes with my clock."""
+    """STATE: the sender's copies of a place whose server died; the last message carries its clock."""
     ANSWER = 0x40
-    """STATE: from a server to the worker that asked. LOST: to one that complained; the sender is alive."""
+    """STATE: a server's reply. LOST: a reply to a complaint; the sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A payload, read."""
+    """A parsed payload."""
 
     place: int
     included: int
@@ -51,12 +51,12 @@ class Content:
 
 
 def write_rows(place: int, rows: Index) -> Array:
-    """Return the payload that names ``rows`` only."""
+    """Return the payload that only names ``rows``."""
     return np.concatenate([np.array([place, 0, len(rows), 0], np.int64), rows]).view(np.uint8)
 
 
 def read_rows(payload: memoryview) -> tuple[int, Index]:
-    """Return the place and rows that :func:`write_rows` wrote."""
+    """Return the place and rows from :func:`write_rows`."""
     place, _, count, _ = _read_prefix(payload)
     _check_length(payload, (PREFIX + count) * 8)
     return place, np.frombuffer(payload, np.int64, count, PREFIX * 8)
@@ -70,7 +70,7 @@ def write_patch(place: int, included: int, patch: Patch) -> Array:
 
 
 def read_patch(spec: TableSpec, payload: memoryview) -> Content:
-    """Return what :func:`write_patch` wrote for a table like ``spec``; its arrays lie in ``payload``."""
+    """Return the content from :func:`write_patch` for a table with ``spec``; its arrays share ``payload``."""
     place, included, count, size = _read_prefix(payload)
     dtype = np.dtype(spec.dtype)
     words = PREFIX + count + (count + 1 + size if spec.sparse else 0)
@@ -100,7 +100,7 @@ def _read_prefix(payload: memoryview) -> tuple[int, int, int, int]:
 
 def _check_length(payload: memoryview, expected: int) -> None:
     if payload.nbytes != expected:
-        raise ServerError(f"a message about a table has {payload.nbytes} bytes; its own figures make {expected}")
+        raise ServerError(f"a message about a table has {payload.nbytes} bytes; its prefix implies {expected}")
 
 
 def _check_sparse(spec: TableSpec, starts: Index, columns: Index, size: int) -> None:

@@ -1,6 +1,6 @@
-"""The server's side of a table: rows, who changed them, who may read them when. Pure: messages in, replies out.
+"""The server's side of a table: its rows, and who may read them when. Pure: messages in, replies out.
 
-A table's rows are dealt out to *places* 0..n-1, row ``r`` to place ``r % n``, and every place is held by one server.
+A table's rows are distributed over *places* 0..n-1, row ``r`` to place ``r % n``, and one server holds each place.
 Messages between a worker and a place must arrive in the order they were sent.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from poseidon.errors import ConfigError, ServerError, unknown_name
 from poseidon.tables.clocks import Clocks, Consistency
 from poseidon.tables.importance import most_changed
-from poseidon.tables.rows import DenseRows, Index, Patch, Rows, SparseRows
+from poseidon.tables.rows import DenseRows, Index, Patch, RowStore, SparseRows
 from poseidon.wire.formats import Array
 
 DTYPES = ("float32", "float64", "int32", "int64")
@@ -24,7 +24,7 @@ DTYPES = ("float32", "float64", "int32", "int64")
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What all workers and servers must agree on about a table."""
+    """What all workers and servers must agree on for a table."""
 
     name: str
     rows: int
@@ -33,9 +33,9 @@ class TableSpec:
     consistency: str = "bsp"
     staleness: int = 0
     sparse: bool = False
-    """Rows keep only the columns that were touched."""
+    """Rows store only the columns that were touched."""
     eager: bool = True
-    """Servers send changed rows to the workers that hold them, without being asked (SSPPush)."""
+    """Servers push changed rows to the workers that hold them (SSPPush)."""
     managed: bool = False
     """Idle bandwidth carries changes early, the largest relative change first."""
 
@@ -44,7 +44,7 @@ class TableSpec:
             raise ConfigError(f"table {self.name!r} has {self.rows} rows of width {self.width}; both must be positive")
         if self.dtype not in DTYPES:
             raise unknown_name(f"dtype for table {self.name!r}:", self.dtype, DTYPES)
-        self.model  # noqa: B018 - refuses what cannot be
+        self.model  # noqa: B018 - validates
 
     @property
     def model(self) -> Consistency:
@@ -53,17 +53,17 @@ class TableSpec:
 
     @property
     def ident(self) -> int:
-        """The number that stands for the name on the wire."""
+        """The number that represents the name on the wire."""
         return zlib.crc32(self.name.encode())
 
-    def make_rows(self, stride: int = 1, offset: int = 0) -> Rows:
-        """Return storage for the rows (with ``stride``, for one place's share of them), all zero."""
+    def make_rows(self, stride: int = 1, offset: int = 0) -> RowStore:
+        """Return zeroed storage for the rows (with ``stride``, for the rows of one place)."""
         if self.sparse:
             return SparseRows(self.dtype)
         return DenseRows(self.rows, self.width, self.dtype, stride, offset)
 
     def to_json(self) -> bytes:
-        """Return it as text that travels."""
+        """Return it as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -81,17 +81,17 @@ class Reply:
     fresh: int
     """The rows hold all updates of every worker up to this clock."""
     included: int
-    """How many of the receiver's own updates are in the rows."""
+    """How many of the receiver's own updates the rows include."""
     is_push: bool = False
-    """All rows the worker holds of this place, not only those in the patch, are now fresh up to ``fresh``."""
+    """All rows of this place that the worker holds, not only those in the patch, are now fresh up to ``fresh``."""
 
 
 class TableServer:
     """One place of a table.
 
     Under BSP, updates wait until the slowest clock passes theirs and are then added in the order of workers: reads at
-    one clock give the same bits everywhere. Otherwise they are added when they come, and reads may see more than they
-    were promised. Not thread-safe.
+    one clock are bit-identical on all workers. Otherwise updates are added when they arrive, and reads may see more
+    than guaranteed. Not thread-safe.
     """
 
     def __init__(self, spec: TableSpec, workers: Sequence[int], place: int = 0, places: int = 1) -> None:
@@ -101,17 +101,17 @@ class TableServer:
         self._place = place
         self._places = places
         self._held: dict[int, list[tuple[int, Patch]]] = {worker: [] for worker in sorted(workers)}
-        """BSP: updates, with their clock, that are not in the rows yet."""
+        """BSP: updates with their clocks that are not in the rows yet."""
         self._received = dict.fromkeys(workers, 0)
         self._applied = dict.fromkeys(workers, 0)
         self._waiting: list[tuple[int, int, Index]] = []
         self._holds: dict[int, Array] = {}
-        """Worker to a mask of the rows it was given, by row // places."""
+        """By worker: mask of the rows it was sent, by row // places."""
         self._changes: dict[int, Array] = {}
-        """Worker to how much each of those rows changed since it was last sent."""
+        """By worker: how much each of those rows changed since it was last sent."""
 
     def inc(self, worker: int, patch: Patch) -> None:
-        """Take an update of ``worker``, made during the clock it is in."""
+        """Take an update that ``worker`` made at its present clock."""
         self._check_rows(worker, patch.rows)
         self.clocks.check_present(worker)
         self._received[worker] += 1
@@ -121,7 +121,7 @@ class TableServer:
             self._apply(worker, patch)
 
     def get(self, worker: int, clock: int, rows: Index) -> list[Reply]:
-        """Answer a read, now or, in a later call's replies, when the slowest clock permits."""
+        """Answer a read now or, if the slowest clock does not permit it yet, in the replies of a later call."""
         self._check_rows(worker, rows)
         if not self.clocks.may_read(worker, clock):
             self._waiting.append((worker, clock, rows))
@@ -129,7 +129,7 @@ class TableServer:
         return [self._answer(worker, rows)]
 
     def clock(self, worker: int, clock: int) -> list[Reply]:
-        """Note that ``worker`` finished a step and reached ``clock``; return what may go out now."""
+        """Note that ``worker`` finished a step and reached ``clock``; return the replies due now."""
         if self.clocks.advance(worker, clock):
             return self._advance()
         if self.spec.consistency == "asp" and self.spec.eager:
@@ -137,17 +137,17 @@ class TableServer:
         return []
 
     def leave(self, worker: int) -> list[Reply]:
-        """Note that ``worker`` is done; it holds nobody up any more."""
+        """Note that ``worker`` is done and blocks no other."""
         return self._without(worker, self.clocks.leave(worker))
 
     def lose(self, worker: int) -> list[Reply]:
-        """Note that ``worker`` died; what it sent before counts."""
+        """Note that ``worker`` died; its earlier updates count."""
         return self._without(worker, self.clocks.lose(worker))
 
     def early(self, worker: int, limit_bytes: int) -> Reply | None:
-        """Return rows worth sending to ``worker`` before they are due, about ``limit_bytes`` of them, or None.
+        """Return rows to send to ``worker`` before they are due, about ``limit_bytes``, or None.
 
-        Under BSP nothing is: a read there must not see part of a step.
+        Under BSP always None: a read must not see part of a step.
         """
         changes = self._changes.get(worker)
         if changes is None or self.spec.consistency == "bsp":
@@ -161,11 +161,11 @@ class TableServer:
         return self._answer(worker, np.sort(changed[chosen]))
 
     def state(self) -> Patch:
-        """Return a copy of all rows that are not known to be zero, without updates that wait for their clock."""
+        """Return a copy of all rows that may differ from zero, without updates that wait for their clock."""
         return self.rows.take(self.rows.touched())
 
     def replace(self, patch: Patch) -> None:
-        """Put rows in place, as they were in a snapshot; refused once anybody has worked with the table."""
+        """Store initial rows, such as those of a snapshot; refused once the table is in use."""
         if any(self._received.values()) or self.clocks.slowest or self._holds:
             raise ServerError(
                 f"table {self.spec.name!r} is in use at clock {self.clocks.slowest}; "
@@ -184,8 +184,8 @@ class TableServer:
         sizes = patch.size_of_rows()
         places = patch.rows // self._places
         for holder, changes in self._changes.items():
-            # A worker's own updates are in its copy already, though added in another order: good enough unless
-            # replicas must have equal bits.
+            # A worker's own updates are already in its copy, though added in another order: good enough unless copies
+            # must be bit-identical.
             if holder != worker or self.spec.consistency == "bsp":
                 changes[places] += np.where(self._holds[holder][places], sizes, 0.0)
 
@@ -201,7 +201,7 @@ class TableServer:
         due = [
             (clock, worker, patch) for worker, held in self._held.items() for clock, patch in held if clock < slowest
         ]
-        # By clock, then worker, then order of arrival: sorted() keeps what is equal in place.
+        # By clock, then worker, then order of arrival: sorted() is stable.
         for _, worker, patch in sorted(due, key=lambda update: update[:2]):
             self._apply(worker, patch)
         for worker, held in self._held.items():
@@ -239,7 +239,7 @@ class TableServer:
 
     def _check_rows(self, worker: int | None, rows: Index) -> None:
         if worker is not None and worker not in self._received:
-            raise ServerError(f"rank {worker} is no worker of table {self.spec.name!r}: {list(self._received)} are")
+            raise ServerError(f"rank {worker} is not a worker of table {self.spec.name!r}: {list(self._received)} are")
         is_ours = (rows >= 0) & (rows < self.spec.rows) & (rows % self._places == self._place)
         if not is_ours.all():
             raise ServerError(

@@ -1,4 +1,4 @@
-"""A worker's copies of its tables, behind its post: what waits for rows, and what it does when they do not come."""
+"""The worker side of a rank: its copies of all tables, and waiting for rows, even if they do not arrive."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from poseidon.wire.message import Header, Kind
 
 
 class Worker:
-    """The tables of one worker; ``holders`` says which rank holds each place, and changes when one dies.
+    """The tables of one worker; ``holders`` lists the rank that holds each place, and changes when one dies.
 
-    Methods may be called from several threads. ``doubt`` is told of a rank that does not answer, and how this came out.
+    Thread-safe. ``doubt`` is called with a rank that does not answer, and the reason.
     """
 
     def __init__(self, post: Post, holders: list[int], timeout_s: float, doubt: Callable[[int, str], None]) -> None:
@@ -31,16 +31,16 @@ class Worker:
         self._timeout_s = timeout_s
         self._caches: dict[int, TableCache] = {}
         self._saved: dict[int, list[Patch]] = {}
-        """Rows of tables being saved."""
+        """Rows of tables that are being saved."""
         self._saved_clock: dict[int, dict[int, int]] = {}
-        """Places of each such table that have sent all of theirs, and their clock."""
+        """Clocks by place, for the places of such a table that have sent all rows."""
         self._settled: dict[int, set[int]] = {}
-        """Places of each table that said their starting rows are in place."""
+        """Places of each table whose initial rows have arrived."""
         post.listen(Kind.ROW, self._receive_rows)
         post.listen_idle(self._send_early)
 
     def open(self, spec: TableSpec) -> TableCache:
-        """Tell the servers of a table and return this worker's copy of it."""
+        """Announce a table to all ranks and return this worker's copy of it."""
         with self._post.news:
             self._post.check()
             known = self._caches.get(spec.ident)
@@ -48,12 +48,12 @@ class Worker:
                 raise ConfigError(f"table {spec.name!r} (number {spec.ident:#x}) is open as {known.spec.name!r}")
             self._caches[spec.ident] = TableCache(spec, len(self._holders))
             for rank in self._all_ranks():
-                # Every rank learns of it: any may have to take over a place.
+                # To every rank: any may have to take over a place.
                 self._post.send(rank, Kind.HELLO, spec.ident, 0, spec.to_json())
             return self._caches[spec.ident]
 
     def get(self, cache: TableCache, rows: Index) -> Patch:
-        """Return ``rows`` as fresh as the table's consistency demands, waiting for them if need be."""
+        """Return ``rows`` as fresh as the table's consistency demands; blocks if necessary."""
         with self._post.news:
             if len(cache.stale(rows)):
                 self._wait(lambda: self._ask(cache, rows), cache, lambda: self._holders_of(cache.stale(rows)))
@@ -61,7 +61,7 @@ class Worker:
             return cache.read(rows)
 
     def inc(self, cache: TableCache, patch: Patch) -> None:
-        """Add changes to the worker's copy, to be sent at the clock or, managed, when there is bandwidth to spare."""
+        """Add changes to the worker's copy, to be sent at the clock or, if managed, over idle bandwidth."""
         with self._post.news:
             self._post.check()
             cache.inc(patch)
@@ -81,13 +81,13 @@ class Worker:
             return cache.clock
 
     def leave(self) -> None:
-        """Tell all servers that this worker is done."""
+        """Tell all ranks that this worker is done."""
         with self._post.news:
             for rank in self._all_ranks():
                 self._post.send(rank, Kind.CLOCK, 0, 0, b"", Flag.LEAVE)
 
     def save(self, cache: TableCache) -> tuple[int, list[Patch]]:
-        """Return all rows of a table as the servers have them, and the slowest clock they are fresh up to."""
+        """Return the servers' rows of a table, and the clock up to which all are fresh."""
         table = cache.spec.ident
         with self._post.news:
             self._saved[table], self._saved_clock[table] = [], {}
@@ -98,7 +98,7 @@ class Worker:
             return min(self._saved_clock.pop(table).values()), self._saved.pop(table)
 
     def start_from(self, cache: TableCache, patch: Patch | None) -> None:
-        """Wait until the rows that one worker brings as ``patch`` are in place; all workers must call this."""
+        """Wait until the initial rows, which one worker passes as ``patch``, have arrived; all workers must call it."""
         table = cache.spec.ident
         with self._post.news:
             settled = self._settled[table] = set()
@@ -109,7 +109,7 @@ class Worker:
             self._wait(lambda: len(settled) == len(self._holders), cache, lambda: self._others(settled))
 
     def hand_over(self, place: int) -> None:
-        """Give the new holder of ``place`` what this worker knows of it."""
+        """Send this worker's copies of ``place`` to its new holder."""
         for cache in self._caches.values():
             for fresh, patch in cache.hand_over(place):
                 for piece in patch.split(PIECE_BYTES):
@@ -145,18 +145,18 @@ class Worker:
             self._send(cache, place, Kind.STATE, write_patch(place, 0, piece), flags)
 
     def _ask(self, cache: TableCache, rows: Index) -> bool:
-        """Ask for what is stale and was not asked for; return whether all may be read."""
+        """Request stale rows that were not requested yet; return whether all may be read."""
         stale = cache.stale(rows)
         for place, wanted in cache.ask(stale):
             self._send(cache, place, Kind.GET, write_rows(place, wanted))
-        # An answer from this very process is there already.
+        # The answer of this rank itself has already arrived.
         return not len(cache.stale(rows))
 
     def _wait(self, is_done: Callable[[], bool], cache: TableCache, silent: Callable[[], set[int]]) -> None:
-        """Wait until ``is_done``; ``silent`` tells which ranks have not answered yet.
+        """Wait until ``is_done``; ``silent`` returns the ranks that have not answered yet.
 
-        After half the time a read may wait, this worker begins to complain to the servers. They answer that they are
-        alive, and doubt the workers they wait for themselves.
+        After half the timeout this worker starts to complain to the servers. They reply that they are alive, and doubt
+        the workers for which they wait themselves.
         """
 
         def is_over() -> bool:
@@ -168,7 +168,7 @@ class Worker:
                     self._post.send(rank, Kind.LOST, cache.spec.ident, cache.clock)
                 if not self._post.news.wait_for(is_over, self._timeout_s / 2 / (COMPLAINTS - 1)):
                     for rank in silent():
-                        self._doubt(rank, f"it answers nothing about table {cache.spec.name!r} at clock {cache.clock}")
+                        self._doubt(rank, f"no answer about table {cache.spec.name!r} at clock {cache.clock}")
         self._post.check()
 
     def _receive_rows(self, header: Header, payload: memoryview) -> None:
@@ -192,7 +192,7 @@ class Worker:
         return {self._holders[place] for place in np.unique(rows % len(self._holders))}
 
     def _others(self, places: Iterable[int]) -> set[int]:
-        """Return the ranks that hold other places than these."""
+        """Return the ranks that hold the other places."""
         return {rank for place, rank in enumerate(self._holders) if place not in set(places)}
 
     def _places_of(self, peer: int) -> Sequence[int]:

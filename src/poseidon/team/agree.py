@@ -1,4 +1,4 @@
-"""Do all workers hold the same model? Asked when it is wrapped, so that a difference is named instead of hanging."""
+"""Checks on wrapping that all workers hold the same model, so that a difference is named instead of a hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Description = list[list[Any]]
 
 
 def describe(named: Sequence[tuple[str, Tensor]]) -> Description:
-    """Return plain data about tensors in which two equal models agree."""
+    """Return plain data about tensors that is equal for equal models."""
     return [
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad, list(tensor.stride())]
         for name, tensor in named
@@ -27,7 +27,7 @@ def describe(named: Sequence[tuple[str, Tensor]]) -> Description:
 def check_same_model(team: Team, mine: Description) -> None:
     """Raise :class:`MismatchError` on every worker, naming the first difference, unless all models are the same."""
     digest = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:7], "little")
-    digests = [row[0] for row in team.gather_ints([digest], "everybody to wrap the same model")]
+    digests = [row[0] for row in team.gather_ints([digest], "all workers to wrap the same model")]
     if len(set(digests)) == 1:
         return
     everybody = team.gather_json(mine)
@@ -38,7 +38,7 @@ def check_same_model(team: Team, mine: Description) -> None:
 
 
 def first_difference(ours: Description, theirs: Description, our_rank: int, their_rank: int) -> str | None:
-    """Say where two descriptions part, or return None. Pure."""
+    """Return the first difference between two descriptions in words, or None. Pure."""
     for left, right in zip(ours, theirs, strict=False):
         if left == right:
             continue

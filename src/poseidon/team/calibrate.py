@@ -1,13 +1,12 @@
-"""How fast are the links and devices of this job? Measured in about a second, so that the plan rests on facts.
+"""Measures the links and devices of a job, in about a second, for the planner.
 
 A file, given as the ``cluster`` argument or in ``POSEIDON_CLUSTER`` on rank 0, replaces the measurement and makes plans
-reproducible; if there is no such file yet, the measured figures are written to it.
+reproducible; if it does not exist yet, the measured figures are written to it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from poseidon.errors import ConfigError
+from poseidon.job import settings
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.team import Team
 
@@ -29,11 +29,11 @@ _LATENCY_FLOOR_S = 1e-6
 def find_cluster(
     team: Team, device: torch.device, given: Cluster | str | Path | None = None, needs_speeds: bool = True
 ) -> Cluster:
-    """Return the cluster that rank 0 was given, or read it from the file that was named, or measure it. Collective.
+    """Return the cluster given on rank 0, or read it from the file named there, or measure it. Collective.
 
-    Unless somebody ``needs_speeds`` the measurement is left out.
+    Unless the caller ``needs_speeds``, nothing is measured.
     """
-    path = None if isinstance(given, Cluster) else given or os.environ.get("POSEIDON_CLUSTER")
+    path = None if isinstance(given, Cluster) else given or settings.CLUSTER.read()
     found = team.gather_json(_described(given, path) if team.rank == 0 else {})[0]
     if "error" in found:
         raise ConfigError(found["error"])
@@ -49,7 +49,7 @@ def find_cluster(
 
 
 def _described(given: Cluster | str | Path | None, path: str | Path | None) -> dict[str, Any]:
-    """Return what rank 0 tells the others: a cluster, nothing, or why its file cannot be used."""
+    """Return what rank 0 sends to the others: a cluster, nothing, or why its file cannot be used."""
     try:
         if path and Path(path).exists():
             given = Cluster.load(path)
@@ -59,7 +59,7 @@ def _described(given: Cluster | str | Path | None, path: str | Path | None) -> d
 
 
 def measure_cluster(team: Team, device: torch.device) -> Cluster:
-    """Measure links and device; the slowest of each kind counts, and all workers get the same answer."""
+    """Measure links and device. The slowest of each kind counts, and all workers get the same result. Collective."""
     machines = team.topology.machines
     leaders = [ranks[0] for ranks in machines]
     between = _measure_links(team, leaders)
@@ -110,15 +110,16 @@ def _ping(team: Team, first: int, second: int) -> dict[str, float]:
     tiny, large = (torch.zeros(count, device="cpu") for count in (1, _PROBE_BYTES // 4))
     latency = statistics.median([round_trip(tiny) for _ in range(_PINGS)][1:]) / 2
     total = statistics.median([round_trip(large) for _ in range(4)][1:]) / 2
-    # On a busy machine a ping may take as long as the probe, which is still mostly transfer.
+    # On a busy machine a ping may take as long as the large message, which is still mostly transfer.
     transfer_s = max(total - latency, total / 2)
     return {"bits_per_s": 8 * _PROBE_BYTES / transfer_s, "latency_s": max(latency, _LATENCY_FLOOR_S)}
 
 
 def measure_flops(device: torch.device) -> float:
-    """Return the rate of a matrix product of the shape that rebuilding a gradient has (few rows in common)."""
+    """Return the rate of a matrix product shaped like the rebuilding of a gradient (a short inner dimension)."""
     rows, size = (256, 4096) if device.type == "cuda" else (64, 1024)
-    left = torch.randn(rows, size, device=device)
+    # A generator of its own: measuring must not advance the random numbers of the training script.
+    left = torch.randn(rows, size, device=device, generator=torch.Generator(device).manual_seed(0))
     times = []
     for _ in range(4):
         _settle(device)
@@ -130,9 +131,9 @@ def measure_flops(device: torch.device) -> float:
 
 
 def arithmetic_digest(device: torch.device) -> int:
-    """Return a number in which two workers agree if they compute matrix products bit for bit alike.
+    """Return a number that is equal on two workers if their matrix products are bit-identical.
 
-    The factors route has every worker rebuild gradients by itself, so replicas stay identical only where this agrees.
+    With the factors route every worker rebuilds gradients itself, so replicas stay identical only if this is equal.
     """
     generator = torch.Generator(device="cpu").manual_seed(20150512)
     digest = hashlib.sha256()

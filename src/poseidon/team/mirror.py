@@ -1,4 +1,4 @@
-"""Tensors that are to equal one worker's: packed into one message, whatever their types."""
+"""Copies one worker's tensors to all others, packed into one message whatever their types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mirror:
     """Some tensors of one device and the flat message in which they travel together; made once, used every step."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # Widest types first: then every part starts where its type may be read.
+        # Widest types first, so that every part is aligned for its type.
         ordered = sorted((t.detach() for t in tensors), key=lambda tensor: -tensor.element_size())
         sizes = [tensor.numel() * tensor.element_size() for tensor in ordered]
         self._message = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0].device)
@@ -36,7 +36,7 @@ class Mirror:
         self.start_copy(team, source, what)()
 
     def start_copy(self, team: Team, source: int, what: str) -> Callable[[], None]:
-        """Begin to make the tensors equal to what ``source``'s are now; call the result to complete it. Collective."""
+        """Start to make the tensors equal to ``source``'s present ones; call the result to complete it. Collective."""
         if team.rank == source:
             self._copy(is_packing=True)
         work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
@@ -58,7 +58,7 @@ class Mirror:
 
 
 def mirrors_of(tensors: Sequence[Tensor]) -> list[Mirror]:
-    """Return one mirror per device that has any of the tensors."""
+    """Return one mirror per device that holds any of the tensors."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)

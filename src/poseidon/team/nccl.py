@@ -1,4 +1,4 @@
-"""What NCCL sends over, as far as that can be seen from outside."""
+"""Which network NCCL uses, as far as it shows from outside."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def nccl_uses_sockets(team: Team) -> bool:
-    """Say whether NCCL goes by TCP on any worker. Collective in the team, so that all come to one answer."""
+    """Return whether NCCL uses TCP on any worker. Collective, so that all workers get the same answer."""
     here = chooses_sockets(os.environ, has_rdma=RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()))
-    return any(row[0] for row in team.gather_ints([int(here)], "what NCCL sends over"))
+    return any(row[0] for row in team.gather_ints([int(here)], "the network NCCL uses"))
 
 
 def chooses_sockets(environment: Mapping[str, str], has_rdma: bool) -> bool:
-    """Say whether NCCL would go by TCP in this environment. Pure."""
+    """Return whether NCCL uses TCP in this environment. Pure."""
     chosen = environment.get("NCCL_NET", "")
     if chosen:
         return chosen.lower() == "socket"

@@ -1,11 +1,9 @@
-"""The workers of one job as one of them sees them: who they are, where they are, and how to wait for them."""
+"""The workers of one job as seen by one of them: who they are, where they run, and how to wait for them."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
-import os
 import socket
 import time
 from collections import Counter
@@ -20,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.errors import PoseidonError
+from poseidon.job import settings
+from poseidon.job.closing import Stage, at_exit
+from poseidon.team.membership import Member, Membership
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
 
@@ -29,34 +30,34 @@ CLOSE_S = 2.0
 """How long to wait for a background thread that was asked to end; one that is stuck ends with the process."""
 
 _CHANNELS: list[dist.ProcessGroup] = []
-"""Every private group, kept until the process ends. Freed at the interpreter's end, gloo's threads are torn down in an
-order that aborts the process; destroyed earlier, the next group of the same workers would meet its stale addresses."""
+"""Every private group, kept until the process ends. If they are freed while the interpreter shuts down, gloo's threads
+are torn down in an order that aborts the process; if they are destroyed earlier, the next group of the same workers
+finds their stale addresses."""
 
 _SERIAL: Counter[str] = Counter()
-"""Numbers the teams of each group; equal on all its workers, because they are made in the same order everywhere."""
-
+"""Numbers the teams of each group; equal on all its workers, because they make their teams in the same order."""
 
 SETTLE_S = 0.1
-"""How long gloo's threads are given at the end to drop the tensors of the last operations."""
+"""How long gloo's threads have at exit to drop the tensors of the last operations."""
 
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Wait a moment before the interpreter is torn down, once everything else has been closed.
+    """Wait a moment before the interpreter shuts down, after everything else is closed.
 
-    A gloo thread that drops the last reference to a tensor has to enter the interpreter; if that is going away, C++
-    ends the process with an abort, after a training that went well.
+    A gloo thread that drops the last reference to a tensor enters the interpreter. If that is shutting down, C++ aborts
+    the process, after a training run that succeeded.
     """
-    atexit.register(time.sleep, SETTLE_S)
+    at_exit(Stage.SETTLING, lambda: time.sleep(SETTLE_S))
 
 
 def machine_name() -> str:
-    """Return a name that workers on the same machine share and workers elsewhere do not.
+    """Return a name that workers on the same machine share, and only they.
 
-    ``POSEIDON_MACHINE`` overrides it. The network namespace is part of it: containers have links of their own, and what
+    ``POSEIDON_MACHINE`` overrides it. The network namespace is part of it: containers have their own links, and what
     matters here is which workers share a network card.
     """
-    given = os.environ.get("POSEIDON_MACHINE")
+    given = settings.MACHINE.read()
     if given:
         return given
     parts = [socket.gethostname()]
@@ -71,28 +72,47 @@ def machine_name() -> str:
 class Team:
     """A process group with names, places, deadlines and a private channel for control messages.
 
-    Making one is collective: every worker of ``group`` must do it, in the same order relative to other teams.
+    Construction is collective: every worker of ``group`` must take part, in the same order relative to other teams.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.group = dist.group.WORLD if group is None else group
         assert self.group is not None
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
         self.timeout_s = timeout_s
         self._deadline = timedelta(seconds=timeout_s)
-        self._ranks = dist.get_process_group_ranks(self.group)
-        self.host = socket.gethostname()
-        # Named before anything blocks, so that a worker that never arrives can be named by those that did.
-        hosts = [f"host of rank {rank}" for rank in range(self.size)]
+        self._global_rank = dist.get_rank()
+        # Known before anything blocks, so that the workers that arrive can name one that does not.
+        self.membership = Membership.unnamed(dist.get_process_group_ranks(self.group))
         name = self.group.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
-        self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, hosts, timeout_s)
+        self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, self.membership, timeout_s)
         self.control = self.new_group()
-        identity = self.gather_json({"host": self.host, "machine": machine_name()})
-        hosts[:] = [worker["host"] for worker in identity]
-        self.topology = Topology.from_names([worker["machine"] for worker in identity])
+        self.watch.membership = self.membership = self._introduce()
+
+    def _introduce(self) -> Membership:
+        """Exchange names with the other workers. Collective."""
+        mine = {"host": socket.gethostname(), "machine": machine_name()}
+        members = zip(self.membership.members, self.gather_json(mine), strict=True)
+        return Membership(
+            self.membership.epoch,
+            tuple(Member(member.global_rank, names["host"], names["machine"]) for member, names in members),
+        )
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the team."""
+        return self.membership.rank_of(self._global_rank)
+
+    @property
+    def size(self) -> int:
+        """Number of workers in the team."""
+        return self.membership.size
+
+    @property
+    def topology(self) -> Topology:
+        """Which workers of the team share a machine."""
+        return self.membership.topology
 
     @property
     def is_nccl(self) -> bool:
@@ -100,8 +120,8 @@ class Team:
         return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(self.group))
 
     def new_group(self, members: Sequence[int] | None = None) -> dist.ProcessGroup:
-        """Make a gloo group of ``members`` (ranks in this team; default all), collectively among them."""
-        ranks = self._ranks if members is None else [self._ranks[member] for member in members]
+        """Make a gloo group of ``members`` (ranks in this team; default all). Collective among them."""
+        ranks = [self.global_rank(rank) for rank in (range(self.size) if members is None else members)]
         try:
             group: dist.ProcessGroup = dist.new_group(
                 ranks, timeout=self._deadline, backend="gloo", use_local_synchronization=True
@@ -113,7 +133,7 @@ class Team:
 
     def global_rank(self, rank: int) -> int:
         """Return the rank in the whole job of a member of this team."""
-        return self._ranks[rank]
+        return self.membership.members[rank].global_rank
 
     def wait(self, work: Any, what: str, peer: int | None = None) -> None:
         """Block until a gloo operation is done, or raise :class:`WorkerLostError` naming who is missing."""
@@ -123,7 +143,7 @@ class Team:
             raise self.watch.lost(what, peer, error) from error
 
     def wait_for(self, work: Any, tensor: Tensor, what: str, peer: int | None = None) -> None:
-        """Wait for a collective on ``tensor``; with NCCL only the CUDA stream waits, and the watch sees to the end."""
+        """Wait for a collective on ``tensor``; with NCCL only the CUDA stream waits, and the watch enforces the end."""
         if tensor.is_cuda and self.is_nccl:
             work.wait()
             self.watch.guard(work, what)
@@ -133,7 +153,7 @@ class Team:
     def result(self, future: Future[T], what: str, grace_s: float = 15.0) -> T:
         """Return a future's value, raise its failure, or raise :class:`WorkerLostError` after the deadline.
 
-        ``grace_s`` is added to the deadline where the other thread has the same one and knows more.
+        ``grace_s`` is added to the deadline: the other thread has the same one, and its error says more.
         """
         try:
             return future.result(self.timeout_s + grace_s)
@@ -151,17 +171,17 @@ class Team:
         return self.start_gather(values)(what)
 
     def start_gather(self, values: Sequence[int]) -> PendingGather:
-        """Begin to collect every worker's integers; call the result to wait for them."""
+        """Start to collect every worker's integers; call the result to wait for them."""
         return PendingGather(self, values)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every worker's plain data, by rank. Text travels, never pickled objects."""
+        """Return every worker's plain data, by rank. It travels as text, never as pickled objects."""
         data = json.dumps(value).encode()
-        sizes = [row[0] for row in self.gather_ints([len(data)], "everybody's greeting")]
+        sizes = [row[0] for row in self.gather_ints([len(data)], "the workers' introductions")]
         mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everybody = [torch.empty_like(mine) for _ in range(self.size)]
-        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "everybody's greeting")
+        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "the workers' introductions")
         pairs = zip(everybody, sizes, strict=True)
         return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
 
@@ -186,7 +206,7 @@ class PendingGather:
 
 
 class PeerLostError(PoseidonError):
-    """A worker's connection ended; whoever waits for a future hears of it as ``WorkerLostError``."""
+    """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
@@ -195,5 +215,5 @@ class PeerLostError(PoseidonError):
 
 def _store() -> Any:
     store = dist.distributed_c10d._get_default_store()
-    # A client of our own: the shared one is locked while another thread waits in it, and would silence the heartbeat.
+    # A client of its own: the shared one is locked while another thread waits in it, which would stop the heartbeat.
     return store.clone() if hasattr(store, "clone") else store

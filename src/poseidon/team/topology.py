@@ -1,7 +1,7 @@
-"""Which workers share a machine, and who hands whose message to whom. Pure.
+"""Which workers share a machine, and who relays whose messages. Pure.
 
-Bytes between machines are the dear ones. A message for everybody therefore crosses to each other machine once, to
-the worker there with the sender's own place on its machine, which relays it to its neighbours.
+Bytes between machines are expensive. A broadcast therefore crosses to each other machine once, to the worker there with
+the sender's local rank, which relays it to its neighbours.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Topology:
         return len(self.machines) > 1 and self.workers > len(self.machines)
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Return all workers of ``rank``'s machine, itself included."""
+        """Return all workers on ``rank``'s machine, itself included."""
         return self.machines[self._place[rank][0]]
 
     def counterparts(self, rank: int) -> tuple[int, ...]:
-        """Return the workers with ``rank``'s place on every machine, itself included; machines must be even."""
+        """Return the workers with ``rank``'s local rank on every machine, itself included; machines must be even."""
         return tuple(ranks[self._place[rank][1]] for ranks in self.machines)
 
     def sender(self, origin: int, receiver: int) -> int:
-        """Return the worker from which ``receiver`` gets what ``origin`` has to say."""
+        """Return the worker from which ``receiver`` gets a broadcast of ``origin``."""
         machine, place = self._place[receiver]
         origin_machine, origin_place = self._place[origin]
         if machine == origin_machine:
@@ -62,7 +62,7 @@ class Topology:
         return origin if place == relay_place else self.machines[machine][relay_place]
 
     def receivers(self, origin: int, sender: int) -> tuple[int, ...]:
-        """Return the workers to which ``sender`` hands what ``origin`` has to say (``sender`` may be ``origin``)."""
+        """Return the workers to which ``sender`` passes a broadcast of ``origin`` (``sender`` may be ``origin``)."""
         return tuple(
             rank
             for ranks in self.machines

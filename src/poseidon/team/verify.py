@@ -1,4 +1,4 @@
-"""Are all replicas the same, bit for bit? A checksum per tensor, compared between workers."""
+"""Checks that all replicas are bit-identical, by comparing a checksum per tensor between workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poseidon.team.team import Team
 
 
 def check_same_bits(team: Team, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise :class:`MismatchError`, naming the first tensor that differs and where, unless all agree. Collective."""
+    """Raise :class:`MismatchError`, naming the first tensor and rank that differ, unless all agree. Collective."""
     flat = (tensor.detach().contiguous().flatten() for _, tensor in named)
     sums = [zlib.crc32(values.view(torch.uint8).cpu().numpy().data) for values in flat]
     everybody = team.gather_ints(sums, "the comparison of replicas")

@@ -1,8 +1,7 @@
-"""Who is alive and where: heartbeats in the job's store, read when a wait fails so that the error names the culprit."""
+"""Who is alive: heartbeats in the job's store, read when a wait fails so that the error names the culprit."""
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import json
@@ -15,16 +14,17 @@ from typing import Any, Protocol
 
 from poseidon.errors import WorkerLostError
 from poseidon.job import tell as report
+from poseidon.job.closing import Stage, at_exit
+from poseidon.team.membership import Membership
 
 BEAT_S = 1.0
-"""Seconds between two heartbeats; a worker silent for two and a half of them is taken for dead."""
-
+"""Seconds between two heartbeats; a worker silent for two and a half of them is considered dead."""
 
 PHASES = ("starting", "in forward", "in backward", "at the end of backward", "finished backward")
 """What a worker may be doing in a step, in this order."""
 
 EXIT_STATUS = 75
-"""Of a process that ends because another worker was lost; "try again" in the sysexits convention."""
+"""Exit status of a process that ends because another worker was lost; "try again" in the sysexits convention."""
 
 
 class Store(Protocol):
@@ -34,17 +34,17 @@ class Store(Protocol):
         """Set a key."""
 
     def get(self, key: str) -> bytes:
-        """Read a key, waiting for it if it is not there."""
+        """Read a key, waiting until it exists."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys exist."""
 
 
 class Watch:
     """Writes this worker's heartbeat and explains why a wait failed.
 
     :meth:`note` may be called from any thread and costs two assignments. The threads end with :meth:`close`, which also
-    runs at the interpreter's exit: a daemon thread inside the store's C++ code would otherwise crash it.
+    runs at exit: a daemon thread inside the store's C++ code would otherwise crash the interpreter.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class Watch:
         store: Store,
         prefix: str,
         rank: int,
-        hosts: list[str],
+        membership: Membership,
         timeout_s: float,
         give_up: Callable[[WorkerLostError], None] | None = None,
     ) -> None:
         self.rank = rank
-        self.hosts = hosts
+        self.membership = membership
+        """Replaced when the workers have introduced themselves."""
         self.timeout_s = timeout_s
         self._store = store
         self._prefix = prefix
@@ -69,32 +70,37 @@ class Watch:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._start(self._beat_until_closed)
-        atexit.register(self.close)
+        self._cancel_exit = at_exit(Stage.WATCHES, self.close)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names by rank."""
+        return self.membership.hosts
 
     def note(self, step: int, doing: str) -> None:
-        """Record what this worker is doing, one of :data:`PHASES`; shown to others that wait for it in vain."""
+        """Record what this worker is doing, one of :data:`PHASES`; shown to workers whose wait for it fails."""
         self._step, self._doing = step, doing
 
     def close(self) -> None:
-        """Stop the heartbeat."""
+        """Stop the heartbeat. Further calls do nothing."""
+        self._cancel_exit()
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5)
-        atexit.unregister(self.close)
 
     def guard(self, work: Any, what: str) -> None:
-        """See to it that an operation nobody waits for on the host ends in time, as NCCL's do not when a peer hangs.
+        """Enforce a deadline on an operation that the host does not wait for: NCCL's never end when a peer hangs.
 
-        If it does not, no exception could reach the thread that is stuck: the process says why and ends.
+        No exception could reach the stuck thread, so after the deadline the process prints why and exits.
         """
         if len(self._threads) == 1:
             self._start(self._guard_until_closed)
         self._guarded.append((time.monotonic(), work, what))
 
     def lost(self, what: str, peer: int | None, cause: BaseException) -> WorkerLostError:
-        """Return the error for a wait that failed, naming who is to blame as far as heartbeats tell."""
-        head = f"rank {self.rank} ({self.hosts[self.rank]}) waited in vain at step {self._step} for {what}"
+        """Return the error for a wait that failed, naming the culprit as far as heartbeats show."""
+        head = f"rank {self.rank} ({self.hosts[self.rank]}) gave up waiting at step {self._step} for {what}"
         if peer is not None:
             head += f" from rank {peer} ({self.hosts[peer]})"
         try:
@@ -155,7 +161,7 @@ class Watch:
         while True:
             beat = {"beat": self._beats, "step": self._step, "doing": self._doing}
             report.tell(step=self._step, doing=self._doing)
-            # The store goes away when the job ends, in no particular order with us: that is no error of this worker's.
+            # The store may go away before this worker when the job ends; that is not this worker's error.
             with contextlib.suppress(Exception):
                 self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
             self._beats += 1

@@ -1,4 +1,4 @@
-"""Connects the workers of a team by the wire: who listens where travels over the team's control channel."""
+"""Connects the workers of a team by the wire; they exchange addresses over the team's control channel."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import socket
 from collections.abc import Sequence
 
 from poseidon.errors import WireError
+from poseidon.job.settings import SECRET
 from poseidon.planning.cluster import Link
 from poseidon.team.team import Team
 from poseidon.wire.network import NetworkTransport
 from poseidon.wire.open import open_transport
 from poseidon.wire.settings import WireSettings, suited_to
-
-SECRET = "POSEIDON_SECRET"
-"""Environment variable with the job's secret, as a launcher sets it; without it worker 0 draws one."""
 
 
 def connect_wire(
@@ -23,8 +21,8 @@ def connect_wire(
 ) -> NetworkTransport:
     """Return this worker's transport among ``members`` (ranks in the team, itself included). Collective in the team.
 
-    Ranks of the transport are positions in ``members``. Without ``settings`` it is set for ``link``, as far as the
-    environment does not say otherwise.
+    Ranks of the transport are positions in ``members``. Without ``settings``, they come from the environment, with
+    defaults that suit ``link``.
     """
     if settings is None:
         suited = {} if link is None else suited_to(link.bytes_per_s, peers=len(members) - 1)
@@ -44,21 +42,21 @@ def connect_wire(
 
 
 def default_place() -> dict[str, str]:
-    """Return where to listen unless told: the interface that gloo uses, or the address that leads to worker 0."""
+    """Return where to listen by default: on the interface that gloo uses, or the address that leads to worker 0."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return {"interface": interface}
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((master, 9))  # sends nothing; the kernel only chooses the way
+            probe.connect((master, 9))  # sends nothing; the kernel only looks up the route
             return {"ip": probe.getsockname()[0]}
         except OSError:
             return {"ip": "127.0.0.1"}
 
 
 def _agree_on_secret(team: Team) -> bytes:
-    given = os.environ.get(SECRET, "")
+    given = SECRET.read()
     if all(row[0] for row in team.gather_ints([int(bool(given))], "the job's secret")):
         return given.encode()
     drawn: list[str] = team.gather_json(secrets.token_hex(32) if team.rank == 0 else "")

@@ -1,21 +1,18 @@
-"""Where a rank listens: one IP address, a port for each receive thread, and the nonce of its listener."""
+"""Where a rank listens: an IP address, a port per receive thread, and the nonce of its listener."""
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 from dataclasses import dataclass
 
-from poseidon.errors import ConfigError, WireError
+from poseidon.errors import WireError
+from poseidon.job.interfaces import address_of
 from poseidon.wire.settings import WireSettings
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
 class Address:
-    """What others must know to send to a rank; ``str()`` of it is what they are told."""
+    """What other ranks need to connect to a rank; they get it as ``str()``."""
 
     ip: str
     ports: tuple[int, ...]
@@ -26,32 +23,23 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Return the address that ``text`` says, or raise ``WireError``."""
+        """Return the address in ``text``, or raise ``WireError``."""
         try:
             place, nonce = text.split("#")
             ip, ports = place.rsplit(":", 1)
             return cls(socket.inet_ntoa(socket.inet_aton(ip)), tuple(map(int, ports.split(","))), nonce)
         except (ValueError, OSError):
-            raise WireError(f"{text!r} is no address; expected IP:PORT[,PORT]#NONCE, as transports state it") from None
+            raise WireError(f"{text!r} is not an address; expected IP:PORT[,PORT]#NONCE") from None
 
     def endpoint(self, sender: int, stream: int) -> str:
-        """Return where rank ``sender`` connects its ``stream``: senders are spread over the receive threads."""
+        """Return the endpoint for a ``stream`` of rank ``sender``; senders are spread over the receive threads."""
         return f"tcp://{self.ip}:{self.ports[(sender + stream) % len(self.ports)]}"
 
 
 def listening_ip(settings: WireSettings) -> str:
-    """Return the one IPv4 address the settings say to listen on."""
+    """Return the IPv4 address to listen on."""
     if settings.ip:
         return settings.ip
     if not settings.interface:
         return "127.0.0.1"
-    name = settings.interface.encode()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15]))
-        except OSError as error:
-            known = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ConfigError(
-                f"interface {settings.interface!r} has no IPv4 address ({error.strerror}); this machine has: {known}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
+    return address_of(settings.interface)

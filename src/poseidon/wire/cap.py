@@ -1,6 +1,6 @@
-"""A limit on bytes per second, as a bucket that refills at the permitted rate.
+"""A limit on bytes per second: token buckets that refill at the permitted rate.
 
-``TokenBucket`` is pure: the caller brings the time. ``SharedBucket`` is one that several threads draw from.
+``TokenBucket`` is pure: the caller passes the time. ``SharedBucket`` is for several threads.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import time
 from poseidon.errors import ConfigError
 
 FRAMING = 1.023
-"""Bytes charged for each byte handed to TCP. With the usual MTU of 1500 a full segment is 1514 bytes, of which 1448 are
-payload, 4.6 % more; but interfaces that cut segments themselves count the headers once per 64 KB. Half of it keeps
-either count within 2.5 % of the cap."""
+"""Bytes charged per byte handed to TCP. With the usual MTU of 1500 a full segment has 1514 bytes for 1448 of payload,
+4.6 % more; but an interface that segments by itself counts the headers once per 64 KB. Half of it keeps either count
+within 2.5 % of the cap."""
 
 
 class TokenBucket:
-    """Permission to send, earned at ``rate_mbit`` and saved up for at most ``burst_s``.
+    """Tokens for bytes, earned at ``rate_mbit`` and kept for at most ``burst_s``.
 
-    A message leaves as soon as anything is saved up and is charged in full, so the bucket goes into debt for a large
-    one and the average holds whatever the sizes. What the link adds (packet headers) is charged too: the cap is kept
-    at the interface, not just above TCP.
+    A message leaves as soon as there is any credit and is charged in full, so a large one puts the bucket into debt,
+    and the average holds for any sizes. Packet headers are charged too: the cap holds at the interface, not just above
+    TCP.
     """
 
     def __init__(self, rate_mbit: float, now_s: float, burst_s: float = 0.02) -> None:
         if not rate_mbit > 0:
-            raise ConfigError(f"a bandwidth cap of {rate_mbit:g} Mbit/s lets nothing through; give a positive one")
+            raise ConfigError(f"a bandwidth cap of {rate_mbit:g} Mbit/s lets nothing through; it must be positive")
         self._rate = rate_mbit * 1e6 / 8
         self._most = self._rate * burst_s
         self._saved = self._most
         self._when_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Return how long from now the next message must wait; 0 when it may leave."""
+        """Return how long the next message must wait from now; 0 if it may leave."""
         self._refill(now_s)
         return 0.0 if self._saved > 0 else max(-self._saved / self._rate, 1e-6)
 
     def charge(self, size_bytes: int, now_s: float) -> None:
-        """Take note that a message of ``size_bytes`` leaves."""
+        """Charge a message of ``size_bytes`` that leaves now."""
         self._refill(now_s)
         self._saved -= size_bytes * FRAMING
 
@@ -48,24 +48,24 @@ class TokenBucket:
 
 
 class SharedBucket:
-    """A token bucket for several threads, by the clock."""
+    """A token bucket for several threads, on the monotonic clock."""
 
     def __init__(self, rate_mbit: float) -> None:
         self._bucket = TokenBucket(rate_mbit, time.monotonic())
         self._lock = threading.Lock()
 
     def wait_s(self) -> float:
-        """Return how long the next message must wait; 0 when it may leave."""
+        """Return how long the next message must wait; 0 if it may leave."""
         with self._lock:
             return self._bucket.wait_s(time.monotonic())
 
     def charge(self, size_bytes: int) -> None:
-        """Take note that a message of ``size_bytes`` leaves."""
+        """Charge a message of ``size_bytes`` that leaves now."""
         with self._lock:
             self._bucket.charge(size_bytes, time.monotonic())
 
     def spend(self, size_bytes: int) -> None:
-        """Wait until a message of ``size_bytes`` may leave, and charge it."""
+        """Block until a message of ``size_bytes`` may leave, and charge it."""
         while True:
             with self._lock:
                 now_s = time.monotonic()

@@ -1,6 +1,6 @@
-"""The door of a transport: who may connect, what was turned away, and which peer went without a goodbye.
+"""Guards a ZeroMQ transport: authenticates connections, counts refusals, notices peers that left without a goodbye.
 
-One thread answers ZeroMQ's questions about new connections (ZAP, RFC 27) before any of their messages is read, and
+One thread answers ZeroMQ's authentication requests (ZAP, RFC 27), before any message of a connection is read, and
 follows the events of all sockets.
 """
 
@@ -25,30 +25,30 @@ for _event in _FAILED:
     _EVENTS |= _event
 
 GOODBYE_GRACE_S = 1.0
-"""A goodbye may be queued behind other messages when the connection's end is seen already."""
+"""The end of a connection may be seen while its goodbye is still queued behind other messages."""
 
 Check = Callable[[str, Sequence[bytes]], int | None]
-"""Returns the rank that a mechanism's credentials prove, or None."""
+"""Returns the rank that the credentials of a mechanism prove, or None."""
 
 
-class Owner(Protocol):
-    """What the guard tells; all on its thread."""
+class ConnectionObserver(Protocol):
+    """Receives the guard's events, on its thread."""
 
     def connected(self, peer: int) -> None:
-        """Report that a connection to ``peer`` is open."""
+        """Note that a connection to ``peer`` is open."""
 
     def rejected(self, peer: int, why: str) -> None:
-        """Report that ``peer`` turned this rank away."""
+        """Note that the listener of ``peer`` refused this rank."""
 
     def disconnected(self, peer: int) -> None:
-        """Report that ``peer`` has been without connection for a while."""
+        """Note that the connection to ``peer`` has been gone for a while."""
 
     def refused(self, reason: str, message: str) -> None:
-        """Report that a stranger was turned away."""
+        """Note that a stranger's connection was refused."""
 
 
 class Guard:
-    """Watches the listening sockets and those of each peer; made before any of them binds or connects."""
+    """Watches the listening sockets and those of each peer; create it before any of them binds or connects."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Guard:
         check: Check,
         listeners: Sequence[zmq.Socket[bytes]],
         peers: Mapping[zmq.Socket[bytes], int],
-        owner: Owner,
+        observer: ConnectionObserver,
     ) -> None:
         self._check = check
-        self._owner = owner
+        self._observer = observer
         self._door = context.socket(zmq.REP)
         self._door.bind(_ZAP_ENDPOINT)
         self._listeners = [socket.get_monitor_socket(_EVENTS) for socket in listeners]
         self._peers = {socket.get_monitor_socket(_EVENTS): peer for socket, peer in peers.items()}
         self._missing: dict[int, float] = {}
-        """Peers whose connection ended, and when to report them."""
+        """Peers whose connection has ended, and when to report them."""
         self._thread = threading.Thread(target=self._run, name="poseidon-wire-guard", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread to end; the context must have been terminated."""
+        """Wait for the thread to end, after the context was terminated."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -96,14 +96,18 @@ class Guard:
         if socket in self._peers:
             self._see_peer(self._peers[socket], kind)
         elif kind in _FAILED and _FAILED[kind] != "wrong secret":
-            self._owner.refused(_FAILED[kind], f"a connection to {event['endpoint'].decode()} spoke another language")
+            self._observer.refused(
+                _FAILED[kind], f"a connection to {event['endpoint'].decode()} spoke another protocol"
+            )
 
     def _answer(self, request: Sequence[bytes]) -> None:
-        """Let a connection in if its credentials prove a rank."""
+        """Accept a connection if its credentials prove a rank."""
         version, number, _domain, address, _identity, mechanism, *credentials = request
         rank = self._check(mechanism.decode(), credentials)
         if rank is None:
-            self._owner.refused("wrong secret", f"a connection from {address.decode()} does not know this job's secret")
+            self._observer.refused(
+                "wrong secret", f"a connection from {address.decode()} does not know this job's secret"
+            )
             self._door.send_multipart([version, number, b"400", b"refused", b"", b""])
         else:
             self._door.send_multipart([version, number, b"200", b"OK", str(rank).encode(), b""])
@@ -111,9 +115,9 @@ class Guard:
     def _see_peer(self, peer: int, kind: zmq.Event) -> None:
         if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._missing.pop(peer, None)
-            self._owner.connected(peer)
+            self._observer.connected(peer)
         elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            self._owner.rejected(peer, "it was given another secret")
+            self._observer.rejected(peer, "it has another secret")
         elif kind == zmq.Event.DISCONNECTED:
             self._missing.setdefault(peer, time.monotonic() + GOODBYE_GRACE_S)
 
@@ -126,4 +130,4 @@ class Guard:
         now = time.monotonic()
         for peer in [peer for peer, when in self._missing.items() if when <= now]:
             del self._missing[peer]
-            self._owner.disconnected(peer)
+            self._observer.disconnected(peer)

@@ -1,8 +1,8 @@
-"""How two ranks prove to each other, before anything else is said, that they know the job's secret.
+"""The handshake in which two ranks prove to each other that they know the job's secret.
 
-The listener sends a challenge; the connecting rank says who it is, answers the challenge and sends its own; the
-listener answers that. Answers are keyed digests over both challenges and both ranks, so none can be used again, and
-an eavesdropper learns nothing that opens another connection.
+The listener sends a challenge; the connecting rank names itself, answers the challenge and sends its own, which the
+listener answers. Answers are keyed digests over both challenges and both ranks, so none can be replayed, and an
+eavesdropper learns nothing that opens another connection.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MAGIC = b"poseidn1"
 
 
 def challenge(connection: socket.socket, secret: JobSecret, rank: int, size: int) -> int:
-    """Let a rank prove itself on a fresh connection; return which it is. ``FrameError`` if it cannot."""
+    """Authenticate the rank at the other end of a new connection and return it; ``FrameError`` if it fails."""
     ours = secrets.token_bytes(16)
     connection.sendall(_CHALLENGE.pack(_MAGIC, ours))
     magic, sender, receiver, theirs, proof = _CLAIM.unpack(read_exactly(connection, _CLAIM.size))
     if magic != _MAGIC:
-        raise FrameError("handshake", f"a connection spoke another language: it began with {magic!r}")
+        raise FrameError("handshake", f"a connection spoke another protocol: it began with {magic!r}")
     expected = secret.proof("claim", ours, theirs, sender, receiver)
     if not hmac.compare_digest(proof, expected) or receiver != rank or sender >= size:
         raise FrameError("wrong secret", f"a connection as rank {sender} does not know this job's secret")
@@ -37,22 +37,22 @@ def challenge(connection: socket.socket, secret: JobSecret, rank: int, size: int
 
 
 def claim(connection: socket.socket, secret: JobSecret, rank: int, peer: int) -> None:
-    """Prove to the listener of ``peer`` that this is ``rank``, and have it do the same; ``FrameError`` if it cannot."""
+    """Prove to the listener of ``peer`` that this is ``rank``, and authenticate it; ``FrameError`` if it fails."""
     magic, theirs = _CHALLENGE.unpack(read_exactly(connection, _CHALLENGE.size))
     if magic != _MAGIC:
-        raise FrameError("handshake", f"the listener of rank {peer} spoke another language: it began with {magic!r}")
+        raise FrameError("handshake", f"the listener of rank {peer} spoke another protocol: it began with {magic!r}")
     ours = secrets.token_bytes(16)
     connection.sendall(_CLAIM.pack(_MAGIC, rank, peer, ours, secret.proof("claim", theirs, ours, rank, peer)))
     try:
         (proof,) = _PROOF.unpack(read_exactly(connection, _PROOF.size))
     except FrameError:
-        raise FrameError("wrong secret", f"rank {peer} turned rank {rank} away: it was given another secret") from None
+        raise FrameError("wrong secret", f"rank {peer} refused rank {rank}: it has another secret") from None
     if not hmac.compare_digest(proof, secret.proof("answer", theirs, ours, rank, peer)):
         raise FrameError("wrong secret", f"the listener of rank {peer} does not know this job's secret")
 
 
 def read_exactly(connection: socket.socket, size_bytes: int) -> bytes:
-    """Return the next ``size_bytes`` bytes; ``FrameError`` when the connection ends before."""
+    """Return the next ``size_bytes`` bytes; ``FrameError`` if the connection ends first."""
     data = bytearray(size_bytes)
     if read_into(connection, memoryview(data)) < size_bytes:
         raise FrameError("handshake", f"a connection ended inside a handshake of {size_bytes} bytes")

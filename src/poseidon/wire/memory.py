@@ -1,4 +1,4 @@
-"""The wire's twin for tests: no sockets, no threads, messages move when the test says so and in the order it likes."""
+"""A wire for tests without sockets or threads: the test decides when messages arrive and in which order."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from poseidon.errors import WireError
-from poseidon.wire.message import Buffer, Header, check_payload, pack, unpack
+from poseidon.wire.message import Header, check_payload, pack, unpack
 from poseidon.wire.transport import Transport
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """One message under way."""
+class InFlightMessage:
+    """One message in flight."""
 
     peer: int
     header: Header
     payload: memoryview
     priority: int
     number: int
-    """Position in the order of all sends of the network."""
+    """Position in the order of all sends on the network."""
     on_sent: Callable[[], None] | None = field(default=None, compare=False)
 
 
-Scheduler = Callable[[Sequence[Parcel]], int]
-"""Chooses which of the parcels under way (never none) arrives next, by its index."""
+Scheduler = Callable[[Sequence[InFlightMessage]], int]
+"""Returns the index of the message that arrives next; there is at least one."""
 
 
-def first_urgent(parcels: Sequence[Parcel]) -> int:
-    """Choose the lowest priority value, and of equal ones the one sent first."""
+def first_urgent(parcels: Sequence[InFlightMessage]) -> int:
+    """Choose the lowest priority value, and among equal ones the one sent first."""
     return min(range(len(parcels)), key=lambda index: (parcels[index].priority, parcels[index].number))
 
 
 class MemoryNetwork:
-    """The parcels under way between the transports of one test."""
+    """The messages in flight between the transports of one test."""
 
     def __init__(self, scheduler: Scheduler = first_urgent) -> None:
         self.transports: list[MemoryTransport] = []
-        self.parcels: list[Parcel] = []
+        self.parcels: list[InFlightMessage] = []
         self._scheduler = scheduler
         self._numbers = count()
 
     def put(
         self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
     ) -> None:
-        """Take a message on its way."""
-        self.parcels.append(Parcel(peer, header, payload, priority, next(self._numbers), on_sent))
+        """Put a message in flight."""
+        self.parcels.append(InFlightMessage(peer, header, payload, priority, next(self._numbers), on_sent))
 
     def step(self) -> bool:
-        """Let one parcel arrive; False when none is under way."""
+        """Let one message arrive; return False if none is in flight."""
         if not self.parcels:
             return False
         parcel = self.parcels.pop(self._scheduler(self.parcels))
-        # Read only now, as a socket would: a payload that changed before on_sent arrives changed.
+        # Read the payload now, as a socket would: one that changed before on_sent arrives changed.
         payload = bytes(parcel.payload)
         if parcel.on_sent is not None:
             parcel.on_sent()
@@ -61,7 +61,7 @@ class MemoryNetwork:
         return True
 
     def pump(self, limit: int | None = None) -> int:
-        """Let parcels arrive until none is left, or ``limit`` have; return how many did."""
+        """Let messages arrive until none is left, or ``limit`` have; return how many did."""
         arrived = 0
         while (limit is None or arrived < limit) and self.step():
             arrived += 1
@@ -69,31 +69,24 @@ class MemoryNetwork:
 
 
 class MemoryTransport(Transport):
-    """One rank of a ``MemoryNetwork``; made by ``make_memory_network``."""
+    """One rank of a ``MemoryNetwork``; see ``make_memory_network``."""
 
     def __init__(self, rank: int, size: int, network: MemoryNetwork) -> None:
         super().__init__(rank, size)
         self.network = network
         self._closed = False
 
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        payload: Buffer | None = None,
-        *,
-        priority: int = 0,
-        on_sent: Callable[[], None] | None = None,
-    ) -> None:
-        """Put the message under way; it arrives when the network is pumped."""
-        view = self._payload_view(peer, header, payload)
+    def _check_sendable(self, peer: int, header: Header) -> None:
         if self._closed:
             raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport is closed")
-        self.stats.count_sent(view.nbytes)
-        self.network.put(peer, header, view, priority, on_sent)
+
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+    ) -> None:
+        self.network.put(peer, header, payload, priority, on_sent)
 
     def arrive(self, head: bytes, payload: bytes) -> None:
-        """Hand an arriving message to its handler, unless this rank is closed or lost."""
+        """Pass a message to its handler, unless this rank is closed or lost."""
         if self._closed:
             return
         header = unpack(head, len(payload))
@@ -103,15 +96,15 @@ class MemoryTransport(Transport):
             place[:] = view
             view = place
         self.stats.count_received(len(payload))
-        # Unlike a transport with threads, let the test see what the handler raises.
+        # Unlike a transport with threads, this shows the test what the handler raises.
         self._handlers[header.kind](header, view)
 
     def close(self) -> None:
-        """Receive nothing from now on; what was sent still arrives when pumped."""
+        """Stop receiving; messages already sent still arrive when pumped."""
         self._closed = True
 
     def die(self, why: str = "killed by the test") -> None:
-        """Go away without a goodbye: messages under way from and to this rank vanish, the others are told."""
+        """Vanish without a goodbye: messages from and to this rank are dropped, and the others notice."""
         self._closed = True
         parcels = self.network.parcels
         parcels[:] = [parcel for parcel in parcels if self.rank not in (parcel.peer, parcel.header.sender)]

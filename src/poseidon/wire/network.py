@@ -1,4 +1,4 @@
-"""What transports between processes have in common, whatever carries their bytes."""
+"""What transports between processes share, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from poseidon.errors import WireError
-from poseidon.wire.message import CHECKED, Buffer, Header, pack
+from poseidon.wire.message import CHECKED, Header, pack
 from poseidon.wire.outbox import Outgoing
 from poseidon.wire.secret import JobSecret
 from poseidon.wire.settings import WireSettings
 from poseidon.wire.transport import Transport
 
 LAST = 1 << 62
-"""Priority of a goodbye: behind everything."""
+"""Priority of a goodbye: after everything else."""
 
 
 class NetworkTransport(Transport):
-    """A transport that listens from construction on, at ``address``, and sends once ``connect`` returned."""
+    """A transport that listens at ``address`` from construction on, and can send after ``connect``."""
 
     address: str
 
@@ -35,26 +35,16 @@ class NetworkTransport(Transport):
 
     @abstractmethod
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+        """Connect to all ranks, given their addresses by rank; blocks until every connection is open."""
 
-    def send(
-        self,
-        peer: int,
-        header: Header,
-        payload: Buffer | None = None,
-        *,
-        priority: int = 0,
-        on_sent: Callable[[], None] | None = None,
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
     ) -> None:
-        """Queue a message and return at once; see ``Transport.send``."""
-        view = self._payload_view(peer, header, payload)
-        self._check_sendable(peer, header)
-        self.stats.count_sent(view.nbytes)
-        self._queue(peer, Outgoing(self._head(header, view), view, priority, on_sent))
+        self._queue(peer, Outgoing(self._head(header, payload), payload, priority, on_sent))
 
     @abstractmethod
     def _queue(self, peer: int, message: Outgoing) -> None:
-        """Let a message that was checked leave when its turn comes."""
+        """Queue a message that was checked."""
 
     def _check_sendable(self, peer: int, header: Header) -> None:
         if header.length > self.settings.max_message_bytes:
@@ -67,7 +57,7 @@ class NetworkTransport(Transport):
             raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
 
     def _head(self, header: Header, payload: memoryview) -> bytes:
-        """Return the packed header, with the payload's checksum where the settings ask for it."""
+        """Return the packed header, with the payload's checksum if the settings ask for it."""
         if self.settings.payload_checksum and payload.nbytes:
             header = header._replace(flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
         return pack(header)

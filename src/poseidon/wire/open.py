@@ -1,4 +1,4 @@
-"""Makes the transport that the settings ask for."""
+"""Opens the transport that the settings ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from poseidon.wire.settings import WireSettings
 
 
 def open_transport(rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> NetworkTransport:
-    """Return a transport that listens; encrypted ones are carried by ZeroMQ whatever ``carrier`` says.
+    """Return a listening transport; ZeroMQ carries encrypted ones whatever ``carrier`` says.
 
     All ranks of a job must choose the same.
     """

@@ -18,10 +18,10 @@ class Outgoing:
 
 
 class Outbox:
-    """Messages waiting for one peer, most urgent first, and the bytes its connections are still busy with.
+    """Messages waiting for one peer, most urgent first, and the bytes in flight on its connections.
 
-    What a connection has been given cannot be overtaken any more, so none is given anything while it is busy with
-    ``in_flight_bytes`` or more: an urgent message waits behind little more than that.
+    A message handed to a connection can no longer be overtaken. So a connection with ``in_flight_bytes`` or more in
+    flight gets nothing new, and an urgent message waits behind little more than that.
     """
 
     def __init__(self, streams: int, in_flight_bytes: int) -> None:
@@ -31,12 +31,12 @@ class Outbox:
         self._count = 0
 
     def put(self, message: Outgoing) -> None:
-        """Queue a message behind those that are as urgent."""
+        """Queue a message behind others of the same priority."""
         heapq.heappush(self._heap, (message.priority, self._count, message))
         self._count += 1
 
     def take(self) -> tuple[int, Outgoing] | None:
-        """Return the next message and the stream that shall carry it; None when nothing waits or all are busy."""
+        """Return the next message and the stream to carry it; None if nothing waits or all streams are busy."""
         if not self._heap:
             return None
         stream = min(range(len(self._busy)), key=self._busy.__getitem__)
@@ -47,7 +47,7 @@ class Outbox:
         return stream, message
 
     def release(self, stream: int, size_bytes: int) -> None:
-        """Take note that ``stream`` has let go of ``size_bytes``."""
+        """Note that ``stream`` has sent ``size_bytes``."""
         self._busy[stream] -= size_bytes
 
     @property
@@ -57,5 +57,5 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is under way."""
+        """Whether nothing waits and nothing is in flight."""
         return not self._heap and not any(self._busy)

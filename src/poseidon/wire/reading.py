@@ -1,4 +1,4 @@
-"""Bytes from a connection into memory, with the fewest calls and the fewest awakenings."""
+"""Reads bytes from a connection into memory, with the fewest calls and wake-ups."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import contextlib
 import socket
 
 LOW_WATER_BYTES = 256 << 10
-"""The kernel wakes a thread that waits for a large payload when so much has come, not for every packet."""
+"""The kernel wakes a thread that waits for a large payload once this much has arrived, not for every packet."""
 HELD_BYTES = 1 << 20
-"""What the kernel may hold of it meanwhile: with no more than the former, a thread that comes late stops its sender."""
+"""How much the kernel may buffer; with no more than ``LOW_WATER_BYTES`` a late reader would stall its sender."""
 
 
 def widen(connection: socket.socket) -> None:
-    """Let the kernel hold ``HELD_BYTES`` of this connection from the beginning, or what the system allows."""
-    # It makes room for whatever it is asked to gather. (SO_RCVBUF is allowed less, and would fix the size for good.)
+    """Let the kernel buffer ``HELD_BYTES`` of this connection from the start, or as much as the system allows."""
+    # The kernel makes room for the low-water mark. (SO_RCVBUF is limited to less, and would fix the size for good.)
     _wake_at(connection, HELD_BYTES)
     _wake_at(connection, 1)
 
 
 def read_into(connection: socket.socket, view: memoryview) -> int:
-    """Fill ``view`` from the connection; return how many bytes came before it ended."""
-    # One call for all of it: the kernel gathers the pieces while Python's other threads run.
+    """Fill ``view`` from the connection; return how many bytes arrived before it ended."""
+    # One call for everything: the kernel collects the pieces while Python's other threads run.
     filled = connection.recv_into(view, 0, socket.MSG_WAITALL) if view.nbytes else 0
     while 0 < filled < view.nbytes:
-        # Cut short by a signal or a time limit of the socket; or at its end, which the next call tells.
+        # Cut short by a signal, by the socket's timeout, or by the end of the connection, which the next call shows.
         count = connection.recv_into(view[filled:], 0, socket.MSG_WAITALL)
         if not count:
             break
@@ -38,12 +38,12 @@ def read_large(connection: socket.socket, view: memoryview) -> int:
         return read_into(connection, view)
     _wake_at(connection, LOW_WATER_BYTES)
     filled = read_into(connection, view[:bulk])
-    # Less than that may be left now, with nothing behind it for long: from here on, every packet counts.
+    # Less than the low-water mark may be left, and nothing may follow for long: wake for every packet from here on.
     _wake_at(connection, 1)
     return filled + read_into(connection, view[bulk:]) if filled == bulk else filled
 
 
 def _wake_at(connection: socket.socket, size_bytes: int) -> None:
-    # A system that cannot be asked goes on waking for every packet.
+    # A system without this option keeps waking for every packet.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)

@@ -1,8 +1,8 @@
-"""What is derived from a job's secret: the word that opens a connection, and the keys of an encrypted one.
+"""Derives from a job's secret the password that opens a connection, and the keys of an encrypted one.
 
-Every listener draws a nonce and publishes it with its address, so a word overheard in one job opens nothing in
-another. On an unencrypted wire somebody who can overhear this job's traffic can also repeat its words: that is what
-``encrypt`` is for.
+Every listener draws a nonce and publishes it with its address, so a password overheard in one job is useless in
+another. On an unencrypted wire, whoever can overhear this job's traffic can also replay its passwords: use ``encrypt``
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHORTEST_SECRET = 16
 
 
 class JobSecret:
-    """The secret all workers of a job share; never sent, never shown."""
+    """The secret that all workers of a job share; never sent, never printed."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SHORTEST_SECRET:
@@ -29,12 +29,12 @@ class JobSecret:
     def __repr__(self) -> str:
         return "JobSecret(...)"
 
-    def word(self, nonce: str, sender: int, receiver: int) -> str:
-        """Return the word with which rank ``sender`` opens a connection to the listener of ``receiver``."""
-        return self._derive("word", nonce, sender, receiver).hex()
+    def password(self, nonce: str, sender: int, receiver: int) -> str:
+        """Return the password with which rank ``sender`` opens a connection to the listener of ``receiver``."""
+        return self._derive("password", nonce, sender, receiver).hex()
 
     def proof(self, role: str, first: bytes, second: bytes, sender: int, receiver: int) -> bytes:
-        """Return what proves knowledge of the secret to one who drew one of two challenges."""
+        """Return the proof of knowing the secret, for the peer that drew one of the two challenges."""
         return self._derive(role, first.hex(), second.hex(), sender, receiver)
 
     def keys(self, role: str, nonce: str, rank: int) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
-"""The way out: messages to one peer leave by urgency, without a thread of their own.
+"""Sends messages to one peer over ZeroMQ by urgency, without a thread of its own.
 
-Whoever brings a message, and whoever learns that a connection has let go of one, hands the next to ZeroMQ. Nobody
-waits for another to do so: a thread that finds a sender at work leaves its news there and goes.
+The thread that brings a message, and the one that learns that a connection has sent one, hand the next to ZeroMQ. They
+never wait for each other: a thread that finds the sender busy leaves its news there and returns.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from poseidon.wire.message import SIZE
 from poseidon.wire.outbox import Outbox, Outgoing
 
 COPY_BELOW = 16 << 10
-"""Payloads smaller than this are copied: cheaper than following what becomes of them."""
+"""Payloads smaller than this are copied: cheaper than tracking when they are sent."""
 
 
 class Sender:
-    """Sends to one peer over its sockets (PUSH, one per stream), which nobody else may use."""
+    """Sends to one peer over its sockets (PUSH, one per stream), which nothing else may use."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Sender:
         self._is_closed = False
 
     def send(self, message: Outgoing) -> None:
-        """Queue a message and let leave what may leave."""
+        """Queue a message and send what may leave."""
         self._arrived.append(message)
         self.pump()
 
     def pump(self) -> None:
-        """Hand to the sockets what may leave now, unless another thread is at it: it will see what is new."""
+        """Hand over to the sockets what may leave, unless another thread does so already: it will see the news."""
         while self._lock.acquire(blocking=False):
             finished: list[Callable[[], None]] = []
             try:
@@ -59,7 +59,7 @@ class Sender:
                 is_idle = self._outbox.idle
             finally:
                 self._lock.release()
-            # Outside the lock: these are foreign code, which may send again.
+            # Outside the lock: callbacks may send again.
             for on_sent in finished:
                 on_sent()
             if not self._arrived and not self._released:
@@ -69,11 +69,11 @@ class Sender:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing is under way."""
+        """Whether nothing waits and nothing is in flight."""
         return not self._arrived and self._outbox.idle
 
     def close(self, linger_s: float) -> None:
-        """Close the sockets; what ZeroMQ has been given may still leave for ``linger_s``."""
+        """Close the sockets; ZeroMQ may still send what it has for ``linger_s``."""
         with self._lock:
             self._is_closed = True
             for socket in self._sockets:
@@ -115,13 +115,13 @@ class Sender:
                 finished.append(message.on_sent)
 
     def _let_go(self, hold: weakref.ref[memoryview]) -> None:
-        """Take note that ZeroMQ has dropped a payload: the kernel has it. Runs on any thread, even inside a pump."""
+        """Note that ZeroMQ dropped a payload: the kernel has it. Runs on any thread, even inside :meth:`pump`."""
         self._released.append(self._holds.pop(id(hold)))
         self.pump()
 
 
 class _Hold(weakref.ref[memoryview]):
-    """A payload ZeroMQ still reads; ZeroMQ's dropping it is the only sign that it has been sent."""
+    """A payload that ZeroMQ still reads; that it drops the reference is the only sign that it was sent."""
 
     __slots__ = ("on_sent", "size_bytes", "stream")
 
@@ -131,7 +131,7 @@ class _Hold(weakref.ref[memoryview]):
 
 
 class Pacer:
-    """Keeps all senders of a rank under one cap: they ask before each message, and are called when it may leave."""
+    """Keeps all senders of a rank under one cap: they ask before each message and are pumped when it may leave."""
 
     def __init__(self, rate_mbit: float) -> None:
         self._bucket = SharedBucket(rate_mbit)
@@ -141,19 +141,19 @@ class Pacer:
         self._thread = threading.Thread(target=self._run, name="poseidon-wire-pacer", daemon=True)
 
     def start(self, senders: Sequence[Sender]) -> None:
-        """Begin to call ``senders``."""
+        """Start to pump ``senders``."""
         self._senders = senders
         self._thread.start()
 
     def may_send(self) -> bool:
-        """Say whether a message may leave now; if not, all senders are pumped as soon as one may."""
+        """Return whether a message may leave now; if not, all senders are pumped as soon as one may."""
         if self._bucket.wait_s():
             self._asked.set()
             return False
         return True
 
     def charge(self, size_bytes: int) -> None:
-        """Take note that a message leaves."""
+        """Charge a message that leaves now."""
         self._bucket.charge(size_bytes)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Pacer:
         while self._asked.wait() and not self._is_closed:
             self._asked.clear()
             time.sleep(self._bucket.wait_s())
-            # Another begins each time, so that a narrow cap is shared by all peers.
+            # Another one first each time, so that all peers share a tight cap.
             first = (first + 1) % len(self._senders)
             for sender in (*self._senders[first:], *self._senders[:first]):
                 sender.pump()

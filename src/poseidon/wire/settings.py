@@ -1,22 +1,24 @@
-"""How a transport behaves: checked when made, readable from the environment."""
+"""How a transport behaves: validated on construction, readable from the environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from poseidon.errors import ConfigError, unknown_name
+from poseidon.job.settings import NUMBER, SWITCH, TEXT, WHOLE, Notation, Variable, check_least
 
 CARRIERS = ("tcp", "zeromq")
+_NOTATIONS: Mapping[type, Notation[Any]] = {str: TEXT, int: WHOLE, float: NUMBER, bool: SWITCH}
 PREFIX = "POSEIDON_WIRE_"
 BUFFERED_S = 0.75e-3
-"""What lies in the kernel for all peers delays an urgent message by about this much (the kernel doubles it) ..."""
+"""Bytes buffered in the kernel for all peers delay an urgent message by about this much (the kernel doubles it) ..."""
 SMALLEST_BUFFER_BYTES, LARGEST_BUFFER_BYTES = 16 << 10, 64 << 10
-"""... as far as a thread can keep up with a buffer so small; larger ones fill no link better."""
+"""... as far as a thread can keep up with such a small buffer; larger ones do not fill a link any better."""
 BALANCED_BELOW = 2e8
-"""Bytes per second: on faster links packets are as large as these buffers, and unequal ones gained nothing."""
+"""Bytes per second: on faster links packets are as large as these buffers, and unequal buffers gained nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,44 +28,43 @@ class WireSettings:
     carrier: str = "tcp"
     """What moves the bytes: "tcp" (least processor time) or "zeromq" (can encrypt)."""
     ip: str = ""
-    """The one address to listen on; empty: that of ``interface``."""
+    """The address to listen on; empty: that of ``interface``."""
     interface: str = ""
-    """The interface whose address to listen on; empty, without ``ip``: this machine only (127.0.0.1)."""
+    """The interface to listen on; empty, without ``ip``: this machine only (127.0.0.1)."""
     streams_per_peer: int = 1
     """Connections to each peer; more where one does not fill the link."""
     io_threads: int = 2
     """Threads that move bytes between memory and the kernel."""
     receive_threads: int = 1
-    """Threads that run handlers; a peer's messages all come on one of them unless it has several streams."""
+    """Threads that run handlers; all messages of a peer with one stream arrive on one of them."""
     in_flight_bytes: int = 1
-    """A connection is given its next message when it is busy with fewer bytes than this. 1: one message at a time,
-    with the kernel's buffer to bridge the gap between two."""
+    """A connection gets its next message when fewer bytes than this are in flight on it. 1: one message at a time, with
+    the kernel's buffer to bridge the gap between two."""
     send_buffer_bytes: int = LARGEST_BUFFER_BYTES
-    """The kernel's buffer for each connection (SO_SNDBUF); what lies in it cannot be overtaken."""
+    """The kernel's buffer per connection (SO_SNDBUF); bytes in it cannot be overtaken."""
     balance: bool = False
-    """Give connections that have more left to send larger buffers, and so more of the link (tcp)."""
+    """Give connections with more left to send larger buffers, and so more of the link (tcp)."""
     compact: bool = True
-    """Compact gradients of float32 on CUDA devices, without loss, to seven eighths of their bytes."""
+    """Compress float32 gradients on CUDA devices, without loss, to seven eighths of their bytes."""
     congestion: str = "cubic"
-    """The kernel's congestion control for tcp connections, where it has it; empty: the system's own. BBR sends at the
-    rate it saw before, and is slow to see that a link is free again when urgent messages go now to one peer, now to
-    another."""
+    """Congestion control for tcp connections, if the kernel has it; empty: the system's default. BBR sends at the rate
+    it saw before, and is slow to notice that a link is free again when urgent messages go to ever different peers."""
     receive_queue: int = 8
-    """Messages each connection may hold that no handler has seen; then its sender must wait."""
+    """Messages per connection that may wait for a handler; then the sender must wait (zeromq)."""
     max_message_bytes: int = 64 << 20
     """Larger payloads are neither sent nor received."""
     cap_mbit: float = 0.0
-    """The most this rank sends, in Mbit/s at the interface; 0: no limit."""
+    """The most that this rank sends, in Mbit/s at the interface; 0: no limit."""
     encrypt: bool = False
-    """Encrypt and authenticate all traffic (CURVE)."""
+    """Encrypt and authenticate the wire's traffic (CURVE)."""
     payload_checksum: bool = False
-    """Send the CRC-32 of every payload along; the receiver checks it."""
+    """Send the CRC-32 of every payload, for the receiver to check."""
     connect_timeout_s: float = 30.0
     """How long ``connect`` waits for the other ranks."""
     lost_after_s: float = 30.0
-    """A peer whose machine does not answer for so long is lost."""
+    """A peer whose machine does not answer for this long is lost."""
     close_timeout_s: float = 10.0
-    """How long ``close`` tries to send what is queued."""
+    """How long ``close`` tries to send queued messages."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -79,8 +80,7 @@ class WireSettings:
             ("lost_after_s", 1),
             ("close_timeout_s", 0),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"wire setting {name} is {getattr(self, name)}; it must be at least {least}")
+            check_least(getattr(self, name), least, f"wire setting {name}")
         if self.carrier not in CARRIERS:
             raise unknown_name("wire carrier", self.carrier, CARRIERS)
         if self.ip in ("0.0.0.0", "*", "::"):
@@ -88,35 +88,26 @@ class WireSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **defaults: Any) -> WireSettings:
-        """Return the settings with what ``POSEIDON_WIRE_*`` says (``POSEIDON_WIRE_CAP_MBIT=200``) over ``defaults``."""
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        """Return the settings from ``POSEIDON_WIRE_*`` (``POSEIDON_WIRE_CAP_MBIT=200``), else from ``defaults``."""
+        known = {PREFIX + field.name.upper(): field for field in fields(cls)}
         values = dict(defaults)
-        for variable, text in environment.items():
+        for variable in environment:
             if variable.startswith(PREFIX):
-                name = variable[len(PREFIX) :].lower()
-                if name not in kinds:
-                    known = ", ".join(PREFIX + known.upper() for known in kinds)
-                    raise ConfigError(f"environment variable {variable} is no wire setting; known: {known}")
-                values[name] = _read(variable, text, kinds[name])
+                if variable not in known:
+                    raise unknown_name("wire setting in the environment:", variable, tuple(known))
+                values[known[variable].name] = variable_of(known[variable]).read(environment)
         return cls(**values)
 
 
+def variable_of(field: Field[Any]) -> Variable[Any]:
+    """Return the environment variable of one of the settings; its purpose is written beneath the field."""
+    return Variable(PREFIX + field.name.upper(), _NOTATIONS[type(field.default)], field.default, "wire/settings.py", "")
+
+
 def suited_to(bytes_per_s: float, peers: int) -> dict[str, Any]:
-    """Return the settings that suit a machine with so many peers and a link of this speed."""
+    """Return the settings that suit a link of this speed to this many peers."""
     each_bytes = bytes_per_s * BUFFERED_S / max(1, peers)
     return {
         "send_buffer_bytes": int(min(max(each_bytes, SMALLEST_BUFFER_BYTES), LARGEST_BUFFER_BYTES)),
         "balance": bytes_per_s < BALANCED_BELOW,
     }
-
-
-def _read(variable: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        answers = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-        if text.lower() not in answers:
-            raise ConfigError(f"{variable} is {text!r}; write 1 or 0")
-        return answers[text.lower()]
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{variable} is {text!r}; a number is expected") from None

@@ -1,7 +1,7 @@
-"""How much of what one machine sends may lie in the kernel, shared among its peers so that none falls behind. Pure.
+"""Divides the kernel's send buffers among the peers of one machine so that none falls behind. Pure.
 
-What a connection has in the kernel is its share of the link, so whoever has more left to send gets more. Left alone,
-connections drift apart, until in the end a few are busy with what the others had done long ago, and links stand idle.
+A connection's bytes in the kernel determine its share of the link, so a peer with more left to send gets more. Without
+this, connections drift apart until a few are busy with what the others finished long ago, and links are idle.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import threading
 from collections.abc import Iterable
 
 SMALLEST_PART = 0.25
-"""Of ``each_bytes``. With a half, less was gained."""
+"""Smallest part of ``each_bytes``. With a half, less was gained."""
 EAGERNESS = 4
-"""The power of how far a peer is behind or ahead. In mere proportion to it, less was gained."""
+"""Exponent for how far a peer is behind or ahead. In plain proportion, less was gained."""
 
 
-class Share:
-    """Parts of a link for ``peers``: ``each_bytes`` where as much waits for every one of them.
+class BufferShare:
+    """Parts of a link for ``peers``: ``each_bytes`` per peer if equally much waits for all of them.
 
-    A peer alone has the parts of all. It needs them: bytes leave the kernel when their acknowledgement has come, which
-    waits behind whatever that peer sends, so that a small buffer alone fills no link.
+    A single busy peer gets the parts of all. It needs them: bytes leave the kernel when they are acknowledged, and the
+    acknowledgement waits behind whatever that peer sends, so one small buffer does not fill a link.
     """
 
     def __init__(self, each_bytes: int, peers: Iterable[int]) -> None:
@@ -28,7 +28,7 @@ class Share:
         self._lock = threading.Lock()
 
     def add(self, peer: int, size_bytes: int) -> None:
-        """Take note that so many bytes more wait for ``peer``; fewer, if negative."""
+        """Note that this many more bytes wait for ``peer``; fewer, if negative."""
         with self._lock:
             if peer in self._waiting:
                 self._waiting[peer] += size_bytes
@@ -39,9 +39,9 @@ class Share:
             self._waiting.pop(peer, None)
 
     def buffer_bytes(self, peer: int) -> int:
-        """Return how large the buffer of a connection to ``peer`` shall be now."""
+        """Return how large the buffer of a connection to ``peer`` should be now."""
         with self._lock:
             waiting, total, peers = self._waiting.get(peer, 0), sum(self._waiting.values()), len(self._waiting)
         part = (peers * waiting / total) ** EAGERNESS if total else 1.0
-        # In steps, so that buffers need not be changed for every message.
+        # In steps, so that buffers do not change with every message.
         return int(self._each_bytes * round(4 * min(max(part, SMALLEST_PART), max(1, peers))) / 4)

@@ -1,8 +1,7 @@
 """The wire between machines over plain TCP: the least work per byte that Python can do.
 
-A thread per connection blocks in the kernel, which moves a whole payload in one call, straight between the socket and
-the memory where it lies or shall lie. Nothing is encrypted; connections are opened with a mutual proof of the job's
-secret.
+A thread per connection blocks in the kernel, which moves a whole payload in one call, directly between the socket and
+its memory. Nothing is encrypted; both ends of a connection prove that they know the job's secret.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from poseidon.wire.outbox import Outgoing
 from poseidon.wire.pool import Pool
 from poseidon.wire.reading import read_into, read_large, widen
 from poseidon.wire.settings import LARGEST_BUFFER_BYTES, WireSettings
-from poseidon.wire.share import Share
+from poseidon.wire.share import BufferShare
 
 HANDSHAKE_S = 10.0
 RETRY_S = 0.2
 STRANGERS = 64
-"""Connections that may be proving themselves at a time; further ones are closed unheard."""
+"""Connections that may be in a handshake at a time; further ones are closed at once."""
 
 
 class TcpTransport(NetworkTransport):
-    """One rank's connections over TCP: a thread for each that comes in and each that goes out."""
+    """One rank's connections over TCP, with a thread for each incoming and each outgoing one."""
 
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
         super().__init__(rank, size, secret, settings or WireSettings())
@@ -44,7 +43,7 @@ class TcpTransport(NetworkTransport):
         self.listen(Kind.BYE, self._hear_goodbye)
         cap_mbit = self.settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
-        self._lines: list[Line] = []
+        self._senders: list[PeerSender] = []
         self._pool = Pool()
         self._lock = threading.Lock()
         self._incoming: dict[socket.socket, threading.Thread] = {}
@@ -59,35 +58,35 @@ class TcpTransport(NetworkTransport):
         self._door.start()
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+        """Connect to all ranks, given their addresses by rank; blocks until every connection is open."""
         if len(addresses) != self.size:
             raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
         deadline = time.monotonic() + self.settings.connect_timeout_s
         parsed = [Address.parse(text) for text in addresses]
         beyond = [peer for peer, address in enumerate(parsed) if address.ip != parsed[self.rank].ip]
         buffer_bytes = self.settings.send_buffer_bytes
-        link = Share(buffer_bytes, beyond if self.settings.balance else ())
-        # Inside a machine packets are as large as the buffers of slow links, and would wait for each other there.
-        inside = Share(max(buffer_bytes, LARGEST_BUFFER_BYTES), ())
+        link = BufferShare(buffer_bytes, beyond if self.settings.balance else ())
+        # Inside a machine packets are as large as the buffers of slow links, and would wait for each other in them.
+        inside = BufferShare(max(buffer_bytes, LARGEST_BUFFER_BYTES), ())
         for peer, address in enumerate(parsed):
             streams = [self._open(peer, address, deadline) for _ in range(self.settings.streams_per_peer)]
             share = link if peer in beyond else inside
-            self._lines.append(Line(peer, streams, self._bucket, share, self._lose))
+            self._senders.append(PeerSender(peer, streams, self._bucket, share, self._lose))
         self._is_connected = True
 
     def _queue(self, peer: int, message: Outgoing) -> None:
-        self._lines[peer].put(message)
+        self._senders[peer].put(message)
 
     def close(self) -> None:
-        """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
+        """Queue a goodbye to all, wait until everything has left, and end all threads."""
         if self._is_closed:
             return
         self._is_closed = True
         deadline = time.monotonic() + self.settings.close_timeout_s
-        for line in self._lines:
-            line.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
-        for line in self._lines:
-            line.join(deadline)
+        for sender in self._senders:
+            sender.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
+        for sender in self._senders:
+            sender.join(deadline)
         _end(self._listener)
         self._door.join()
         with self._lock:
@@ -97,7 +96,7 @@ class TcpTransport(NetworkTransport):
         for thread in incoming.values():
             thread.join()
 
-    # Coming in.
+    # Incoming.
 
     def _admit(self) -> None:
         """Accept connections until the listener is closed."""
@@ -107,7 +106,7 @@ class TcpTransport(NetworkTransport):
             except OSError:
                 return
             if not self._strangers.acquire(blocking=False):
-                self._refuse("too many strangers", f"more than {STRANGERS} connections are proving themselves")
+                self._refuse("too many strangers", f"more than {STRANGERS} connections are in a handshake")
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="poseidon-wire-in", daemon=True)
@@ -148,7 +147,7 @@ class TcpTransport(NetworkTransport):
         return sender
 
     def _receive(self, connection: socket.socket, sender: int) -> None:
-        """Hand over the messages of ``sender`` until the connection ends or says what cannot be understood."""
+        """Deliver the messages of ``sender`` until the connection ends or breaks the protocol."""
         head = bytearray(SIZE)
         view = memoryview(head)
         while (came := read_into(connection, view)) == SIZE:
@@ -165,7 +164,7 @@ class TcpTransport(NetworkTransport):
             raise FrameError("truncated", f"the connection of rank {sender} ended inside a header")
 
     def _take(self, connection: socket.socket, header: Header) -> None:
-        """Read one payload and hand it over; one that is refused is read all the same, to find what follows."""
+        """Read one payload and deliver it; a refused one is read too, to find the message after it."""
         refusal: FrameError | None = None
         payload: memoryview | None = None
         try:
@@ -188,26 +187,26 @@ class TcpTransport(NetworkTransport):
     def _hear_goodbye(self, header: Header, _payload: memoryview) -> None:
         self._departed.add(header.sender)
 
-    # Going out.
+    # Outgoing.
 
     def _open(self, peer: int, address: Address, deadline: float) -> socket.socket:
-        """Return a connection to ``peer`` that both sides trust."""
+        """Return an authenticated connection to ``peer``."""
         place = f"{address.ip}:{address.ports[0]}"
         while True:
             try:
                 return self._try_to_open(peer, address, deadline)
             except FrameError as error:
                 if error.reason != "handshake":
-                    raise WireError(f"{error}; give all workers the same") from None
+                    raise WireError(f"{error}; use the same on all workers") from None
                 problem: Exception = error
             except OSError as error:
                 problem = error
-            # A crowd at the door is sent away after HANDSHAKE_S; anything else will not mend itself sooner either.
+            # Too many strangers are gone after HANDSHAKE_S; nothing else recovers sooner.
             if isinstance(problem, OSError) or time.monotonic() + RETRY_S > deadline:
                 raise WireError(
-                    f"rank {self.rank} reached no connection to rank {peer} at {place} within "
+                    f"rank {self.rank} could not connect to rank {peer} at {place} within "
                     f"{self.settings.connect_timeout_s:g} s: {problem}; check that its machine is up and that no "
-                    "firewall is between"
+                    "firewall is in between"
                 ) from None
             time.sleep(RETRY_S)
 
@@ -225,14 +224,14 @@ class TcpTransport(NetworkTransport):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.settings.congestion:
-            # A kernel that has not this one, or keeps it for the privileged, goes on with its own.
+            # A kernel that does not have it, or reserves it for privileged users, keeps its own.
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.settings.congestion.encode())
         self._set_patience(connection)
         return connection
 
     def _set_patience(self, connection: socket.socket) -> None:
-        """Let the kernel end the connection when the other machine has not answered for too long."""
+        """Let the kernel end the connection when the other machine does not answer for too long."""
         lost_after_s = self.settings.lost_after_s
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_after_s * 1000))
@@ -241,7 +240,7 @@ class TcpTransport(NetworkTransport):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def _lose(self, peer: int, why: str) -> None:
-        """Tell who wants to know that ``peer`` is gone, unless it said goodbye or this rank is going itself."""
+        """Report that ``peer`` is gone, unless it said goodbye or this transport is closing."""
         with self._lock:
             if peer in self._departed or self._is_closed:
                 return
@@ -249,11 +248,11 @@ class TcpTransport(NetworkTransport):
         self._tell_lost(peer, why)
 
 
-class Line:
-    """The way out to one peer: messages wait by urgency for the next connection that is free.
+class PeerSender:
+    """Sends to one peer: messages wait by urgency for the next free connection.
 
-    A connection's thread hands over one message at a time, so an urgent one waits for what lies in the kernel's
-    buffer and for the rest of one message.
+    A connection's thread hands over one message at a time, so an urgent one waits for the bytes in the kernel's buffer
+    and for the rest of one message.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class Line:
         peer: int,
         connections: Sequence[socket.socket],
         bucket: SharedBucket | None,
-        share: Share,
+        share: BufferShare,
         on_broken: Callable[[int, str], None],
     ) -> None:
         self._peer = peer
@@ -274,7 +273,7 @@ class Line:
         self._numbers = itertools.count()
         self._heap: list[tuple[int, int, Outgoing]] = []
         self._lock = threading.Lock()
-        # One token per message in the heap: a counter to wait on that costs a tenth of a Semaphore or PriorityQueue.
+        # One token per message in the heap: a counter to wait on, a tenth as costly as a Semaphore or PriorityQueue.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(connection,), name=f"poseidon-wire-to-{peer}", daemon=True)
@@ -284,7 +283,7 @@ class Line:
             thread.start()
 
     def put(self, message: Outgoing) -> None:
-        """Queue a message; one for a peer that is gone is dropped."""
+        """Queue a message; drop it if the peer is gone."""
         if not self._is_broken:
             self._share.add(self._peer, message.payload.nbytes)
             with self._lock:
@@ -292,16 +291,16 @@ class Line:
             self._tokens.put(None)
 
     def finish(self, goodbye: bytes) -> None:
-        """End every connection with ``goodbye``, behind what is queued."""
+        """End every connection with ``goodbye``, after what is queued."""
         for _ in self._threads:
             self.put(Outgoing(goodbye, memoryview(b""), LAST))
 
     def join(self, deadline: float) -> None:
-        """Wait for the threads to end; past ``deadline`` cut them off."""
+        """Wait for the threads to end; after ``deadline`` cut their connections."""
         for connection, thread in zip(self._connections, self._threads, strict=True):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                # It is blocked in the connection, or in the queue behind others that were.
+                # It is blocked in the connection, or in the queue behind others that are.
                 _end(connection)
                 self.put(Outgoing(b"", memoryview(b""), LAST))
                 thread.join()
@@ -317,7 +316,7 @@ class Line:
             self._on_broken(self._peer, str(error))
 
     def _send_next(self, connection: socket.socket) -> bool:
-        """Send the most urgent message, waiting for one if need be; False behind the last."""
+        """Send the most urgent message, waiting for one if necessary; return False after the last."""
         self._tokens.get()
         with self._lock:
             priority, _, message = heapq.heappop(self._heap)
@@ -336,7 +335,7 @@ class Line:
         return priority != LAST
 
     def _fit_buffer(self, connection: socket.socket) -> None:
-        """Give a connection the part of the link that its peer shall have while the next message is sent."""
+        """Give a connection the share of the link that its peer should have for the next message."""
         wanted = self._share.buffer_bytes(self._peer)
         if wanted != self._buffer_bytes[connection]:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
@@ -344,7 +343,7 @@ class Line:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection under a thread that is blocked in it: closing alone would not wake it."""
+    """Close a connection that a thread is blocked in; closing alone would not wake the thread."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

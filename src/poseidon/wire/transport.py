@@ -1,4 +1,4 @@
-"""What routes and servers may ask of the wire, whatever carries it."""
+"""What routes and servers may ask of the wire, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from poseidon.wire.message import Buffer, Header, Kind
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Header, memoryview], None]
-"""Receives one message, on a receive thread of the wire; messages of different senders may come at the same time on
+"""Receives one message, on a receive thread of the wire; messages from different senders may arrive concurrently on
 different threads. The view holds bytes and stays valid as long as it, or anything made from it
 (``numpy.frombuffer``), is referenced. A handler may send, and must not wait for messages."""
 
 Placer = Callable[[Header], memoryview | None]
-"""Returns the memory in which the payload of a coming message shall lie, ``header.length`` writable bytes, or None for
-memory of its own. Called on the receive thread before the payload is read. It may raise ``FrameError`` to refuse the
+"""Returns the memory for the payload of an incoming message, ``header.length`` writable bytes, or None to let the wire
+allocate it. Called on the receive thread before the payload is read. It may raise ``FrameError`` to refuse the
 message."""
 
 LostHandler = Callable[[int, str], None]
-"""Receives the rank of a peer whose connection ended before it said goodbye, and why; on a wire thread."""
+"""Receives the rank of a peer whose connection ended without a goodbye, and why; on a wire thread."""
 
 
 class Transport(ABC):
@@ -41,9 +41,9 @@ class Transport(ABC):
         self._lost_handlers: list[LostHandler] = []
 
     def listen(self, kind: Kind, handler: Handler, placer: Placer | None = None) -> None:
-        """Hand every message of ``kind`` to ``handler``; must be said before the first such message may arrive.
+        """Pass every message of ``kind`` to ``handler``; call it before the first such message can arrive.
 
-        With ``placer``, payloads are received where it says, and the handler's view is that memory.
+        With ``placer``, payloads are received into the memory it returns, and the handler gets a view of that.
         """
         if placer is not None:
             self._placers[kind] = placer
@@ -52,10 +52,9 @@ class Transport(ABC):
         self._handlers[kind] = handler
 
     def listen_lost(self, handler: LostHandler) -> None:
-        """Also tell ``handler`` when a peer goes away without having closed its transport."""
+        """Also call ``handler`` when a peer vanishes without closing its transport."""
         self._lost_handlers.append(handler)
 
-    @abstractmethod
     def send(
         self,
         peer: int,
@@ -65,31 +64,45 @@ class Transport(ABC):
         priority: int = 0,
         on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a message and return at once; any thread, and ``peer`` may be this rank.
+        """Queue a message without blocking. Any thread may call it, and ``peer`` may be this rank.
 
         Lower priorities leave first, equal ones in the order they were sent. The payload must not change until
         ``on_sent`` is called, on any thread. ``header.length`` is the payload's size in bytes.
         """
+        view = self._payload_view(peer, header, payload)
+        self._check_sendable(peer, header)
+        self.stats.count_sent(view.nbytes)
+        self._send(peer, header, view, priority, on_sent)
+
+    @abstractmethod
+    def _check_sendable(self, peer: int, header: Header) -> None:
+        """Raise ``WireError`` if this message cannot be sent now."""
+
+    @abstractmethod
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+    ) -> None:
+        """Queue a message that was checked."""
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is queued, as far as the deadline allows, and end all threads; further calls do nothing."""
+        """Send queued messages until the deadline, and end all threads. Further calls do nothing."""
 
     def _payload_view(self, peer: int, header: Header, payload: Buffer | None) -> memoryview:
-        """Return the payload's bytes, having checked what every transport must check before it sends."""
+        """Return the payload's bytes, after the checks that every transport makes before it sends."""
         if not 0 <= peer < self.size:
             raise WireError(f"rank {self.rank} cannot send to rank {peer}; there are {self.size} ranks")
         if payload is None:
             payload = b""
         view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
         if not view.c_contiguous:
-            raise WireError(f"the payload of {header} is spread over memory; send one contiguous piece")
+            raise WireError(f"the payload of {header} is not contiguous; send one contiguous piece")
         if header.length != view.nbytes:
             raise WireError(f"{header} announces {header.length} bytes, but its payload has {view.nbytes}")
         return view.cast("B") if view.nbytes else memoryview(b"")
 
     def _place(self, header: Header) -> memoryview | None:
-        """Return where the payload shall lie, None for anywhere; check that somebody wants it."""
+        """Return the memory for the payload, None for any; raise ``FrameError`` if nothing listens to it."""
         if header.kind not in self._handlers:
             raise FrameError("unheard", f"rank {header.sender} sent {header.kind.name}, to which nothing listens here")
         placer = self._placers.get(header.kind)
@@ -99,17 +112,17 @@ class Transport(ABC):
         return place
 
     def _deliver(self, header: Header, payload: memoryview) -> None:
-        """Give a message that was checked to its handler."""
+        """Pass a message that was checked to its handler."""
         self.stats.count_received(payload.nbytes)
         try:
             self._handlers[header.kind](header, payload)
         except Exception:
-            # One bad message, or one bug behind a handler, must not end the thread that all others rely on.
+            # One bad message, or a bug in one handler, must not end the thread that all others rely on.
             self.stats.count_refused("handler")
             _log.exception("rank %d could not handle %s", self.rank, header)
 
     def _refuse(self, reason: str, message: str) -> None:
-        """Count what was turned away, and say so the first time."""
+        """Count a refusal, and log the first for each reason."""
         if self.stats.count_refused(reason):
             _log.warning("rank %d refused: %s (counted from now on, not shown again)", self.rank, message)
 
@@ -119,7 +132,7 @@ class Transport(ABC):
 
 
 class WireStats:
-    """What went over the wire so far; headers are not counted as bytes."""
+    """Traffic so far; headers do not count as bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,7 +144,7 @@ class WireStats:
         """Frames and connections refused, by reason."""
 
     def count_sent(self, size_bytes: int) -> None:
-        """Count one message handed to the wire."""
+        """Count one message sent."""
         with self._lock:
             self.sent_messages += 1
             self.sent_bytes += size_bytes
@@ -143,7 +156,7 @@ class WireStats:
             self.received_bytes += size_bytes
 
     def count_refused(self, reason: str) -> bool:
-        """Count one refusal; say whether it is the first for this reason."""
+        """Count one refusal; return whether it is the first for this reason."""
         with self._lock:
             self.refused[reason] += 1
             return self.refused[reason] == 1

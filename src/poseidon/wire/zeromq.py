@@ -1,8 +1,8 @@
-"""The wire between machines: ZeroMQ connections from every rank to every rank.
+"""The wire between machines over ZeroMQ, with connections from every rank to every rank.
 
 Each rank listens on one address with a PULL socket per receive thread, and has PUSH sockets to all ranks, itself
-included. A connection is let in only if it proves a rank with the job's secret. Payloads are handed to ZeroMQ where
-they lie and arrive in memory that handlers may keep.
+included. A connection is accepted only if it proves a rank with the job's secret. Payloads are sent without a copy and
+arrive in memory that handlers may keep.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOODBYE_S = 2.0
 
 
 class ZeroMQTransport(NetworkTransport):
-    """One rank's connections. It listens from construction on (``address``), and sends once ``connect`` returned."""
+    """One rank's connections over ZeroMQ."""
 
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
         super().__init__(rank, size, secret, settings or WireSettings())
@@ -58,7 +58,7 @@ class ZeroMQTransport(NetworkTransport):
             self._pacer.start(self._senders)
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to all ranks, given their addresses by rank; returns when every connection is open."""
+        """Connect to all ranks, given their addresses by rank; blocks until every connection is open."""
         if len(addresses) != self.size:
             raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
         for peer, text in enumerate(addresses):
@@ -71,13 +71,13 @@ class ZeroMQTransport(NetworkTransport):
             if self._rejected:
                 peer, why = next(iter(self._rejected.items()))
                 raise WireError(
-                    f"rank {peer} at {addresses[peer]} turned rank {self.rank} away: {why}; give all workers the same"
+                    f"rank {peer} at {addresses[peer]} refused rank {self.rank}: {why}; use the same on all workers"
                 )
             if unreached := self._unreached():
                 raise WireError(
-                    f"rank {self.rank} reached no connection to ranks {unreached} within "
+                    f"rank {self.rank} could not connect to ranks {unreached} within "
                     f"{self.settings.connect_timeout_s:g} s (rank {unreached[0]} is at {addresses[unreached[0]]}); "
-                    "check that their machines are up and that no firewall is between"
+                    "check that their machines are up and that no firewall is in between"
                 )
         self._is_connected = True
 
@@ -85,7 +85,7 @@ class ZeroMQTransport(NetworkTransport):
         self._senders[peer].send(message)
 
     def close(self) -> None:
-        """Say goodbye to all behind what is queued, wait for it to leave, and end all threads."""
+        """Queue a goodbye to all, wait until everything has left, and end all threads."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -99,7 +99,7 @@ class ZeroMQTransport(NetworkTransport):
         if self._pacer is not None:
             self._pacer.close()
         for peer, sender in enumerate(self._senders):
-            # Large payloads have left; what may be on its way still is small, and nobody hears it who has gone.
+            # Large payloads have left. What may still be queued is small, and a peer that is gone does not need it.
             listens = self._is_connected and peer not in self._departed
             sender.close(min(GOODBYE_S, max(0.0, deadline - time.monotonic())) if listens else 0.0)
         # Wakes the threads, which close their own sockets, and returns when all are closed and flushed.
@@ -108,7 +108,7 @@ class ZeroMQTransport(NetworkTransport):
             thread.join()
         self._guard.join()
 
-    # What the guard reports, on its thread.
+    # Events from the guard, on its thread.
 
     def connected(self, peer: int) -> None:
         """Count an open connection to ``peer``."""
@@ -117,20 +117,20 @@ class ZeroMQTransport(NetworkTransport):
             self._news.notify_all()
 
     def rejected(self, peer: int, why: str) -> None:
-        """Remember that ``peer`` turned this rank away."""
+        """Remember that ``peer`` refused this rank."""
         with self._news:
             self._rejected[peer] = why
             self._news.notify_all()
 
     def disconnected(self, peer: int) -> None:
-        """Tell who wants to know that ``peer`` is gone, unless it said goodbye or this rank is going itself."""
+        """Report that ``peer`` is gone, unless it said goodbye or this transport is closing."""
         if peer in self._departed or self._is_closed or not self._is_connected:
             return
         self._departed.add(peer)
         self._tell_lost(peer, f"its connection to rank {self.rank} ended")
 
     def refused(self, reason: str, message: str) -> None:
-        """Count a connection that was turned away."""
+        """Count a connection that was refused."""
         self._refuse(reason, message)
 
     # Sockets.
@@ -150,7 +150,7 @@ class ZeroMQTransport(NetworkTransport):
 
     def _make_outlet(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
-        # Limits are the outbox's; a second one here would make a sender wait.
+        # The outbox limits what is queued; a second limit here would block the sender.
         socket.sndhwm = 0
         socket.sndbuf = self.settings.send_buffer_bytes
         socket.tcp_maxrt = int(self.settings.lost_after_s * 1000)
@@ -174,27 +174,28 @@ class ZeroMQTransport(NetworkTransport):
         return Address(ip, ports, self._nonce)
 
     def _identify(self, outlet: zmq.Socket[bytes], peer: int, nonce: str) -> None:
-        """Give a socket what proves this rank to ``peer``."""
+        """Give a socket the credentials that prove this rank to ``peer``."""
         if self.settings.encrypt:
             outlet.curve_publickey, outlet.curve_secretkey = self._secret.keys("sender", "", self.rank)
             outlet.curve_serverkey = self._secret.keys("listener", nonce, peer)[0]
         else:
             outlet.plain_username = str(self.rank).encode()
-            outlet.plain_password = self._secret.word(nonce, self.rank, peer).encode()
+            outlet.plain_password = self._secret.password(nonce, self.rank, peer).encode()
 
     def _make_check(self) -> Callable[[str, Sequence[bytes]], int | None]:
-        """Return what tells the rank that credentials prove."""
+        """Return the function that maps credentials to the rank they prove."""
         if self.settings.encrypt:
             keys = {z85.decode(self._secret.keys("sender", "", rank)[0]): rank for rank in range(self.size)}
             return lambda mechanism, credentials: keys.get(credentials[0]) if mechanism == "CURVE" else None
-        words = {
-            str(rank).encode(): self._secret.word(self._nonce, rank, self.rank).encode() for rank in range(self.size)
+        passwords = {
+            str(rank).encode(): self._secret.password(self._nonce, rank, self.rank).encode()
+            for rank in range(self.size)
         }
 
         def check(mechanism: str, credentials: Sequence[bytes]) -> int | None:
-            if mechanism != "PLAIN" or len(credentials) != 2 or credentials[0] not in words:
+            if mechanism != "PLAIN" or len(credentials) != 2 or credentials[0] not in passwords:
                 return None
-            return int(credentials[0]) if hmac.compare_digest(words[credentials[0]], credentials[1]) else None
+            return int(credentials[0]) if hmac.compare_digest(passwords[credentials[0]], credentials[1]) else None
 
         return check
 
@@ -214,7 +215,7 @@ class ZeroMQTransport(NetworkTransport):
     # Receiving.
 
     def _receive(self, listener: zmq.Socket[bytes]) -> None:
-        """Hand over what comes in on one socket until the context ends."""
+        """Deliver the messages of one socket until the context ends."""
         nothing = zmq.Frame(b"")
         try:
             while True:
@@ -229,11 +230,11 @@ class ZeroMQTransport(NetworkTransport):
             listener.close(linger=0)
 
     def _accept(self, head: zmq.Frame, payload: zmq.Frame) -> None:
-        """Check one message and give it to its handler."""
+        """Check one message and pass it to its handler."""
         if payload.more:
-            raise FrameError("parts", "a message of more than two parts came in")
+            raise FrameError("parts", "a message has more than two parts")
         if len(head) != SIZE:
-            raise FrameError("header size", f"a header of {len(head)} bytes came in; headers have {SIZE}")
+            raise FrameError("header size", f"a header has {len(head)} bytes; expected {SIZE}")
         view = payload.buffer
         header = unpack(head.bytes, view.nbytes)
         if head.get("User-Id") != str(header.sender):

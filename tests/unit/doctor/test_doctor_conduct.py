@@ -6,7 +6,7 @@ import pytest
 
 from poseidon.doctor import conduct
 from poseidon.doctor.asking import LostProbeError, NoProbeError
-from poseidon.doctor.conduct import Options, examine
+from poseidon.doctor.conduct import ExaminationOptions, examine
 from poseidon.doctor.facts import Clock
 from poseidon.launch.hosts import Host
 from poseidon.launch.ssh import SshSettings
@@ -83,7 +83,7 @@ class Cluster:
         return probe
 
     def examine(self, names, tell=lambda _: None, **hosts):
-        return examine([Host(name, **hosts) for name in names], Options(), SshSettings(), tell)
+        return examine([Host(name, **hosts) for name in names], ExaminationOptions(), SshSettings(), tell)
 
 
 @pytest.fixture
@@ -152,5 +152,5 @@ def test_a_python_that_is_not_there_is_a_finding(monkeypatch):
         raise FileNotFoundError(2, "No such file or directory", "/no/python")
 
     monkeypatch.setattr(conduct, "start", start)
-    examination = examine([Host("a", python="/no/python")], Options(), SshSettings())
+    examination = examine([Host("a", python="/no/python")], ExaminationOptions(), SshSettings())
     assert summary(examination) == [("error", ("a",), "python")]

@@ -12,9 +12,10 @@ from poseidon.doctor import command, machine
 from poseidon.doctor.conduct import Examination
 from poseidon.doctor.facts import Gpu, HostFacts, HostReport, PairFacts, host_from_json
 from poseidon.doctor.findings import error, warning
-from poseidon.doctor.interfaces import read_interfaces
-from poseidon.doctor.probe import CLOCK_OFFSET, Probe
-from poseidon.doctor.report import examination_to_json, format_examination
+from poseidon.doctor.probe import Probe
+from poseidon.doctor.writing import examination_to_json, format_examination
+from poseidon.job.interfaces import read_interfaces
+from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.launch.ssh import is_here
 
 BAD = error("b", "ports", "port 29500 (timed out)", "open ports", "sudo ufw allow from 10.0.0.1")
@@ -56,7 +57,7 @@ def test_a_probe_tells_the_facts_of_this_machine(probe, tmp_path, monkeypatch):
 
 
 def test_the_clock_can_be_set_wrong_for_rehearsals(probe, monkeypatch):
-    monkeypatch.setenv(CLOCK_OFFSET, "3600")
+    monkeypatch.setenv(PROBE_CLOCK_OFFSET.name, "3600")
     assert 3500 < ask(probe, "clock")["answer"] - time.time() < 3700
 
 

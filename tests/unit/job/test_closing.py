@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
+from collections.abc import Callable
 
-from poseidon.job.closing import Closing, Stage
+import pytest
+
+from poseidon.job import closing as room
+from poseidon.job.closing import Closing, Stage, at_exit
 
 
 def test_stages_close_in_order_and_the_last_of_a_stage_first() -> None:
@@ -43,3 +49,45 @@ def test_closing_may_register_more() -> None:
     closing.register(Stage.STEPS, lambda: closing.register(Stage.EXCHANGES, lambda: closed.append("late")))
     closing.close()
     assert closed == ["late"]
+
+
+class Handlers:
+    """Stands for the interpreter's exit handlers, which run last in, first out."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[[], None]] = []
+        self.register = self.all.append
+
+    def unregister(self, handler: Callable[[], None]) -> None:
+        self.all[:] = [each for each in self.all if each != handler]
+
+
+def test_the_process_has_one_hook_which_runs_before_those_of_libraries_loaded_earlier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers, closing = Handlers(), Closing()
+    monkeypatch.setattr(room, "atexit", handlers)
+    monkeypatch.setattr(room, "_PROCESS", closing)
+    at_exit(Stage.STEPS, lambda: None)
+    handlers.register(print)
+    at_exit(Stage.STEPS, lambda: None)
+    assert handlers.all == [print, closing.close]
+
+
+class Thing:
+    def __init__(self, closing: Closing) -> None:
+        self.cancel = closing.register(Stage.STEPS, self.close)
+
+    def close(self) -> None:
+        self.cancel()
+
+
+@pytest.mark.parametrize("how", [lambda thing, _: thing.close(), lambda _, closing: closing.close()])
+def test_what_is_closed_is_not_kept_alive(how: Callable[[Thing, Closing], None]) -> None:
+    closing = Closing()
+    thing = Thing(closing)
+    is_there = weakref.ref(thing)
+    how(thing, closing)
+    del thing
+    gc.collect()
+    assert is_there() is None

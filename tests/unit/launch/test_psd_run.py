@@ -50,7 +50,7 @@ def test_what_a_command_runs(text: str, python: str, words: tuple[str, ...]) -> 
         ("python -m", ["a"], "names no script"),
         ("python a.py, python b.py", ["a", "b", "c"], "there are 2 commands for 3 worker nodes"),
         ("python a.py,", ["a", "b"], "does not begin with python"),
-        ("python a.py 'x", ["a"], "a quote ' without its other half"),
+        ("python a.py 'x", ["a"], "an unclosed quote '"),
         ("python a.py, /x/python b.py", ["a", "b"], "different interpreters"),
     ],
 )
@@ -143,7 +143,7 @@ def test_the_originals_arguments_become_a_job(
     assert recorded.log_dir == "logs"
     said = capsys.readouterr().err
     assert "server_nodes: not needed" in said
-    assert "192.0.2.9 is no worker, so the workers meet on 192.0.2.11" in said
+    assert "192.0.2.9 is not a worker, so the workers meet on 192.0.2.11" in said
 
 
 def test_one_command_is_for_all_and_logs_have_a_place_of_their_own(

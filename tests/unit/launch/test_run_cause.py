@@ -4,7 +4,7 @@ import pytest
 
 from poseidon.launch.cause import (
     Death,
-    Kind,
+    DeathKind,
     accused,
     describe_status,
     explain,
@@ -16,13 +16,13 @@ from poseidon.launch.cause import (
 LOST = (
     "Traceback (most recent call last):",
     '  File "train.py", line 3, in <module>',
-    "poseidon.errors.WorkerLostError: rank 0 (ape) waited in vain at step 4 for the gradients: nobody is dead, but "
+    "poseidon.errors.WorkerLostError: rank 0 (ape) gave up waiting at step 4 for the gradients: nobody is dead, but "
     "rank 2 (cat) is alive, at step 3, in forward (waited 60 s; timeout_s= changes that). The wait ended with: x",
 )
 
 
 def ended(rank: int, status: int, *tail: str) -> Death:
-    return Death(rank, f"host{rank}", Kind.EXIT, status, tail)
+    return Death(rank, f"host{rank}", DeathKind.EXIT, status, tail)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_who_only_says_that_another_is_lost_is_a_symptom(death: Death) -> None:
         ended(0, 1, "ValueError: x"),
         ended(0, 7),
         ended(0, -9, *LOST),
-        Death(0, "ape", Kind.MACHINE, 0, LOST),
-        Death(0, "ape", Kind.HANG, 0, LOST),
+        Death(0, "ape", DeathKind.MACHINE, 0, LOST),
+        Death(0, "ape", DeathKind.HANG, 0, LOST),
     ],
 )
 def test_who_fails_by_itself_is_a_cause(death: Death) -> None:
@@ -71,8 +71,8 @@ def test_the_first_cause_counts_more_than_earlier_symptoms_and_later_causes() ->
         (ended(0, -9), 137),
         (ended(0, -11), 139),
         (ended(0, 75), 75),
-        (Death(0, "ape", Kind.HANG), 124),
-        (Death(0, "ape", Kind.MACHINE), 75),
+        (Death(0, "ape", DeathKind.HANG), 124),
+        (Death(0, "ape", DeathKind.MACHINE), 75),
     ],
 )
 def test_the_jobs_status_is_the_workers_as_a_shell_would_say(death: Death, status: int) -> None:
@@ -84,7 +84,7 @@ def test_a_worker_that_the_others_wait_for_hangs() -> None:
     assert accused(deaths) == (2, "is alive, at step 3, in forward")
     cause = resolve(deaths, {2: "cat"}, [])
     assert cause is not None
-    assert (cause.rank, cause.host, cause.kind) == (2, "cat", Kind.HANG)
+    assert (cause.rank, cause.host, cause.kind) == (2, "cat", DeathKind.HANG)
     assert "at step 3, in forward" in cause.how
 
 

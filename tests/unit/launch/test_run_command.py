@@ -43,7 +43,7 @@ def test_what_runs(words: list[str], argv: list[str], script: str | None) -> Non
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ([], "what shall run"),
+        ([], "no script given"),
         (["-m"], "-m needs a module's name"),
         (["--auto", "--as-caffe", "t.py"], "use one of them"),
         (["--scale-lr", "t.py"], "--scale-lr needs --auto"),
@@ -74,10 +74,12 @@ def test_settings_come_from_arguments_files_environment_and_defaults_in_this_ord
 @pytest.mark.parametrize(
     ("given", "file", "environ", "match"),
     [
-        ({"restarts": -1}, {}, {}, "--restarts: restarts is -1; it must be at least 0"),
+        ({"restarts": -1}, {}, {}, "--restarts is -1, expected at least 0"),
         ({}, {"restart": 1}, {}, r"unknown setting in c\.json 'restart'; known: .*restarts"),
-        ({}, {"restarts": "many"}, {}, r"c\.json: restarts is 'many'; a number is expected"),
-        ({}, {}, {"POSEIDON_RUN_GRACE": "x"}, "POSEIDON_RUN_GRACE: grace is 'x'"),
+        ({}, {"restarts": "many"}, {}, r"c\.json: restarts is 'many', expected a whole number"),
+        ({}, {"restarts": 1.5}, {}, r"c\.json: restarts is 1\.5, expected a whole number"),
+        ({}, {"restarts": True}, {}, r"c\.json: restarts is True, expected a whole number"),
+        ({}, {}, {"POSEIDON_RUN_GRACE": "x"}, "environment variable POSEIDON_RUN_GRACE is 'x', expected a number"),
     ],
 )
 def test_settings_that_make_no_sense(

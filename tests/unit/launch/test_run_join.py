@@ -4,7 +4,7 @@ import pytest
 
 from poseidon.errors import ConfigError
 from poseidon.job.world import World
-from poseidon.launch.join import Share, find_starter, joined_environment
+from poseidon.launch.join import MachineShare, find_starter, joined_environment
 
 PLACE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -80,7 +80,7 @@ def test_a_process_started_by_hand_may_launch(environ: dict[str, str]) -> None:
 def test_a_pod_with_several_workers_is_one_machines_share() -> None:
     joined = find_starter({**PYTORCHJOB, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "12"})
     assert joined is not None
-    assert joined.share == Share(2, 3, 4, "train-master-0", 23456)
+    assert joined.share == MachineShare(2, 3, 4, "train-master-0", 23456)
 
 
 def test_torchrun_inside_a_pod_has_made_workers_already() -> None:

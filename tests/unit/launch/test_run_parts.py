@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
 from poseidon.job import tell as report
+from poseidon.job.interfaces import address_of, free_port, interface_with
 from poseidon.launch import protocol
 from poseidon.launch.agent import look_around, network_variables
 from poseidon.launch.hosts import Host
-from poseidon.launch.interfaces import address_of, free_port, interface_with
 from poseidon.launch.lines import LONGEST, LineCutter
-from poseidon.launch.output import Output, prefixes, wants_colour
+from poseidon.launch.output import JobOutput, prefixes, wants_colour
 from poseidon.launch.places import Meeting, passed_on, place_workers, worker_environment
 from poseidon.launch.script import check_module, check_script
 from poseidon.launch.stopping import Stopping
@@ -114,7 +114,7 @@ def test_prefixes_are_of_one_width_and_name_hosts_where_there_are_several() -> N
 
 def test_lines_go_to_their_streams_and_logs(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
-    output = Output(PLACES, tmp_path / "logs", out, err)
+    output = JobOutput(PLACES, tmp_path / "logs", out, err)
     assert not (tmp_path / "logs").exists()
     output.open_logs()
     output.line(0, "hello", is_error=False)
@@ -131,7 +131,7 @@ def test_lines_go_to_their_streams_and_logs(tmp_path: Path) -> None:
 def test_the_live_line_gives_way_to_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    output = Output(PLACES, None, terminal, terminal)
+    output = JobOutput(PLACES, None, terminal, terminal)
     output.status("0:01 | step 1")
     output.status("drawn too soon")
     output.line(0, "hello", is_error=False)
@@ -147,7 +147,7 @@ def test_the_live_line_gives_way_to_lines(monkeypatch: pytest.MonkeyPatch) -> No
 def test_logs_that_cannot_be_written_are_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write the log file"):
-        Output(PLACES, tmp_path / "file", io.StringIO(), io.StringIO()).open_logs()
+        JobOutput(PLACES, tmp_path / "file", io.StringIO(), io.StringIO()).open_logs()
 
 
 def test_scripts_are_looked_at_before_anything_starts(tmp_path: Path) -> None:

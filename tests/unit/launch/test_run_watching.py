@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from poseidon.launch.cause import Kind
+from poseidon.launch.cause import DeathKind
 from poseidon.launch.hosts import Host
 from poseidon.launch.places import place_workers
 from poseidon.launch.progress import Slowest, Standing, furthest_behind, status_line
@@ -41,7 +41,7 @@ def test_with_symptoms_only_the_machine_that_vanished_is_waited_for() -> None:
     watch.machine_lost(1, "no sign of life", now=9.0)
     death = watch.verdict(now=9.1)
     assert death is not None
-    assert (death.rank, death.kind, death.exit_status) == (1, Kind.MACHINE, 75)
+    assert (death.rank, death.kind, death.exit_status) == (1, DeathKind.MACHINE, 75)
     assert "no sign of life" in death.how
     assert "lost with its machine" in watch.where_others_stood(1, 9.1)[2]
 
@@ -53,7 +53,7 @@ def test_a_hang_that_the_others_report_needs_no_further_waiting() -> None:
     watch.exited(0, 1, now=1.0)
     death = watch.verdict(now=1.1 + SETTLE_S)
     assert death is not None
-    assert (death.rank, death.kind) == (1, Kind.HANG)
+    assert (death.rank, death.kind) == (1, DeathKind.HANG)
 
 
 def test_symptoms_of_all_need_no_further_waiting() -> None:
@@ -100,7 +100,7 @@ def test_nothing_moves_for_too_long() -> None:
         watch.exited(rank, -6, now=15.8)
     death = watch.verdict(now=15.9)
     assert death is not None
-    assert (death.rank, death.kind, death.exit_status) == (1, Kind.HANG, 124)
+    assert (death.rank, death.kind, death.exit_status) == (1, DeathKind.HANG, 124)
     assert death.tail == ("Fatal Python error: Aborted",)
     assert "at step 3, in forward" in death.how
     assert "at step 3, at the end of backward" in watch.where_others_stood(1, 16.0)[0]

@@ -9,7 +9,7 @@ import pytest
 
 from poseidon.errors import ConfigError
 from poseidon.launch.hosts import Host
-from poseidon.launch.ssh import SshSettings, explain, is_here, remote_python, run_command, ssh_arguments
+from poseidon.launch.ssh import SshSettings, explain, is_here, remote_python, ssh_arguments, start_command
 
 
 def test_a_plain_host_is_reached_as_ssh_is_configured() -> None:
@@ -47,7 +47,7 @@ def test_more_options_come_from_the_environment() -> None:
 
 def test_ssh_that_is_not_installed_is_said_so() -> None:
     with pytest.raises(ConfigError, match="no-such-ssh is not installed"):
-        run_command(Host("a"), ["true"], settings=SshSettings(program="no-such-ssh"))
+        start_command(Host("a"), ["true"], settings=SshSettings(program="no-such-ssh"))
 
 
 def test_only_this_machines_own_addresses_are_here() -> None:

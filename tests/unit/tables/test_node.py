@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from poseidon.tables.doubts import COMPLAINTS, Doubts
 from poseidon.tables.node import Node
 from poseidon.tables.tables import TableSpec
-from poseidon.wire.memory import MemoryNetwork, Parcel, first_urgent, make_memory_network
+from poseidon.wire.memory import InFlightMessage, MemoryNetwork, first_urgent, make_memory_network
 from poseidon.wire.message import Kind
 
 SPEC = TableSpec("t", 16, 4, consistency="ssp", staleness=1)
@@ -22,7 +22,7 @@ def test_only_silence_through_several_complaints_of_one_rank_counts() -> None:
     assert [doubts.complain(1, by=0) for _ in range(COMPLAINTS)] == [False] * (COMPLAINTS - 1) + [True]
 
 
-def complaints_first(parcels: Sequence[Parcel]) -> int:
+def complaints_first(parcels: Sequence[InFlightMessage]) -> int:
     kinds = [parcel.header.kind is Kind.LOST and not parcel.payload.nbytes for parcel in parcels]
     return kinds.index(True) if any(kinds) else first_urgent(parcels)
 

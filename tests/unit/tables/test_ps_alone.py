@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +14,20 @@ import pytest
 
 import poseidon.ps
 from poseidon.errors import ConfigError, ServerError
-from poseidon.ps import Job, SparseRow, Table
+from poseidon.job.closing import Closing
+from poseidon.ps import SparseRow, Table, TableJob
+from poseidon.tables.node import Node
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
+def job() -> Iterator[TableJob]:
     with poseidon.ps.connect() as job:
         yield job
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_lone_worker_reads_what_it_wrote(job: Job, consistency: str, eager: bool) -> None:
+def test_a_lone_worker_reads_what_it_wrote(job: TableJob, consistency: str, eager: bool) -> None:
     table = job.table("t", 5, 3, consistency=consistency, eager=eager)
     for clock in range(3):
         assert table.get(2).tolist() == [clock] * 3
@@ -33,7 +38,7 @@ def test_a_lone_worker_reads_what_it_wrote(job: Job, consistency: str, eager: bo
     assert job.losses == {}
 
 
-def test_repeated_rows_add_up_and_what_was_read_is_the_readers(job: Job) -> None:
+def test_repeated_rows_add_up_and_what_was_read_is_the_readers(job: TableJob) -> None:
     table = job.table("t", 4, 2, "int64")
     table.inc([3, 1, 3], [[1, 1], [2, 2], [10, 10]])
     read = table.get(range(4))
@@ -42,7 +47,7 @@ def test_repeated_rows_add_up_and_what_was_read_is_the_readers(job: Job) -> None
     assert table.get(3).tolist() == [11, 11]
 
 
-def test_an_array_may_change_after_inc(job: Job) -> None:
+def test_an_array_may_change_after_inc(job: TableJob) -> None:
     table = job.table("t", 4, 2)
     delta = np.ones((4, 2), np.float32)
     table.inc(range(4), delta)
@@ -51,7 +56,7 @@ def test_an_array_may_change_after_inc(job: Job) -> None:
     assert table.get(0).tolist() == [1, 1]
 
 
-def test_sparse_rows(job: Job) -> None:
+def test_sparse_rows(job: TableJob) -> None:
     table = Table("t", 10**6, 10**9, "float64", sparse=True)
     table.inc(7, [1.0, 2.0, 4.0], columns=[10**8, 3, 3])
     table.inc([9, 7], [SparseRow(np.array([0]), np.array([1.5])), SparseRow(np.array([3]), np.array([1.0]))])
@@ -63,7 +68,7 @@ def test_sparse_rows(job: Job) -> None:
     assert table.get(9).values.tolist() == [1.5]
 
 
-def test_a_table_starts_from_given_rows_or_a_file_but_only_at_first(job: Job, tmp_path: Path) -> None:
+def test_a_table_starts_from_given_rows_or_a_file_but_only_at_first(job: TableJob, tmp_path: Path) -> None:
     table = job.table("t", 3, 2)
     table.start_from([[1, 2], [3, 4], [5, 6]])
     table.inc(1, [10, 10])
@@ -79,16 +84,16 @@ def test_a_table_starts_from_given_rows_or_a_file_but_only_at_first(job: Job, tm
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda t: t.get(4), "table 't' has rows 0 to 3; row 4 is none of them"),
-        (lambda t: t.get([0, -1]), "row -1 is none"),
-        (lambda t: t.get(1.5), "rows are given as 1.5; expected whole numbers"),
+        (lambda t: t.get(4), "table 't' has rows 0 to 3; row 4 does not exist"),
+        (lambda t: t.get([0, -1]), "row -1 does not exist"),
+        (lambda t: t.get(1.5), "rows are 1.5; expected whole numbers"),
         (lambda t: t.inc(0, [1, 2, 3]), r"changes of shape \(3,\) for 1 rows of width 2"),
         (lambda t: t.inc([0, 1], [1, 2]), r"changes of shape \(2,\) for 2 rows"),
         (lambda t: t.inc(0, [1, 2], columns=[0, 1]), "with columns for 1 rows"),
         (lambda t: t.start_from(np.zeros((2, 2))), r"cannot start from an array of shape \(2, 2\)"),
     ],
 )
-def test_calls_that_do_not_fit_the_table_are_refused(job: Job, call: Any, words: str) -> None:
+def test_calls_that_do_not_fit_the_table_are_refused(job: TableJob, call: Any, words: str) -> None:
     table = job.table("t", 4, 2)
     with pytest.raises(ConfigError, match=words):
         call(table)
@@ -103,13 +108,13 @@ def test_calls_that_do_not_fit_the_table_are_refused(job: Job, call: Any, words:
         (lambda t: t.start_from(np.zeros((4, 2))), "sparse"),
     ],
 )
-def test_calls_that_do_not_fit_a_sparse_table_are_refused(job: Job, call: Any, words: str) -> None:
+def test_calls_that_do_not_fit_a_sparse_table_are_refused(job: TableJob, call: Any, words: str) -> None:
     table = job.table("t", 4, 2, sparse=True)
     with pytest.raises(ConfigError, match=words):
         call(table)
 
 
-def test_a_name_is_used_once_and_a_job_must_be_open(job: Job) -> None:
+def test_a_name_is_used_once_and_a_job_must_be_open(job: TableJob) -> None:
     job.table("t", 4, 2)
     with pytest.raises(ConfigError, match=r"table 't' .* is open"):
         job.table("t", 4, 2)
@@ -121,7 +126,31 @@ def test_a_name_is_used_once_and_a_job_must_be_open(job: Job) -> None:
         poseidon.ps.connect(timeout_s=0)
 
 
-def test_all_tables_are_clocked_together(job: Job) -> None:
+def test_all_tables_are_clocked_together(job: TableJob) -> None:
     tables = [job.table(name, 1, 1) for name in "ab"]
     job.clock()
     assert [table.now for table in tables] == [1, 1]
+
+
+def test_a_closed_job_is_not_kept_alive() -> None:
+    job = poseidon.ps.connect()
+    is_there = weakref.ref(job)
+    job.close()
+    job.close()
+    del job
+    gc.collect()
+    assert is_there() is None
+
+
+@pytest.mark.parametrize(("error", "ending"), [(None, "leave"), (KeyError("mine"), "abandon")])
+def test_a_job_left_open_ends_with_the_process(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException | None, ending: str
+) -> None:
+    closing, endings = Closing(), []
+    monkeypatch.setattr(poseidon.ps, "at_exit", closing.register)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    for name in ("leave", "abandon"):
+        monkeypatch.setattr(Node, name, lambda _, name=name: endings.append(name))
+    poseidon.ps.connect()
+    closing.close()
+    assert endings == [ending]

@@ -143,7 +143,7 @@ def test_servers_send_early_what_changed_most_but_never_part_of_a_bsp_step() -> 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda server: server.inc(7, patch_of([0], 1.0)), r"rank 7 is no worker of table 't': \[0, 1\] are"),
+        (lambda server: server.inc(7, patch_of([0], 1.0)), r"rank 7 is not a worker of table 't': \[0, 1\] are"),
         (lambda server: server.inc(0, patch_of([1], 1.0)), "rank 0 named row 1 .* place 0 of 2 holds every 2th"),
         (lambda server: server.get(0, 0, index(6)), "named row 6 of table 't', which has 6 rows"),
         (lambda server: server.get(0, 0, index(-2)), "named row -2"),
@@ -257,8 +257,8 @@ def test_files_of_another_shape_or_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit table 'u': it has rows 6, not 7, dtype float32, not float64"):
         snapshot.load(path, TableSpec("u", 7, 2, "float64"))
     np.savez(path, other=np.arange(3))
-    with pytest.raises(ConfigError, match="no snapshot of a table"):
+    with pytest.raises(ConfigError, match="is not a snapshot of a table"):
         snapshot.load(path, TableSpec("t", 6, 2))
     np.save(tmp_path / "pickled.npy", np.array([{}], object), allow_pickle=True)
-    with pytest.raises(ConfigError, match="no snapshot of a table"):
+    with pytest.raises(ConfigError, match="is not a snapshot of a table"):
         snapshot.load(tmp_path / "pickled.npy", TableSpec("t", 6, 2))

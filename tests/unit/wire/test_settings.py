@@ -21,10 +21,10 @@ def test_environment_goes_over_defaults():
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"POSEIDON_WIRE_CAP": "1"}, "POSEIDON_WIRE_CAP is no wire setting; known: .*POSEIDON_WIRE_CAP_MBIT"),
-        ({"POSEIDON_WIRE_CAP_MBIT": "fast"}, "'fast'; a number is expected"),
-        ({"POSEIDON_WIRE_ENCRYPT": "maybe"}, "'maybe'; write 1 or 0"),
-        ({"POSEIDON_WIRE_IO_THREADS": "0"}, "io_threads is 0; it must be at least 1"),
+        ({"POSEIDON_WIRE_CAP": "1"}, "'POSEIDON_WIRE_CAP'; known: .*POSEIDON_WIRE_CAP_MBIT"),
+        ({"POSEIDON_WIRE_CAP_MBIT": "fast"}, "POSEIDON_WIRE_CAP_MBIT is 'fast', expected a number"),
+        ({"POSEIDON_WIRE_ENCRYPT": "maybe"}, "'maybe', expected 1 or 0"),
+        ({"POSEIDON_WIRE_IO_THREADS": "0"}, "io_threads is 0, expected at least 1"),
         ({"POSEIDON_WIRE_CARRIER": "pigeon"}, "unknown wire carrier 'pigeon'; known: tcp, zeromq"),
         ({"POSEIDON_WIRE_IP": "0.0.0.0"}, "name the one address to listen on"),
     ],
@@ -47,7 +47,7 @@ def test_addresses_survive_being_told():
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1", "host:5#ab", "10.0.0.1:x#ab", "10.0.0.1:5#a#b"])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(WireError, match="is no address"):
+    with pytest.raises(WireError, match="is not an address"):
         Address.parse(text)
 
 
@@ -55,21 +55,21 @@ def test_the_listening_address_is_one():
     assert listening_ip(WireSettings()) == "127.0.0.1"
     assert listening_ip(WireSettings(ip="10.1.2.3", interface="lo")) == "10.1.2.3"
     assert listening_ip(WireSettings(interface="lo")) == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"'nosuch0' has no IPv4 address .* this machine has: .*lo"):
+    with pytest.raises(ConfigError, match=r"'nosuch0' has no IPv4 address here; this machine has .*lo"):
         listening_ip(WireSettings(interface="nosuch0"))
 
 
 def test_words_and_keys_hold_for_one_pair_and_one_listener():
     secret, other = JobSecret(b"s" * 32), JobSecret(b"t" * 32)
     words = {
-        secret.word("n", 0, 1),
-        secret.word("n", 1, 0),
-        secret.word("m", 0, 1),
-        secret.word("n", 0, 2),
-        other.word("n", 0, 1),
+        secret.password("n", 0, 1),
+        secret.password("n", 1, 0),
+        secret.password("m", 0, 1),
+        secret.password("n", 0, 2),
+        other.password("n", 0, 1),
     }
     assert len(words) == 5
-    assert secret.word("n", 0, 1) in words
+    assert secret.password("n", 0, 1) in words
     assert secret.keys("sender", "", 1) == JobSecret(b"s" * 32).keys("sender", "", 1)
     assert secret.keys("sender", "", 1) != secret.keys("listener", "", 1)
     assert "sss" not in repr(secret)

@@ -1,4 +1,4 @@
-"""The examination as people read it (tables, then what is wrong and how to mend it) and as programs do. Pure."""
+"""Formats the examination for people (tables, then problems and their fixes) and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDTH = 116
 
 
 def format_examination(examination: Examination) -> str:
-    """Return tables of hosts and links, every finding with what mends it, and the verdict."""
+    """Return tables of hosts and links, every finding with its fix, and the verdict."""
     parts = []
     if examination.hosts:
         parts.append(format_table(_HOST_HEADER, [_host_row(host) for host in examination.hosts]))
@@ -35,12 +35,14 @@ def format_examination(examination: Examination) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return in one line whether training would work."""
+    """Return one line that says whether training would work."""
     errors = sum(finding.severity is Severity.ERROR for finding in findings)
     warnings = len(findings) - errors
     if errors:
         return f"training would not work: {_count(errors, 'error')}, {_count(warnings, 'warning')}"
-    return f"training would work: {_count(warnings, 'warning')}" if warnings else "training would work: all is well"
+    return (
+        f"training would work: {_count(warnings, 'warning')}" if warnings else "training would work: no problems found"
+    )
 
 
 def examination_to_json(examination: Examination) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def _format_finding(finding: Finding) -> str:
         f"{finding.severity.value}: {', '.join(finding.hosts)}: {finding.check}",
         f"  seen:     {finding.seen}",
         f"  expected: {finding.expected}",
-        # Not wrapped: it is there to be copied.
+        # Not wrapped, so that it can be copied.
         f"  fix:      {finding.fix}",
     )
     wrapped = [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 12, break_long_words=False) for line in lines[:3]]
