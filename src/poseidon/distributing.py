@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class DistributeOptions(TypedDict, total=False):
+class WrapperOptions(TypedDict, total=False):
     """What :func:`distribute` passes on to :class:`~poseidon.DistributedDataParallel`, which explains it."""
 
     device_ids: list[int | torch.device] | None
@@ -54,7 +54,7 @@ def distribute(
     consistency: str = "bsp",
     staleness: int = 0,
     max_grad_norm: float | None = None,
-    **options: Unpack[DistributeOptions],
+    **options: Unpack[WrapperOptions],
 ) -> tuple[DistributedDataParallel, Optimizer]:
     """Train ``model`` on all workers; returns the wrapped model and the same optimizer object. Collective.
 

@@ -9,23 +9,6 @@ import poseidon
 
 ROOT = Path(poseidon.__file__).parent
 
-STILL_OPEN = (
-    "Exchange",
-    "Flag",
-    "Job",
-    "Kind",
-    "Link",
-    "Options",
-    "Outcome",
-    "Parcel",
-    "Rows",
-    "Schedule",
-    "Setting",
-    "Share",
-    "Transport",
-)
-"""Names that still have two meanings."""
-
 
 def public_classes() -> Iterator[tuple[str, str]]:
     """Yield each public top-level class and its file."""
@@ -39,5 +22,5 @@ def test_no_two_classes_share_a_name():
     files = defaultdict(list)
     for name, file in public_classes():
         files[name].append(file)
-    shared = {name: found for name, found in files.items() if len(found) > 1 and name not in STILL_OPEN}
+    shared = {name: found for name, found in files.items() if len(found) > 1}
     assert not shared

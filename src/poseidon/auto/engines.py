@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from poseidon.auto.averaging import take_over
 from poseidon.auto.buffers import Buffers
 from poseidon.auto.owners import Census, Holding, find_holding, find_roots, holding_tensors
-from poseidon.auto.step import Step
+from poseidon.auto.step import ScriptStep
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine, Options
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -118,7 +118,7 @@ class GradientOwner:
 class Engines:
     """The engines of all optimizers, in order of creation."""
 
-    def __init__(self, team: Team, census: Census, step: Step, streams: Streams, report: ScriptReport) -> None:
+    def __init__(self, team: Team, census: Census, step: ScriptStep, streams: Streams, report: ScriptReport) -> None:
         self._team = team
         self._census = census
         self._step = step

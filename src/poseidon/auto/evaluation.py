@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from poseidon.auto.averaging import are_alike
 from poseidon.auto.engines import Engines
-from poseidon.auto.step import Step
+from poseidon.auto.step import ScriptStep
 from poseidon.engine.outputs import map_tensors, tensors_in
 from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
@@ -29,7 +29,9 @@ from poseidon.team.team import Team
 class SharedEvaluation:
     """Makes calls of trained models in evaluation shared."""
 
-    def __init__(self, team: Team, is_first_only: bool, engines: Engines, step: Step, report: ScriptReport) -> None:
+    def __init__(
+        self, team: Team, is_first_only: bool, engines: Engines, step: ScriptStep, report: ScriptReport
+    ) -> None:
         self._team = team
         self._is_first_only = is_first_only
         self._engines = engines

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from poseidon.auto.averaging import are_alike, average_gradients, average_number
 from poseidon.auto.engines import Engines
-from poseidon.auto.step import Step
+from poseidon.auto.step import ScriptStep
 from poseidon.engine.outputs import find_leaves
 from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
@@ -33,7 +33,7 @@ class TorchGradients:
     """Hooks a script's optimizers and backward passes and keeps the workers' gradients equal."""
 
     def __init__(
-        self, team: Team, engines: Engines, step: Step, streams: Streams, report: ScriptReport, rate: float = 1.0
+        self, team: Team, engines: Engines, step: ScriptStep, streams: Streams, report: ScriptReport, rate: float = 1.0
     ) -> None:
         self._team = team
         self._engines = engines

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get
 
 from poseidon.auto.dealing import Dealer, Part
 from poseidon.auto.engines import Engines
-from poseidon.auto.step import Step
+from poseidon.auto.step import ScriptStep
 from poseidon.engine.outputs import tensors_in
 from poseidon.following.naming import find_name, is_called_by_keras
 from poseidon.following.options import AutoOptions
@@ -140,7 +140,7 @@ class Delivery:
     """Iterates over a loader for the script and records the weight of each batch."""
 
     def __init__(
-        self, batches: Iterator[Any], deal: LoaderDeal, engines: Engines, step: Step, streams: Streams
+        self, batches: Iterator[Any], deal: LoaderDeal, engines: Engines, step: ScriptStep, streams: Streams
     ) -> None:
         self._batches = batches
         self._engines = engines
@@ -183,7 +183,13 @@ class Loaders:
     """Decides how each iteration of each loader is read."""
 
     def __init__(
-        self, team: Team, options: AutoOptions, engines: Engines, step: Step, streams: Streams, report: ScriptReport
+        self,
+        team: Team,
+        options: AutoOptions,
+        engines: Engines,
+        step: ScriptStep,
+        streams: Streams,
+        report: ScriptReport,
     ) -> None:
         self._rank, self._size = team.rank, team.size
         self._options = options

@@ -23,7 +23,7 @@ from poseidon.auto.gradients import TorchGradients
 from poseidon.auto.loaders import Loaders
 from poseidon.auto.output import silence
 from poseidon.auto.owners import Census
-from poseidon.auto.step import Step
+from poseidon.auto.step import ScriptStep
 from poseidon.errors import ConfigError
 from poseidon.following.options import AutoOptions, ScriptTarget
 from poseidon.following.patches import Patches
@@ -73,7 +73,7 @@ def _install(world: World, team: Team, options: AutoOptions, patches: Patches) -
     report = ScriptReport(world.rank == 0)
     seed = options.seed if options.seed is not None else secrets.randbits(31)
     seed = team.gather_ints([seed], "the seed")[0][0]
-    streams, step = Streams(world.rank, seed), Step()
+    streams, step = Streams(world.rank, seed), ScriptStep()
     rate = float(world.size) if options.scale_lr else 1.0
     census = Census()
     engines = Engines(team, census, step, streams, report)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Step:
+class ScriptStep:
     """Written by the loaders with every batch, read in backward."""
 
     weight: float = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from poseidon.errors import MismatchError, ServerError, WorkerLostError
 from poseidon.tables.adoption import Adoption
 from poseidon.tables.post import Post
-from poseidon.tables.table_messages import NO_ROWS, Flag, read_patch, read_rows, write_patch, write_rows
+from poseidon.tables.table_messages import NO_ROWS, TableFlag, read_patch, read_rows, write_patch, write_rows
 from poseidon.tables.tables import Reply, TableServer, TableSpec
 from poseidon.wire.message import Header, Kind
 
@@ -77,11 +77,11 @@ class Holder:
     def state(self, header: Header, payload: memoryview) -> None:
         """Handle a STATE request: save, restore, or adopt a place."""
         spec = self._spec_of(header)
-        if header.detail & Flag.ADOPT:
+        if header.detail & TableFlag.ADOPT:
             self._adopt(header, spec, payload)
-        elif header.detail & Flag.PUT:
+        elif header.detail & TableFlag.PUT:
             self._put(header, spec, payload)
-        elif header.detail & Flag.SETTLED:
+        elif header.detail & TableFlag.SETTLED:
             place, _ = read_rows(payload)
             self._unsettled.append((header.sender, header.subject, place))
             self._tell_settled()
@@ -93,7 +93,7 @@ class Holder:
 
     def clock(self, header: Header, payload: memoryview) -> None:
         """Handle a CLOCK: a worker has finished a step, or all of its work."""
-        if header.detail & Flag.LEAVE:
+        if header.detail & TableFlag.LEAVE:
             self._leave(header.sender)
             return
         place, _ = read_rows(payload)
@@ -145,7 +145,7 @@ class Holder:
     def _put(self, header: Header, spec: TableSpec, payload: memoryview) -> None:
         content = read_patch(spec, payload)
         self._server_of(header, content.place).replace(content.patch)
-        if header.detail & Flag.LAST:
+        if header.detail & TableFlag.LAST:
             self._settled.add((header.subject, content.place))
             self._tell_settled()
 
@@ -154,7 +154,7 @@ class Holder:
             self._unsettled.remove(one)
             worker, table, place = one
             nothing = write_rows(place, NO_ROWS)
-            self._post.send(worker, Kind.STATE, table, 0, nothing, Flag.ANSWER | Flag.SETTLED)
+            self._post.send(worker, Kind.STATE, table, 0, nothing, TableFlag.ANSWER | TableFlag.SETTLED)
 
     def _save_due(self) -> None:
         """Answer the requests for state that may be read now: under BSP all at one clock, so that places agree."""
@@ -168,7 +168,7 @@ class Holder:
     def _send_state(self, header: Header, place: int, server: TableServer) -> None:
         pieces = list(server.state().split(PIECE_BYTES))
         for number, piece in enumerate(pieces):
-            flags = Flag.ANSWER | (Flag.LAST if number == len(pieces) - 1 else 0)
+            flags = TableFlag.ANSWER | (TableFlag.LAST if number == len(pieces) - 1 else 0)
             content = write_patch(place, 0, piece)
             self._post.send(header.sender, Kind.STATE, header.subject, server.clocks.slowest, content, flags)
 
@@ -179,7 +179,7 @@ class Holder:
             pieces = list(reply.patch.split(PIECE_BYTES))
             for number, piece in enumerate(pieces):
                 is_last = number == len(pieces) - 1
-                flags = Flag.PUSH if reply.is_push and is_last else 0
+                flags = TableFlag.PUSH if reply.is_push and is_last else 0
                 content = write_patch(place, reply.included, piece)
                 self._post.send(reply.worker, Kind.ROW, table, reply.fresh, content, flags)
         self._save_due()
@@ -198,7 +198,7 @@ class Holder:
         key = (header.subject, content.place)
         if key not in self._adoptions:
             self._adoptions[key] = Adoption(spec, self._workers, self.left, content.place, len(self._servers))
-        if header.detail & Flag.LAST:
+        if header.detail & TableFlag.LAST:
             self._adoptions[key].report(header.sender, header.clock)
             self._finish_adoption(key)
         else:

@@ -12,7 +12,7 @@ from poseidon.tables.adoption import successor
 from poseidon.tables.doubts import Doubts
 from poseidon.tables.holder import Holder
 from poseidon.tables.post import Post
-from poseidon.tables.table_messages import Flag
+from poseidon.tables.table_messages import TableFlag
 from poseidon.tables.worker import Worker
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.transport import Transport
@@ -91,7 +91,7 @@ class Node:
     def _say_farewell(self) -> None:
         with self._post.news:
             for rank in range(self._post.size):
-                self._post.send(rank, Kind.CLOCK, 0, 0, b"", Flag.LEAVE | Flag.LAST)
+                self._post.send(rank, Kind.CLOCK, 0, 0, b"", TableFlag.LEAVE | TableFlag.LAST)
             self._post.close()
 
     def serve(self) -> None:
@@ -117,18 +117,18 @@ class Node:
     # Messages that concern both worker and server.
 
     def _hear(self, header: Header) -> None:
-        if header.kind is not Kind.LOST or header.detail & Flag.ANSWER:
+        if header.kind is not Kind.LOST or header.detail & TableFlag.ANSWER:
             # A rank that complains is alive, but two that wait for each other must not keep each other alive.
             self._doubts.hear(header.sender)
 
     def _receive_clock(self, header: Header, payload: memoryview) -> None:
-        if header.detail & Flag.LAST:
+        if header.detail & TableFlag.LAST:
             self._departed.add(header.sender)
         else:
             self.holder.clock(header, payload)
 
     def _receive_state(self, header: Header, payload: memoryview) -> None:
-        if header.detail & Flag.ANSWER:
+        if header.detail & TableFlag.ANSWER:
             self.worker.receive_state(header, payload)
         else:
             self.holder.state(header, payload)
@@ -140,13 +140,13 @@ class Node:
 
     def _receive_lost(self, header: Header, payload: memoryview) -> None:
         """Handle the loss of a rank, a worker's complaint (no payload), or a server's reply to one."""
-        if header.detail & Flag.ANSWER:
+        if header.detail & TableFlag.ANSWER:
             return
         if payload.nbytes:
             lost, clock = np.frombuffer(payload, np.int64).tolist()
             self._lose(lost, f"reported by rank {header.sender}", clock)
             return
-        self._post.send(header.sender, Kind.LOST, header.subject, header.clock, flags=Flag.ANSWER)
+        self._post.send(header.sender, Kind.LOST, header.subject, header.clock, flags=TableFlag.ANSWER)
         for late in self.holder.awaited_by(header.subject, header.clock):
             if self._doubts.complain(late, header.sender):
                 waited = f"worker {header.sender} waited {self.timeout_s:g} s for it at clock {header.clock}"

@@ -12,7 +12,7 @@ from poseidon.tables.doubts import COMPLAINTS
 from poseidon.tables.holder import EARLY_BYTES, PIECE_BYTES
 from poseidon.tables.post import Post
 from poseidon.tables.rows import Index, Patch
-from poseidon.tables.table_messages import NO_ROWS, Flag, read_patch, read_rows, write_patch, write_rows
+from poseidon.tables.table_messages import NO_ROWS, TableFlag, read_patch, read_rows, write_patch, write_rows
 from poseidon.tables.tables import Reply, TableSpec
 from poseidon.wire.formats import Array
 from poseidon.wire.message import Header, Kind
@@ -84,7 +84,7 @@ class Worker:
         """Tell all ranks that this worker is done."""
         with self._post.news:
             for rank in self._all_ranks():
-                self._post.send(rank, Kind.CLOCK, 0, 0, b"", Flag.LEAVE)
+                self._post.send(rank, Kind.CLOCK, 0, 0, b"", TableFlag.LEAVE)
 
     def save(self, cache: TableCache) -> tuple[int, list[Patch]]:
         """Return the servers' rows of a table, and the clock up to which all are fresh."""
@@ -105,7 +105,7 @@ class Worker:
             for place in range(len(self._holders)):
                 if patch is not None:
                     self._put(cache, place, patch.select(np.flatnonzero(patch.rows % len(self._holders) == place)))
-                self._send(cache, place, Kind.STATE, write_rows(place, NO_ROWS), Flag.SETTLED)
+                self._send(cache, place, Kind.STATE, write_rows(place, NO_ROWS), TableFlag.SETTLED)
             self._wait(lambda: len(settled) == len(self._holders), cache, lambda: self._others(settled))
 
     def hand_over(self, place: int) -> None:
@@ -115,19 +115,24 @@ class Worker:
                 for piece in patch.split(PIECE_BYTES):
                     content = write_patch(place, 0, piece)
                     self._post.send(
-                        self._holders[place], Kind.STATE, cache.spec.ident, fresh, content, Flag.ADOPT | Flag.PUT
+                        self._holders[place],
+                        Kind.STATE,
+                        cache.spec.ident,
+                        fresh,
+                        content,
+                        TableFlag.ADOPT | TableFlag.PUT,
                     )
             nothing = write_patch(place, 0, cache.spec.make_rows().take(NO_ROWS))
-            self._send(cache, place, Kind.STATE, nothing, Flag.ADOPT | Flag.LAST)
+            self._send(cache, place, Kind.STATE, nothing, TableFlag.ADOPT | TableFlag.LAST)
 
     def receive_state(self, header: Header, payload: memoryview) -> None:
         """Handle a server's answer to :meth:`save` or :meth:`start_from`."""
-        if header.detail & Flag.SETTLED:
+        if header.detail & TableFlag.SETTLED:
             self._settled[header.subject].add(read_rows(payload)[0])
             return
         content = read_patch(self._caches[header.subject].spec, payload)
         self._saved[header.subject].append(content.patch)
-        if header.detail & Flag.LAST:
+        if header.detail & TableFlag.LAST:
             self._saved_clock[header.subject][content.place] = header.clock
 
     # Inside.
@@ -141,7 +146,7 @@ class Worker:
     def _put(self, cache: TableCache, place: int, patch: Patch) -> None:
         pieces = list(patch.split(PIECE_BYTES))
         for number, piece in enumerate(pieces):
-            flags = Flag.PUT | (Flag.LAST if number == len(pieces) - 1 else 0)
+            flags = TableFlag.PUT | (TableFlag.LAST if number == len(pieces) - 1 else 0)
             self._send(cache, place, Kind.STATE, write_patch(place, 0, piece), flags)
 
     def _ask(self, cache: TableCache, rows: Index) -> bool:
@@ -174,7 +179,7 @@ class Worker:
     def _receive_rows(self, header: Header, payload: memoryview) -> None:
         cache = self._caches[header.subject]
         content = read_patch(cache.spec, payload)
-        is_push = bool(header.detail & Flag.PUSH)
+        is_push = bool(header.detail & TableFlag.PUSH)
         reply = Reply(self._post.rank, content.patch, header.clock, content.included, is_push)
         cache.receive(content.place, reply)
 
