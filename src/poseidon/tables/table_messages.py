@@ -1,8 +1,8 @@
 """The payloads of messages about tables. Pure; nothing from the network is trusted.
 
 In the header, ``subject`` is the table, ``number`` counts the messages between two ranks, ``clock`` is the sender's
-clock (in replies: the clock up to which the rows are fresh), and ``detail`` holds a :class:`TableFlag`. The payload starts
-with 64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, for sparse
+clock (in replies: the clock up to which the rows are fresh), and ``detail`` holds a :class:`TableFlag`. The payload
+starts with 64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, for sparse
 rows starts and columns, and values.
 """
 
