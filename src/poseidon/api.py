@@ -44,15 +44,15 @@ __all__ = ["DistributedDataParallel", "World", "init", "plan"]
 class DistributedDataParallel(nn.Module, Joinable):
     """Drop-in for :class:`torch.nn.parallel.DistributedDataParallel` that picks the cheapest exact route per layer.
 
-    When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of
-    them. The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0,
-    and a model that differs between workers is refused with the difference named.
+    When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of them.
+    The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a
+    model that differs between workers raises an error that names the difference.
 
-    ``routes`` insists on routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster`
-    or a JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
-    before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` says whether factors travel by an
+    ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
+    JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
+    before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an
     all-gather (the default with NCCL) or by direct messages through host memory. ``policy`` is for
-    :func:`poseidon.distribute`. With one worker, or without a process group, the model runs as it is.
+    :func:`poseidon.distribute`. With one worker, or without a process group, the model runs unchanged.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._front_end: AutogradFrontEnd | None = None
         self._team: Team | None = None
         self._buffer_sync: BufferSync | None = None
-        """None where buffers are each worker's own."""
+        """None where each worker keeps its own buffers."""
         self._will_sync_buffers = True
         self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
         self._connect(process_group, init_sync)
 
-    # What users of torch's class know.
+    # The interface of torch's class.
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Most bytes that share a collective."""
+        """Maximum bytes per collective."""
         return limit_collective(self._bucket_bytes, self._policy.defers)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards inside this context stay local and add up; the next one outside averages the sum."""
+        """Accumulate gradients locally inside this context; the next backward outside averages the sum."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -141,14 +141,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; those of an update that is due once it is done."""
+        """Clear gradients; those that a due update needs are cleared after it."""
         if not self._policy.zero_grad(set_to_none):
             super().zero_grad(set_to_none)
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """Let workers with fewer batches keep the others company until all are done; wrap the training loop in it."""
+        """Let workers with fewer batches take part until all are done; wrap the training loop in it."""
         if self._engine is None:
             return contextlib.nullcontext()
         return Join(
@@ -175,7 +175,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._team.group if self._team is not None else None
 
     def register_comm_hook(self, state: object, hook: object) -> None:  # noqa: ARG002
-        """Refused: the routes are chosen by the plan, and all of them are exact."""
+        """Raise: the plan chooses the routes, and all of them are exact."""
         raise UnsupportedError(
             "register_comm_hook: Poseidon chooses an exact route for every layer; for hooks use torch's own class"
         )
@@ -184,7 +184,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: list[str]) -> None:
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
-    # What is Poseidon's own.
+    # Poseidon's own additions.
 
     @property
     def plan(self) -> Plan | None:
@@ -193,7 +193,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def cluster(self) -> Cluster | None:
-        """Machines, links and device rates that the plan rests on; None with one worker."""
+        """Machines, links and device rates behind the plan; None with one worker."""
         return None if self._engine is None else self._engine.cluster
 
     def finish_step(self) -> None:
@@ -208,9 +208,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             check_same_bits(self._team, [*self.module.named_parameters()])
 
     def close(self) -> None:
-        """Finish the step under way, stop exchanging, give model and optimizer back as they were.
+        """Finish the step under way, stop exchanging, and restore model and optimizer.
 
-        Done also when the wrapper is garbage-collected.
+        Also runs when the wrapper is garbage-collected.
         """
         if self._release is not None:
             self._release()
@@ -253,7 +253,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         turns = _Turns(self._policy, self._buffer_sync)
         if self._engine is not None:
             self._front_end = AutogradFrontEnd(self._engine, turns)
-        # Threads and hooks must not outlive the wrapper, however it goes away.
+        # Threads and hooks must not outlive the wrapper, however it is destroyed.
         self._release = weakref.finalize(self, _release, self._front_end, turns)
         self._release.atexit = False
 
@@ -288,7 +288,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch.compiler.disable
     def _before_forward(self, is_compiling: bool) -> None:
-        """Let the policy finish what this forward would not wait for by itself."""
+        """Let the policy finish what this forward does not wait for by itself."""
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
         self._policy.before_forward(self.module, asks, self._join_config.enable)
         if self._buffer_sync is not None:
@@ -303,12 +303,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             ShadowHook(self).announce(is_synced)
         inputs, kwargs = self._moved(inputs, kwargs)
         if torch.is_grad_enabled():
-            # A forward without gradients (an evaluation, a target network) leaves a backward still to come alone.
+            # A forward without gradients (evaluation, a target network) must not affect a backward still to come.
             batch = sum(tensor.numel() for tensor in tensors_in((inputs, kwargs)))
             self._engine.arm(is_synced, batch)
         if self._will_sync_buffers:
             self.sync_buffers(0)
-        # As torch does: once more after a forward that may have changed them, unless gradients are being accumulated.
+        # Like torch: again after a forward that may have changed them, unless gradients are being accumulated.
         self._will_sync_buffers = is_synced
         return inputs, kwargs
 
@@ -324,7 +324,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             unused = unreached(tensors, self._engine.parameters)
         self._front_end.watch_outputs(tensors, unused)
         if self._policy.syncs_buffers_early and not self._join_config.enable:
-            # Nothing is under way here; in the next forward the buffers would queue behind gradients.
+            # The wire is idle here; in the next forward the buffers would queue behind gradients.
             self._policy.finish()
             if self._buffer_sync is not None:
                 self._buffer_sync.start(0)
@@ -337,12 +337,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         return map_tensors(inputs, change), map_tensors(kwargs, change)
 
     def sync_buffers(self, source: int) -> None:
-        """Copy ``source``'s buffers to everybody, as torch's class does before each forward. Collective."""
+        """Copy ``source``'s buffers to all workers, as torch's DDP does before each forward. Collective."""
         if self._buffer_sync is not None:
             self._buffer_sync.sync(source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what lives only in this process: the copy makes its own, collectively, on the default group."""
+        """Omit process-local state: the copy creates its own, collectively, on the default group."""
         if not self._policy.is_copyable:
             raise UnsupportedError(
                 "a distributed model cannot be copied with its optimizer; copy model.module, or save model.state_dict()"
@@ -356,7 +356,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 class _Turns:
-    """Tells the policy of a backward's begin and end, and takes over the buffers at its end."""
+    """Reports a backward's beginning and end to the policy, and applies the buffers at its end."""
 
     def __init__(self, policy: Policy, buffers: BufferSync | None) -> None:
         self._policy = policy
@@ -386,7 +386,7 @@ _TORCH_ONLY = {
     "device_mesh": "pass process_group",
     "delay_all_reduce_named_params": "the plan orders all exchanges",
     "param_to_hook_all_reduce": "the plan orders all exchanges",
-    "skip_all_reduce_unused_params": "parameters that nobody uses cost nothing but their share of a bucket",
+    "skip_all_reduce_unused_params": "unused parameters cost only their share of a bucket",
     "bucket_cap_mb_list": "use bucket_cap_mb",
     "batched_grad_copy": "gradients are always copied in batches",
 }

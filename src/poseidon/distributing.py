@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WrapperOptions(TypedDict, total=False):
-    """What :func:`distribute` passes on to :class:`~poseidon.DistributedDataParallel`, which explains it."""
+    """Options that :func:`distribute` passes to :class:`~poseidon.DistributedDataParallel`; see there."""
 
     device_ids: list[int | torch.device] | None
     output_device: int | torch.device | None
@@ -59,20 +59,21 @@ def distribute(
     """Train ``model`` on all workers; returns the wrapped model and the same optimizer object. Collective.
 
     With ``consistency="bsp"`` every step uses everybody's gradients, and ``optimizer.step()`` returns at once: each
-    layer is updated when its gradient has arrived and its next use comes, so the exchange hides behind the next
-    forward too. Reading a parameter, its ``.grad``, a ``state_dict()`` or the optimizer's state waits for just what it
-    reads and sees a finished step. The parameters are bit for bit those of
-    :class:`~poseidon.DistributedDataParallel` with the same options. Arrays made from a parameter earlier
-    (``p.detach().numpy()``) share its memory and are not waited for.
+    layer is updated at its next use, once its gradient has arrived, so the next forward hides the exchange too. Reading
+    a parameter, its ``.grad``, a ``state_dict()`` or the optimizer's state waits for exactly what it reads and sees a
+    finished step. The parameters are bit-identical to those of :class:`~poseidon.DistributedDataParallel` with the same
+    options. Arrays made earlier from a parameter (``p.detach().numpy()``) share its memory, and reading them does not
+    wait.
 
-    With ``"ssp"`` a worker may be ``staleness`` steps ahead of the slowest, with ``"asp"`` any number: nobody waits
-    for a straggler, a worker that dies is reported and the others go on, and replicas differ by the updates they have
-    not seen yet. ``engine/relaxed.py`` says how steps are taken then. Buffers (running statistics) are each worker's
-    own after the first step, and ``close()`` waits for the other workers, which may need the parameters held here.
+    With ``"ssp"`` a worker may be ``staleness`` steps ahead of the slowest, with ``"asp"`` any number: workers do not
+    wait for a straggler within that bound, a worker that dies is reported while the others continue, and replicas
+    differ by the updates they have not seen yet. ``engine/relaxed.py`` describes these steps. After the first step each
+    worker keeps its own buffers (running statistics), and ``close()`` waits for the other workers, which may need the
+    parameters stored here.
 
     ``max_grad_norm`` clips the norm of all gradients together (under ssp and asp: of the worker's own). The other
-    options are those of :class:`~poseidon.DistributedDataParallel`; ssp and asp take ``timeout_s``, ``managed`` and
-    ``settings`` of them.
+    options are those of :class:`~poseidon.DistributedDataParallel`; of these, ssp and asp accept ``timeout_s``,
+    ``managed`` and ``settings``.
     """
     check_optimizer(optimizer)
     check_max_norm(max_grad_norm)
@@ -80,10 +81,10 @@ def distribute(
         raise unknown_name("consistency", consistency, ("bsp", "ssp", "asp"))
     if staleness < 0 or (staleness and consistency != "ssp"):
         raise ConfigError(
-            f"staleness={staleness} with consistency={consistency!r}: only ssp has one, and it is not negative"
+            f"staleness={staleness} with consistency={consistency!r}: only ssp takes one, and it must be at least 0"
         )
     if consistency == "bsp":
-        # One copy of each gradient fewer: nobody but the update reads it from its bucket.
+        # Saves a copy of each gradient: only the update reads it, straight from its bucket.
         exact: Any = {"gradient_as_bucket_view": True, **options}
         return DistributedDataParallel(model, policy=DeferredUpdates(optimizer, max_grad_norm), **exact), optimizer
     relaxed: Any = options
@@ -92,7 +93,7 @@ def distribute(
 
 
 class RelaxedDataParallel(DistributedDataParallel):
-    """What :func:`distribute` returns for bounded staleness and none: use it as the model."""
+    """What :func:`distribute` returns for ssp and asp: use it as the model."""
 
     def __init__(self, module: nn.Module, policy: RelaxedUpdates) -> None:
         super().__init__(module, policy=policy)
@@ -100,10 +101,10 @@ class RelaxedDataParallel(DistributedDataParallel):
 
     @property
     def staleness_seen(self) -> Counter[int]:
-        """How many rows of parameters were read at which staleness, in clocks."""
+        """Number of parameter rows read at each staleness, in clocks."""
         return self._relaxed.staleness_seen
 
     @property
     def losses(self) -> dict[int, int]:
-        """Workers that died, each with its last step known here."""
+        """Workers that died, each with the last step this worker saw from it."""
         return self._relaxed.losses

@@ -6,12 +6,12 @@
     ├── ConfigError        an argument, option, file or environment variable is wrong
     ├── UnsupportedError   the request is understood but cannot be done exactly
     ├── MismatchError      workers disagree about the model, the plan or the replicas
-    ├── ServerError        a parameter server was asked for what it does not hold, or told it twice
+    ├── ServerError        a request names something a parameter server does not hold, or repeats one
     ├── WireError          a message cannot be sent, or a peer cannot be reached
-    │   └── FrameError     bytes that came in are no message of ours
+    │   └── FrameError     received bytes are not a valid message
     └── WorkerLostError    a worker died, hung or went away while others waited for it
 
-The text of an error says who (rank, layer, peer), what, the value seen, the value expected and what to try.
+An error's text says who (rank, layer, peer), what, the value seen, the value expected and what to try.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ConfigError(PoseidonError, ValueError):
 
 
 class UnsupportedError(PoseidonError, RuntimeError):
-    """The request is understood, but no exact way to fulfil it exists."""
+    """The request is understood, but there is no exact way to fulfil it."""
 
 
 class MismatchError(PoseidonError, RuntimeError):
@@ -34,7 +34,7 @@ class MismatchError(PoseidonError, RuntimeError):
 
 
 class ServerError(PoseidonError, RuntimeError):
-    """A parameter server was asked for what it does not hold, or told something twice or out of turn."""
+    """A request names something a parameter server does not hold, or comes twice or out of turn."""
 
 
 class WireError(PoseidonError, RuntimeError):
@@ -42,7 +42,7 @@ class WireError(PoseidonError, RuntimeError):
 
 
 class FrameError(WireError):
-    """Bytes that came in are no message of ours; ``reason`` is the short name under which they are counted."""
+    """Received bytes are not a valid message; ``reason`` is the short name they are counted under."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

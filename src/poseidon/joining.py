@@ -1,4 +1,4 @@
-"""Uneven inputs: what a worker does after its last batch, so that the others can go on."""
+"""Uneven inputs: what a worker does after its last batch, so that the others can continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poseidon.team.team import Team
 
 
 class Joining(Protocol):
-    """The part of a wrapper that takes part in join()."""
+    """What join() needs from a wrapper."""
 
     module: nn.Module
     _team: Team | None
@@ -23,11 +23,11 @@ class Joining(Protocol):
     _will_sync_buffers: bool
 
     def sync_buffers(self, source: int) -> None:
-        """Take over the buffers of one worker."""
+        """Copy one worker's buffers."""
 
 
 class ShadowHook(JoinHook):
-    """Answers every exchange of the others with nothing, and takes over the final model at the end."""
+    """Contributes nothing to every exchange of the others, and copies the final model at the end."""
 
     def __init__(self, owner: Joining) -> None:
         assert owner._team is not None
@@ -37,12 +37,12 @@ class ShadowHook(JoinHook):
         self._engine: Engine = owner._engine
 
     def announce(self, is_synced: bool) -> None:
-        """Tell workers that have run out of input what the coming forward and backward of this one will exchange."""
+        """Tell workers that have run out of input what this worker's next forward and backward exchange."""
         words = [1, int(is_synced), int(self._engine.will_be_dense()), int(self._owner._will_sync_buffers)]
         self._team.gather_ints(words, "the others' next batch")
 
     def main_hook(self) -> None:
-        """Go through one iteration of the others."""
+        """Take part in one iteration of the others."""
         calls = self._team.gather_ints([0, 0, 0, 0], "the others' next batch")
         active = [rank for rank, call in enumerate(calls) if call[0]]
         if any(call[3] for call in calls):
@@ -51,7 +51,7 @@ class ShadowHook(JoinHook):
             self._engine.shadow_backward(is_dense=any(calls[rank][2] for rank in active))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a worker that trained to the end."""
+        """Copy the model of a worker that trained to the end."""
         claims = self._team.gather_ints([int(is_last_joiner)], "the end of join()")
         source = max(rank for rank, (claim,) in enumerate(claims) if claim)
         mirror_all(self._team, tensors_of(self._owner.module, self._owner._ignored), source, "the final model")

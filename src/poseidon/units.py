@@ -39,9 +39,9 @@ class Unit:
     """The parameters that one module owns."""
 
     name: str
-    """The module's path in the model; "(root)" for parameters of the outermost module."""
+    """The module's path in the model; "(root)" for the outermost module."""
     kind: Kind
-    """How the gradient may be written: ``linear`` as a product of factors, ``embedding`` as touched rows."""
+    """Exact forms of the gradient: ``linear`` as a product of factors, ``embedding`` as touched rows."""
     parameters: tuple[ParameterSpec, ...]
     """The weight first, for linear and embedding units."""
     is_sparse: bool = False
@@ -66,7 +66,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Load:
-    """What one training step asks of a unit, on one worker."""
+    """A unit's work in one training step on one worker."""
 
     rows: float
     """Linear: rows of the input (batch times every leading dimension). Embedding: distinct rows touched."""

@@ -99,7 +99,7 @@ def _refusals() -> None:
     model = _net()
     with pytest.raises(ConfigError, match="unknown consistency 'sometimes'; known: asp, bsp, ssp"):
         poseidon.distribute(model, _sgd(model), consistency="sometimes")
-    with pytest.raises(ConfigError, match="only ssp has one"):
+    with pytest.raises(ConfigError, match="only ssp takes one"):
         poseidon.distribute(model, _sgd(model), consistency="asp", staleness=2)
     half = _net().bfloat16()
     with pytest.raises(UnsupportedError, match="float32"):

@@ -1,6 +1,6 @@
-"""Project Adam's way for fully connected layers, to compare with: factors up to one machine, the matrix down again.
+"""Project Adam's scheme for fully connected layers, for comparison: factors up to one machine, the matrix back down.
 
-A route that is simulated only; it also shows how little a route has to say for that.
+The route can only be simulated; it also shows how little a simulated route must define.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from poseidon.units import Load, Unit
 
 
 class FactorPush(Route):
-    """Factors to the machine that holds the unit, and the whole matrix back from it to everybody."""
+    """Factors go to the machine that owns the unit, and the whole matrix goes back to all workers."""
 
     name = "factor-push"
     summary = "a linear layer's factors to one owner, the whole matrix back (Project Adam; simulated only)"
@@ -26,11 +26,11 @@ class FactorPush(Route):
         return unit.kind == "linear"
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
-        """Return what the factors cost; the planner does not choose this route."""
+        """Return the cost of factors; the planner does not choose this route."""
         return None if load is None else factors_cost(unit, load, cluster)
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Two legs, both through the owner's card."""
+        """Return two legs, both through the owner's network card."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
         factors = (0.0 if cost is None else cost.wire_bytes) / max(machines - 1, 1)
@@ -53,7 +53,7 @@ class FactorPush(Route):
 
 
 def pays_pushed(entry: PlanEntry, cluster: Cluster) -> bool:
-    """Return whether Project Adam would push a unit's factors: wherever they are smaller than the matrix."""
+    """Return whether Project Adam would push a unit's factors: if they are smaller than the matrix."""
     if entry.kind != "linear" or not entry.rows:
         return False
     rows, columns = entry.shape[0]

@@ -1,4 +1,4 @@
-"""A prediction in plain words: what limits a step, and what would help most, each with its predicted effect."""
+"""Explains a prediction: what limits a step, and which changes would help most, each with its predicted effect."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from poseidon.sim.systems import SYSTEMS
 
 STANDARD_RATES = (1e9, 2.5e9, 5e9, 10e9, 25e9, 40e9, 100e9)
 WORTH = 0.03
-"""A change that wins less than this is not worth a line."""
+"""Changes that gain less than this are not listed."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that could be done, and what it would bring."""
+    """A possible change and its predicted effect."""
 
     what: str
     samples_per_s: float
     gain: float
-    """Samples per second over those of today."""
+    """Samples per second, relative to today's."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Explanation:
 
 
 def explain(setting: Setting) -> Explanation:
-    """Simulate, then simulate again without each possible limit and with each possible change."""
+    """Simulate as is, without each possible limit, and with each possible change."""
     outcome = simulate(setting)
     limit, reason = _find_limit(setting, outcome)
     changes = [
@@ -69,7 +69,7 @@ def _find_limit(setting: Setting, outcome: Outcome) -> tuple[str, str]:
     name = max(gains, key=lambda each: gains[each])
     share = gains[name] / outcome.step_s
     if share < WORTH:
-        return "compute", "the exchange hides behind computation almost completely"
+        return "compute", "the exchange is hidden behind computation almost completely"
     text = {
         "wire": f"it costs {share:.0%} of a step, and is busy {outcome.busy_s / outcome.step_s:.0%} of it",
         "latency": f"{share:.0%} of a step waits for small messages to arrive",
@@ -88,7 +88,7 @@ def _options(setting: Setting) -> Iterator[tuple[str, Setting]]:
             overlapped = replace(setting, system=SYSTEMS["distribute"])
             yield "poseidon.distribute, which lets the exchange run into the next forward", overlapped
         yield (
-            "gradients in bf16 on the wire (lossy, so it must be asked for)",
+            "gradients in bf16 on the wire (lossy, so opt-in)",
             replace(setting, wire_share=setting.wire_share / 2),
         )
     yield f"batch {2 * profile.batch} per worker", replace(setting, profile=profile.with_batch(2 * profile.batch))
@@ -108,7 +108,7 @@ def format_explanation(explanation: Explanation) -> str:
         return lines[0]
     lines.append(f"limit: {explanation.limit}; {explanation.reason}")
     if not explanation.changes:
-        lines.append("nothing that is simulated here would help by more than 3 %")
+        lines.append("no simulated change would help by more than 3 %")
         return "\n".join(lines)
     lines.append("what would help most:")
     for change in explanation.changes:

@@ -1,4 +1,4 @@
-"""Simulated time: what happens next, in one order whenever it is run."""
+"""Simulated time: a deterministic event queue."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 class Agenda:
-    """A queue of calls in the future; calls due at the same moment run in the order they were added."""
+    """A queue of future calls; calls due at the same time run in the order they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._entries: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
-        """Calls added so far: what a simulation costs."""
+        """Calls added so far, as a measure of a simulation's cost."""
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Run ``call`` when ``seconds`` of simulated time have passed."""
@@ -21,7 +21,7 @@ class Agenda:
         self.count += 1
 
     def run(self) -> None:
-        """Run until nothing is left to happen."""
+        """Run until the queue is empty."""
         while self._entries:
             self.now, _, call = heapq.heappop(self._entries)
             call()

@@ -13,7 +13,7 @@ from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
 
 LAB_LATENCY_S = 50e-6
-"""Between programs of two emulated machines on an idle host."""
+"""Latency between programs on two emulated machines, on an idle host."""
 SIMULATED = {
     "linear": "linear",
     "ddp": "ddp",
@@ -21,23 +21,23 @@ SIMULATED = {
     "poseidon": "poseidon",
     "poseidon-distribute": "distribute",
 }
-"""Systems of the benchmark, and what simulates each."""
+"""The benchmark's systems, and what simulates each."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a benchmark knows of a cell before any system but the linear one has run."""
+    """What a benchmark knows about a cell once only the linear system has run."""
 
     profile: Profile
-    """Of one worker while all compute; it is scaled to the linear measurement."""
+    """One worker's profile while all compute; it is scaled to the linear measurement."""
     linear_s: float
-    """A step of the linear system, which is all computation."""
+    """Step time of the linear system, which only computes."""
     machines: int
     rate_bits: float
     is_gpu: bool
     """Workers share a GPU, and NCCL carries their collectives."""
     cores: int
-    """Of the host, shared by all machines."""
+    """Cores of the host, shared by all machines."""
     flops: float
     """One worker's matrix rate while all compute."""
     compacts: bool = False

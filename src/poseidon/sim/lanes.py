@@ -1,8 +1,8 @@
-"""One direction of a network card, or a link inside a machine: carries one piece after the other.
+"""One direction of a network card, or a link inside a machine: carries one piece at a time.
 
-Freights of a lower priority number go first. Freights of one stream keep their order; streams of equal priority (a
-collective beside direct messages, say) take turns, piece by piece, which is how TCP connections share a card. A
-piece under way is not interrupted: its size is what a transport has in flight, and an urgent freight waits that long.
+Freights with a lower priority number go first. Freights of one stream keep their order; streams of equal priority (such
+as a collective beside direct messages) take turns, piece by piece, as TCP connections share a card. A piece under way
+is not preempted: its size is what a transport has in flight, and an urgent freight waits that long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from poseidon.sim.agenda import Agenda
 
 @dataclass(slots=True)
 class Freight:
-    """Bytes to carry, and whom to tell."""
+    """Bytes to carry, and a callback for when they are done."""
 
     stream: str
     size_bytes: float
@@ -40,7 +40,7 @@ class Lane:
         self._on_freight = on_freight
         self._waiting: dict[str, list[tuple[int, int, Freight]]] = {}
         self._turns: list[str] = []
-        """Streams with something to carry, the one whose turn it is first."""
+        """Streams with something to carry; the first is next."""
         self._count = 0
         self._is_busy = False
 
@@ -75,7 +75,7 @@ class Lane:
         self._agenda.after(seconds, lambda: self._carried(stream, freight))
 
     def _carried(self, stream: str, freight: Freight) -> None:
-        # Behind the streams that came meanwhile.
+        # Behind the streams that arrived meanwhile.
         self._turns.remove(stream)
         if self._waiting[stream]:
             self._turns.append(stream)

@@ -1,10 +1,10 @@
-"""What real transports make of a wire: named constants, each with where it comes from.
+"""How efficiently real transports use a wire: named constants, each with its source.
 
-A byte costs its time on the wire and some work on the host. Where the two overlap (pipelined), the slower one rules,
-with a rounded corner between: ``(wire^3 + host^3)^(1/3)``. Where they alternate, they add up.
+A byte costs time on the wire and work on the host. Where the two overlap (pipelined), the slower one dominates, with a
+smooth transition: ``(wire^3 + host^3)^(1/3)``. Where they alternate, they add up.
 
-The host's part was measured by summing 241 MB over 8 emulated machines (422 MB leave each) on 16 cores, two for each
-worker, at two link speeds, in two or three runs (``benchmarks/wire.sh gpu``); least .. most:
+The host's part was measured by summing 241 MB over 8 emulated machines (each sends 422 MB) on 16 cores, two per worker,
+at two link speeds, in two or three runs (``benchmarks/wire.sh gpu``); minimum .. maximum:
 
 =================  ==========  ==========  ===================================
 ms                 10 Gbit/s   25 Gbit/s   model
@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from poseidon.errors import unknown_name
 
 ETHERNET_PAYLOAD = 1448 / 1538
-"""Share of an Ethernet link left for data: TCP with timestamps at MTU 1500, preamble and gap counted."""
+"""Share of an Ethernet link that carries data: TCP with timestamps at MTU 1500, including preamble and gap."""
 LAB_PAYLOAD = 0.997
-"""The same in an emulated cluster, whose shaping counts packets before they are cut to the MTU; as counted there."""
+"""The same in an emulated cluster, whose shaping counts packets before they are cut to the MTU; measured there."""
 CORES_MEASURED = 2.0
-"""Cores for each worker where the host's part was measured."""
+"""Cores per worker when the host's part was measured."""
 LEAST_HOST = 0.8
-"""What is left of the host's part with cores to spare, where a transport's own thread cannot be spread any further:
+"""What remains of the host's part with spare cores, when a transport's own thread cannot be parallelized further:
 fitted to 2 and 4 machines on 16 cores at 25 Gbit/s."""
 
 _CORNER = 3.0
@@ -38,23 +38,23 @@ _CORNER = 3.0
 
 @dataclass(frozen=True)
 class Medium:
-    """How one way of moving bytes uses the wire and the host."""
+    """How a transport uses the wire and the host."""
 
     name: str
     host_s_per_byte: float
-    """Host work for each byte a machine sends (and receives)."""
+    """Host work per byte a machine sends (and receives)."""
     is_pipelined: bool
     """Host work overlaps with the wire; otherwise they add up."""
     message_s: float = 0.0
-    """Host work for what one unit sends to one peer by messages of its own, and as much for what comes from it."""
+    """Host work for one unit's direct messages to one peer, and as much for those it receives from that peer."""
     has_trees: bool = False
-    """Collectives may go along trees, whose depth grows with the logarithm of the machines."""
+    """Collectives may use trees, whose depth grows with the logarithm of the machine count."""
 
     def seconds_per_byte(self, wire_bytes_per_s: float, wire_share: float = 1.0) -> float:
         """Return the time of one byte on a link of this rate.
 
-        Values that were shortened to ``wire_share`` of their bytes cost the host as much as before, so each byte more:
-        measured with NCCL and bf16, which takes 1.1 to 1.2 ns per byte at 10 Gbit/s where fp32 takes 0.87.
+        Values shortened to ``wire_share`` of their bytes cost the host the same per value, so more per byte: measured
+        with NCCL and bf16, which takes 1.1 to 1.2 ns per byte at 10 Gbit/s where fp32 takes 0.87.
         """
         wire, host = 1 / wire_bytes_per_s, self.host_s_per_byte / wire_share
         if not self.is_pipelined:
@@ -62,12 +62,12 @@ class Medium:
         return float((wire**_CORNER + host**_CORNER) ** (1 / _CORNER))
 
     def hops(self, members: int) -> int:
-        """Return how many messages follow each other in an allreduce."""
+        """Return the number of sequential messages in an allreduce."""
         ring = 2 * (members - 1)
         return min(ring, 2 * math.ceil(math.log2(members)) + 2) if self.has_trees and members > 1 else ring
 
     def on_cores(self, cores_per_worker: float) -> Medium:
-        """Return the transport where workers have fewer cores, or more, than where it was measured."""
+        """Return the transport for another number of cores per worker than it was measured with."""
         shortage = CORES_MEASURED / cores_per_worker
         return replace(
             self,
@@ -82,7 +82,7 @@ MEDIA = {
         Medium("ideal", 0.0, is_pipelined=True, has_trees=True),
         Medium("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
         Medium("gloo", 0.22e-9, is_pipelined=False),
-        # The time of a message is fitted to the recommender on 4 and 8 machines, whose eight tables make little else.
+        # Time per message, fitted to the recommender on 4 and 8 machines: its eight tables send little else.
         Medium("messages", 0.58e-9, is_pipelined=True, message_s=0.35e-3),
     )
 }

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from poseidon.planning.planner import Plan
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on one machine, for the timeline."""
+    """A busy interval on one machine, for the timeline."""
 
     place: str
     """``device``, ``out`` or ``in``."""
@@ -23,44 +23,44 @@ class Span:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step in the long run, and where its time goes."""
+    """A steady-state step, and where its time goes."""
 
     step_s: float
-    """From one step's end to the next, once every step is like the one before."""
+    """Time from one step's end to the next, in steady state."""
     compute_s: float
-    """What one worker alone would take."""
+    """Step time of one worker alone."""
     busy_s: float
-    """Time a card's busier direction is at work, per step, on the machine where it is longest."""
+    """Time per step that a card's busier direction is in use, on the busiest machine."""
     sent_bytes: float
-    """What a machine's card sends per step, on the machine that sends most."""
+    """Bytes per step sent by the machine that sends most."""
     machines: int
     workers: int
     batch: int
     plan: Plan
     spans: tuple[Span, ...] = field(default=(), repr=False)
-    """One machine's timeline, where it was asked for."""
+    """One machine's timeline, if requested."""
     waits: tuple[float, ...] = ()
-    """Share of its time that each worker waited, with relaxed consistency."""
+    """Share of its time each worker spent waiting, with relaxed consistency."""
 
     events: int = 0
-    """How much had to be simulated."""
+    """Number of simulated events."""
 
     @property
     def speedup(self) -> float:
-        """How many workers' worth of work is done; a worker alone is 1."""
+        """Throughput relative to one worker alone."""
         return self.workers * self.compute_s / self.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """What the whole cluster trains."""
+        """Throughput of the whole cluster."""
         return self.workers * self.batch / self.step_s
 
     @property
     def exposed_s(self) -> float:
-        """What the step takes beyond computing."""
+        """Step time beyond computation."""
         return max(0.0, self.step_s - self.compute_s)
 
     @property
     def wait_share(self) -> float:
-        """Share of its time that an average worker waits."""
+        """Share of its time the average worker spends waiting."""
         return fmean(self.waits) if self.waits else self.exposed_s / self.step_s

@@ -1,7 +1,7 @@
-"""The Poseidon paper's cluster (2017), and how far its published speedups follow from its hardware.
+"""The Poseidon paper's cluster (2017), and how well its hardware explains its published speedups.
 
-Constants of the hardware are stated, not fitted. Two numbers are fitted to the table of VGG19-22K with the Caffe engine
-(15 speedups), and to nothing else; every other prediction follows without further fitting.
+Hardware constants are given, not fitted. Two numbers are fitted to the table of VGG19-22K with the Caffe engine (15
+speedups) and to nothing else; all other predictions follow without further fitting.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from poseidon.sim.steps import simulate
 from poseidon.sim.systems import find_system
 
 TITAN_X_FLOPS = 6.144e12 * 2 / 3
-"""GeForce GTX Titan X (Maxwell): 3072 cores x 2 operations x 1 GHz by its data sheet, of which the libraries of the
-time reached about two thirds on VGG; one machine then trains 33 images of VGG19-22K per second."""
+"""GeForce GTX Titan X (Maxwell): 3072 cores x 2 operations x 1 GHz per its data sheet, of which the libraries of the
+time reached about two thirds on VGG; one machine then trains on 33 images of VGG19-22K per second."""
 BATCH = 32
 """Images per machine and step."""
 LINK_BITS = 40e9
 """40 GbE."""
 STAGING_BYTES_PER_S = 12e9
-"""PCI Express 3.0 x16 in practice; gradients and values cross it by way of host memory."""
+"""PCI Express 3.0 x16 in practice; gradients and values cross it to and from host memory."""
 CHUNK_BYTES = 2 * 2**20
-"""Size of the key-value pairs that the paper's servers are cut into."""
+"""Size of the key-value pairs in the paper's servers."""
 LATENCY_S = 200e-6
-"""Between two programs, through the sockets of both hosts."""
+"""Latency between two programs, through both hosts' sockets."""
 
 HOST_BITS = 14.0e9
-"""Fitted, the first of two: what the hosts of the time move through their sockets, servers' sums included."""
+"""First fitted number: socket throughput of the hosts of the time, including the servers' sums."""
 INCAST_EXPONENT = 0.51
-"""Fitted, the second of two: with P machines all sending at once after backward, the wire is slower by P to this
-power."""
+"""Second fitted number: when P machines all send at once after backward, the wire is slower by P to this power."""
 
 NODES = (2, 4, 8, 16, 32)
 PUBLISHED = {
@@ -51,7 +50,7 @@ def predict(profile: Profile, system: str, machines: int, link_bits: float = LIN
     """Simulate one figure; ``profile`` is the network's, estimated at :data:`TITAN_X_FLOPS` with :data:`BATCH`."""
     rate = min(link_bits * ETHERNET_PAYLOAD, HOST_BITS)
     setting = Setting(
-        # The server applies the update.
+        # The server applies the update, not the worker.
         profile=replace(profile, update_s=0.0),
         cluster=Cluster(machines, between=Link(rate, LATENCY_S), flops=TITAN_X_FLOPS),
         system=find_system(system),

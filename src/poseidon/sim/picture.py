@@ -36,7 +36,7 @@ NAMES = {
     "poseidon": "Poseidon",
     "distribute": "poseidon.distribute",
 }
-"""Systems as a reader knows them."""
+"""Display names of the systems."""
 
 PHASES = {
     "forward": ("tab:blue", "forward"),
@@ -75,14 +75,14 @@ def draw_speedups(points: Sequence[Point], path: Path, title: str) -> None:
         _draw_panel(axis, chosen)
         axis.set_title(f"{format_rate(rate)}, batch {batch} per worker", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
-    # Below the panels: inside one it would cover lines.
+    # Below the panels: inside one, it would cover lines.
     figure.legend(handles, labels, ncols=min(4, len(labels)), loc="outside lower center", fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
 
 def draw_timelines(outcomes: Mapping[str, Outcome], path: Path, title: str) -> None:
-    """Write what the first machine's device and network do in two steps, one panel per system, all on one scale."""
+    """Draw two steps of the first machine's device and network, one panel per system, all on one scale."""
     figure, axes = new_figure(len(outcomes), width=9.0, height=1.45, columns=1)
     longest_ms = max(outcome.step_s for outcome in outcomes.values()) * STEPS_SHOWN * 1e3
     for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):

@@ -1,8 +1,8 @@
-"""Steps without lockstep: bounded staleness and none, with the parameter server's own clocks.
+"""Steps without lockstep: bounded or unbounded staleness, with the parameter server's own clocks.
 
-A worker sends the updates of a step as they come in backward; the step counts (its clock ticks) once the servers have
-them all. It may begin the next one when the clocks say so. The servers send fresh values in the background, so a
-worker that is allowed to go on need not wait for them; in lockstep (bound 0) it has to.
+A worker sends a step's updates as backward produces them; its clock ticks once the servers have them all. It may begin
+the next step when the clocks allow it. The servers send fresh values in the background, so a worker within the bound
+need not wait for them; in lockstep (bound 0) it must.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from poseidon.sim.workload import make_workload
 from poseidon.tables.clocks import Clocks
 
 GROUPS = 6
-"""Into so many pushes a backward is divided: enough for overlap, few enough for many machines and steps."""
+"""Number of pushes per backward: enough for overlap, few enough for many machines and steps."""
 
 
 def simulate_relaxed(setting: Setting, bound: int | None) -> Outcome:
-    """Return what a step takes on average when workers may be ``bound`` clocks apart; None: no bound at all."""
+    """Return the average step when workers may be ``bound`` clocks apart; None: no bound."""
     if not setting.system.has_server:
         raise ConfigError(f"{setting.system.name} works in lockstep; staleness needs a system with a parameter server")
     return _Relaxed(setting, bound).outcome()
@@ -34,10 +34,10 @@ class _Relaxed:
         self.agenda = Agenda()
         self.clocks = Clocks(range(setting.cluster.machines), bound)
         self.workload = make_workload(setting)
-        # Whole gradients go up and values come down; everything else goes one way.
+        # Full gradients go up and values come down; everything else goes one way.
         is_whole = {"allreduce": 0.5, "sharded": 0.5}
         self.share_bytes = sum(each.out_bytes * is_whole.get(each.route, 1.0) for each in self.workload.transfers)
-        """What one worker's updates weigh on the wire, and the values that come back."""
+        """Bytes on the wire of one worker's updates, and of the values that come back."""
         self.workers = [_Worker(self, rank) for rank in range(setting.cluster.machines)]
 
     def outcome(self) -> Outcome:
@@ -45,7 +45,7 @@ class _Relaxed:
             worker.try_begin()
         self.agenda.run()
         setting, workers = self.setting, self.workers
-        # Workers may differ in speed, so what counts is the sum of their rates.
+        # Workers may differ in speed, so the sum of their rates counts.
         rate = sum(setting.steps / worker.end_s for worker in workers)
         return Outcome(
             step_s=len(workers) / rate,
@@ -61,7 +61,7 @@ class _Relaxed:
         )
 
     def delivered(self, rank: int) -> None:
-        """Take note that a worker's updates of a step have reached the servers; send values when that frees some."""
+        """Record that a worker's updates of a step have reached the servers; send any values this releases."""
         if self.clocks.tick(rank):
             for worker in self.workers:
                 worker.refresh()
@@ -72,7 +72,7 @@ class _Relaxed:
 class _Worker:
     """A device, and a card whose sending direction carries updates up and values down.
 
-    Every card serves its shard to all workers, so what leaves it weighs what reaches it.
+    Every card serves its shard to all workers, so it sends as many bytes as it receives.
     """
 
     def __init__(self, run: _Relaxed, rank: int) -> None:
@@ -86,17 +86,17 @@ class _Worker:
         self._begun = 0
         """Steps begun so far."""
         self._fresh = 0
-        """Clocks of the slowest worker whose values have come."""
+        """Clock of the slowest worker, as of the last values received."""
         self._pending: dict[int, int] = {}
         """By step: pushes still on their way."""
 
     def try_begin(self) -> None:
-        """Begin the next step if the clocks allow it, and in lockstep the fresh values are here."""
+        """Begin the next step if the clocks allow it and, in lockstep, the fresh values have arrived."""
         run = self._run
         if not self._is_idle or self._begun == run.setting.steps:
             return
         is_stale = run.bound == 0 and self._fresh < self._begun
-        # Without a bound, memory still is one: a step's updates leave before those of the next but one come.
+        # Even without a bound, memory is one: a step's updates must leave before those of two steps later.
         is_behind = run.bound is None and len(self._pending) > 1
         if is_stale or is_behind or not run.clocks.may_read(self._rank, self._begun):
             return
@@ -105,7 +105,7 @@ class _Worker:
         self._compute()
 
     def refresh(self) -> None:
-        """Let the servers' fresh values come."""
+        """Fetch the servers' fresh values."""
         self._submit(self._run.share_bytes, self._refreshed, "values")
 
     def _refreshed(self) -> None:

@@ -1,7 +1,7 @@
 """Steps in lockstep: machines compute, transfer what is ready, and wait for what they need.
 
-Where all machines do the same at the same time one is simulated and stands for all: every leg of an transfer then ends
-everywhere at once. Otherwise each has its own device and card, and a leg ends when the last machine is done with it.
+If all machines do the same at the same time, one is simulated and represents all: every leg of a transfer then ends
+everywhere at once. Otherwise each has its own device and card, and a leg ends when the last machine finishes it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from poseidon.sim.workload import Workload, count_transfers, make_workload
 
 
 def simulate(setting: Setting, keep_spans: bool = False) -> Outcome:
-    """Return what a step takes in the long run; ``keep_spans`` adds the first machine's timeline."""
+    """Return the steady-state step; ``keep_spans`` adds the first machine's timeline."""
     return _Run(setting, keep_spans).outcome()
 
 
 class _Run:
-    """One simulation: machines, the exchanges under way, and the agenda that drives them."""
+    """One simulation: machines, the transfers under way, and the agenda that drives them."""
 
     def __init__(self, setting: Setting, keep_spans: bool) -> None:
         self.setting = setting
@@ -34,7 +34,7 @@ class _Run:
         self._travelling: dict[tuple[int, int], _Journey] = {}
         collectives = [number for number, transfer in enumerate(self.workload.transfers) if transfer.is_collective]
         self._turns = ((step, number) for step in range(setting.steps) for number in collectives)
-        """Collectives in the one order that all machines keep."""
+        """Collectives, in the order that all machines keep."""
         self._turn = next(self._turns, None)
         self._users: dict[int, list[int]] = {}
         for number, transfer in enumerate(self.workload.transfers):
@@ -46,9 +46,9 @@ class _Run:
         for machine in self.machines:
             machine.begin_step()
         self.agenda.run()
-        assert all(len(machine.ends) == setting.steps for machine in self.machines), "a machine waits for ever"
+        assert all(len(machine.ends) == setting.steps for machine in self.machines), "a machine waits forever"
         ends = [max(machine.ends[step] for machine in self.machines) for step in range(setting.steps)]
-        # With random delays the mean is what counts; otherwise the last step, when the first one's idle wire is over.
+        # With random delays the mean counts; otherwise the last step, which the initially idle wire no longer affects.
         is_random = setting.straggle > 0
         step_s = (ends[-1] - ends[0]) / (len(ends) - 1) if is_random else ends[-1] - ends[-2]
         return Outcome(
@@ -65,7 +65,7 @@ class _Run:
         )
 
     def ready(self, machine: _Machine, step: int, unit: int) -> None:
-        """Take note that a machine has a unit's gradient of a step."""
+        """Record that a machine has a unit's gradient of a step."""
         for number in self._users.get(unit, ()):
             journey = self._travelling.get((step, number))
             if journey is None:
@@ -79,12 +79,12 @@ class _Run:
             journey.begin()
 
     def collective_over(self) -> None:
-        """Let the next one go."""
+        """Start the next collective."""
         self._turn = next(self._turns, None)
         self.try_collectives()
 
     def forget(self, journey: _Journey) -> None:
-        """Let go of an transfer that is over."""
+        """Drop a finished transfer."""
         del self._travelling[journey.step, journey.number]
 
 
@@ -105,7 +105,7 @@ class _Machine:
         self._step = -1
         self._missing = count_transfers(run.workload.transfers, len(profile.units))
         self._absent: dict[int, list[int]] = {}
-        """By step: how many exchanges each unit still waits for."""
+        """By step: how many transfers each unit still waits for."""
         self._rebuilds: list[int] = []
         self._blocked: Callable[[], None] | None = None
 
@@ -147,7 +147,7 @@ class _Machine:
             self._after_backward()
             return
         one = profile.units[order[place]]
-        # Half of a linear layer's backward at most makes its weight's gradient.
+        # At most half of a linear layer's backward computes the weight's gradient.
         seconds = max(one.backward_s - run.workload.saved_s[order[place]], one.backward_s / 2)
         seconds *= self.factors[self._step]
         self._compute(one.unit.name, seconds, lambda: self._backward(place + 1), "backward")
@@ -186,7 +186,7 @@ class _Machine:
     # Both.
 
     def arrived(self, step: int, transfer: Transfer) -> None:
-        """Take note that an transfer is over."""
+        """Record that a transfer has finished."""
         if step in self._absent:
             for unit in transfer.units:
                 self._absent[step][unit] -= 1
@@ -211,7 +211,7 @@ class _Machine:
 
 
 class _Journey:
-    """One transfer of one step, on its way on all machines."""
+    """One transfer of one step, on all machines."""
 
     def __init__(self, run: _Run, number: int, step: int) -> None:
         self._run, self.number, self.step = run, number, step
@@ -221,7 +221,7 @@ class _Journey:
         self._entered = 0
         self._leg = -1
         self._open = 0
-        """Directions still busy with the present leg, over all machines."""
+        """Directions still busy with the current leg, over all machines."""
         self.has_begun = False
         self._priority = transfer.priority if run.setting.system.overlaps_forward else 0
 
@@ -249,7 +249,7 @@ class _Journey:
             self.has_begun = True
             self._leg = 0
             self._open = 2 * len(self._run.machines)
-        # A machine's own part leaves at once; only the leg's end waits for all.
+        # A machine's own part leaves at once; only the leg's end waits for all machines.
         self._send(machine, self.transfer.legs[0])
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Many simulations: every system on every number of machines, link speed and batch."""
+"""Many simulations: every system at every machine count, link speed and batch size."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Point:
 
 
 def sweep(base: Setting, axes: Axes, bound: int | None = 0) -> list[Point]:
-    """Simulate every combination; ``bound`` is how many clocks workers may be apart (None: any number)."""
+    """Simulate every combination; workers may be ``bound`` clocks apart (None: any number)."""
     points = []
     for batch, rate, machines, system in itertools.product(axes.batches, axes.rates_bits, axes.machines, axes.systems):
         cluster = replace(base.cluster, machines=machines)

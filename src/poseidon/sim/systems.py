@@ -1,4 +1,4 @@
-"""The systems that can be simulated: what each sends, by which way, and when."""
+"""The systems that can be simulated: what each sends, how, and when."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class System:
     name: str
     summary: str
     dense: Literal["none", "allreduce", "sharded", "planned"] = "allreduce"
-    """How whole gradients travel: by collectives, through a parameter server, or either, as the planner says."""
+    """How full gradients travel: by collectives, through a parameter server, or as the planner decides."""
     special: Literal["none", "planned", "factor-push"] = "none"
-    """Linear and embedding units: as whole gradients, as the planner says, or factors up and the matrix down."""
+    """Linear and embedding units: as full gradients, as the planner decides, or factors up and the matrix down."""
     is_wait_free: bool = True
-    """Exchanges start during backward, as each gradient is ready (DWBP)."""
+    """Exchanges start during backward, as each gradient becomes ready (DWBP)."""
     overlaps_forward: bool = False
-    """The next forward waits unit by unit, and what it needs first goes first."""
+    """The next forward waits for one unit at a time, and what it needs first goes first."""
     packing: Literal["engine", "ddp", "whole", "units"] = "engine"
-    """Which gradients travel together: as Poseidon's engine packs, as torch's DDP does, all in one, or none."""
+    """Which gradients travel together: as in Poseidon's engine, as in torch's DDP, all of them, or none."""
     bucket_bytes: int = limit_collective(None, defers=False)
-    """Most bytes that share a collective, as torch's and Poseidon's wrappers have it by default."""
+    """Maximum bytes per collective; the default of torch's and Poseidon's wrappers."""
 
     @property
     def has_server(self) -> bool:
-        """Whether it may keep values in a parameter server, so that workers can drift apart."""
+        """Whether a parameter server may hold the values, so that workers can drift apart."""
         return self.dense == "sharded" or self.overlaps_forward
 
 

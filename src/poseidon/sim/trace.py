@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace: open it in Perfetto (ui.perfetto.dev) to see what overlaps what."""
+"""Writes a timeline as a Chrome trace: open it in Perfetto (ui.perfetto.dev) to see what overlaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS = {"device": (1, "device"), "out": (2, "network card, sending")}
 
 
 def write_trace(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    """Write one process per outcome, with a row for the device and one for the card."""
+    """Write one process per outcome, with one row for the device and one for the network card."""
     events: list[dict[str, Any]] = []
     for process, (name, outcome) in enumerate(outcomes.items(), start=1):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})

@@ -1,4 +1,4 @@
-"""A plan as things to move: which units wait for each other, and how many bytes leave each machine when they go."""
+"""A plan as transfers: which units travel together, and how many bytes each machine sends."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from poseidon.sim.adam import FactorPush, pays_pushed
 from poseidon.sim.setting import Setting
 
 MOST_ROUNDS = 400
-"""A model is cut into about as many rounds of chunks at most, and into fewer where machines are followed one by one:
-finer ones change the answer by less than they cost."""
+"""About the most rounds of chunks to cut a model into, or fewer if machines are simulated individually: finer ones cost
+more than they change."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """All transfers of a step, in the order in which they become ready, and what they ask of the device."""
+    """All transfers of a step, in the order in which they become ready, and their work on the device."""
 
     plan: Plan
     transfers: tuple[Transfer, ...]
     rebuild_s: tuple[float, ...]
-    """By unit: on the device once its transfer is over."""
+    """By unit: device time once its transfer has finished."""
     saved_s: tuple[float, ...]
-    """By unit: what its backward is shorter by than the profile says."""
+    """By unit: how much shorter its backward is than in the profile."""
 
     @property
     def wire_bytes(self) -> float:
-        """What a machine sends per step."""
+        """Bytes a machine sends per step."""
         return sum(transfer.out_bytes for transfer in self.transfers)
 
 
@@ -67,14 +67,14 @@ def make_workload(setting: Setting) -> Workload:
 
 @dataclass(frozen=True)
 class _Packing(Packing):
-    """Packs as the simulated system does."""
+    """Packs like the simulated system."""
 
     style: str = "engine"
 
     def pack(self, route: Route, sizes: Sequence[tuple[Hashable, int]], units: Sequence[int]) -> list[list[int]]:
         is_served = route.name == "sharded"
         if self.style == "engine" or not route.is_packed:
-            # The limit is the system's for collectives; the server's own follows from its chunks.
+            # The system's limit applies to collectives; the server's follows from its chunks.
             asked = None if is_served else self.asked_bytes
             limit = route.limit_bytes(asked, self.defers, self.cluster)
             return assign_buckets(sizes, limit) if route.is_packed else super().pack(route, sizes, units)
@@ -86,7 +86,7 @@ class _Packing(Packing):
 
 
 def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20) -> list[list[int]]:
-    """Return how torch's DistributedDataParallel packs: a small first bucket, then full ones."""
+    """Return buckets as torch's DistributedDataParallel packs them: a small first one, then full ones."""
     buckets: list[list[int]] = [[]]
     total = 0
     for index, size in enumerate(sizes):
@@ -99,7 +99,7 @@ def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20
 
 
 def _route(setting: Setting, entry: PlanEntry, routes: Routes) -> str:
-    """Return the way a system sends a unit, given what the planner says of it."""
+    """Return the route by which a system sends a unit, given the planner's decision."""
     system = setting.system
     is_short = routes[entry.route].delivers != "gradients"
     if system.special == "planned" and is_short:
@@ -126,7 +126,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
 
 
 def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, int]) -> list[Transfer]:
-    """Return the transfers with collectives in the order that the engine settles when forward need not wait for all."""
+    """Return the transfers with collectives in the order the engine uses when forward need not wait for all."""
     profile = setting.profile
     ready_s = list(itertools.accumulate(profile.units[i].backward_s for i in profile.ready_order))
     per_byte = setting.collectives.seconds_per_byte(setting.wire_bytes_per_s(0))
@@ -139,13 +139,13 @@ def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, in
 
 
 def _device_s(entry: PlanEntry, route: str) -> tuple[float, float]:
-    """Return what rebuilding a gradient from everybody's factors takes, and what not making one's own saves."""
+    """Return the time to rebuild a gradient from all factors, and the time saved by not computing the local one."""
     if route != "factors":
         return 0.0, 0.0
     return entry.costs["factors"].compute_s, entry.costs["allreduce"].compute_s
 
 
 def count_transfers(transfers: Sequence[Transfer], units: int) -> list[int]:
-    """Return for every unit in how many transfers it takes part."""
+    """Return, for every unit, the number of transfers it takes part in."""
     counts = Counter(unit for transfer in transfers for unit in transfer.units)
     return [counts[unit] for unit in range(units)]
