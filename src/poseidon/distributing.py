@@ -58,7 +58,7 @@ def distribute(
 ) -> tuple[DistributedDataParallel, Optimizer]:
     """Train ``model`` on all workers; returns the wrapped model and the same optimizer object. Collective.
 
-    With ``consistency="bsp"`` every step uses everybody's gradients, and ``optimizer.step()`` returns at once: each
+    With ``consistency="bsp"`` every step uses all workers' gradients, and ``optimizer.step()`` returns at once: each
     layer is updated at its next use, once its gradient has arrived, so the next forward hides the exchange too. Reading
     a parameter, its ``.grad``, a ``state_dict()`` or the optimizer's state waits for exactly what it reads and sees a
     finished step. The parameters are bit-identical to those of :class:`~poseidon.DistributedDataParallel` with the same

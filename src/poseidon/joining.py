@@ -37,7 +37,7 @@ class ShadowHook(JoinHook):
         self._engine: Engine = owner._engine
 
     def announce(self, is_synced: bool) -> None:
-        """Tell workers that have run out of input what this worker's next forward and backward exchange."""
+        """Tell workers without further input what this worker's next forward and backward exchange."""
         words = [1, int(is_synced), int(self._engine.will_be_dense()), int(self._owner._will_sync_buffers)]
         self._team.gather_ints(words, "the others' next batch")
 

@@ -3,7 +3,7 @@
 It speaks numpy: gradients come in as arrays, means go out as arrays, and nothing here depends on the framework. The
 engine's parameters are placeholders with a shape and a dtype but no storage.
 
-One step, on each worker alike::
+One step, the same on every worker::
 
     begin(samples)                                  before or during forward
     give / give_factors / give_rows / leave_out     once per variable, as its gradient becomes final; any thread
@@ -276,7 +276,7 @@ class SummingChannel:
         self._group = team.new_group()
 
     def sum(self, array: Array, what: str) -> Array:
-        """Return the sum of everybody's array, the same bits everywhere; blocks."""
+        """Return the sum of all workers' arrays, bit-identical everywhere. Blocks."""
         total = np.array(array, order="C")
         self._team.wait(dist.all_reduce(as_tensor(total), group=self._group, async_op=True), what)
         return total

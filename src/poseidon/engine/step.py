@@ -1,4 +1,4 @@
-"""One step as a state machine: what is missing, what may start, what is under way, and how far the step is. Pure.
+"""One step as a state machine: what is missing, what may start, what is under way, and the step's phase. Pure.
 
 Events go in, actions come out as data; ``backward.py`` carries them out. There are no sockets, threads, tensors or
 optimizers here, so tests can try every order of events in one process (``tests/unit/engine/test_step.py``).

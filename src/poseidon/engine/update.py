@@ -112,7 +112,7 @@ class DeferredUpdates(Policy):
             self.engine.check_forgotten(forgotten)
 
     def finish(self) -> None:
-        """Finish the step that is under way: every gradient has landed, every due update is done."""
+        """Finish the step under way: land every gradient and run every due update."""
         if self._engine is None:
             return
         with self._lock:

@@ -1,7 +1,7 @@
-"""One file per way a gradient travels.
+"""The routes: one file per way a gradient travels.
 
-``base.py`` is the contract of what moves bytes, ``catalogue.py`` the list of routes as the planner sees them. Further
-routes are added with :func:`register`; CONTRIBUTING.md shows one.
+``base.py`` is the contract for code that moves bytes, ``catalogue.py`` lists the routes as the planner sees them.
+:func:`register` adds a route; CONTRIBUTING.md shows an example.
 """
 
 from poseidon.routes.catalogue import register, standard_routes, unregister

@@ -96,7 +96,7 @@ class _Worker:
         if not self._is_idle or self._begun == run.setting.steps:
             return
         is_stale = run.bound == 0 and self._fresh < self._begun
-        # Even without a bound, memory is one: a step's updates must leave before those of two steps later.
+        # Memory limits workers even without a bound: a step's updates must leave before the step after next begins.
         is_behind = run.bound is None and len(self._pending) > 1
         if is_stale or is_behind or not run.clocks.may_read(self._rank, self._begun):
             return
