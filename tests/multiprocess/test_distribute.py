@@ -354,7 +354,7 @@ def _die_in_the_middle() -> str:
 
     with pytest.raises(WorkerLostError) as caught:
         train()
-    with pytest.raises(UnsupportedError, match="start again from a checkpoint"):
+    with pytest.raises(UnsupportedError, match="restart from a checkpoint"):
         optimizer.step()
     return str(caught.value)
 

@@ -115,7 +115,7 @@ def _after_a_broken_backward() -> str:
 
 
 def test_broken_backward_is_not_ignored() -> None:
-    assert "broken off by an error" in run_ranks(_after_a_broken_backward, 2)[0]
+    assert "interrupted by an error" in run_ranks(_after_a_broken_backward, 2)[0]
 
 
 def _no_sync_on_one_rank() -> str:
@@ -129,7 +129,7 @@ def _no_sync_on_one_rank() -> str:
 
 def test_no_sync_on_one_rank_only() -> None:
     messages = run_ranks(_no_sync_on_one_rank, 2)
-    assert any("use no_sync() on all workers alike" in message for message in messages)
+    assert any("use no_sync() on all workers or on none" in message for message in messages)
 
 
 def _replica_changed_on_one_rank() -> str:

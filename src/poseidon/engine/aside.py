@@ -1,8 +1,8 @@
-"""Work that happens in the middle of somebody else's code and must not depend on it.
+"""Isolation from the caller's context, for work that runs in the middle of other code.
 
-A gradient may land, and a deferred update be done, inside a forward under autocast or an evaluation in inference mode.
-Under autocast a product of factors would be rounded to bf16; in inference mode the optimizer's state could never take
-part in training again.
+A gradient may land, or a deferred update run, inside a forward under autocast or an evaluation in inference mode.
+Autocast would round a product of factors to bf16; inference mode would make the optimizer's state unusable for further
+training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Compute as if nothing surrounded this: no autocast, no inference mode, no graph."""
+    """Run the body without the caller's context: no autocast, no inference mode, no graph."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -1,4 +1,4 @@
-"""An engine for any front end: checks that the workers compute alike, finds the links' speeds, puts it together."""
+"""Builds an engine for any front end: checks that all workers compute alike and finds the links' speeds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from poseidon.team.team import Team
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How workers exchange gradients, as the user of a front end outside of PyTorch chose it."""
+    """How workers exchange gradients: the user's choices in a front end other than PyTorch."""
 
     routes: Mapping[str, str] | None = None
-    """Routes to insist on, by unit name or pattern."""
+    """Forced routes, by unit name or pattern."""
     cluster: Cluster | str | Path | None = None
     """Speeds of links and devices, or a file of them, instead of a measurement."""
     timeout_s: float = 300.0
-    """How long to wait for another worker; one of them may be compiling its step or writing a large snapshot."""
+    """How long to wait for another worker, which may be compiling its step or writing a large snapshot."""
 
 
 def assemble_engine(
@@ -38,14 +38,14 @@ def assemble_engine(
 ) -> Engine:
     """Make the engine. Collective.
 
-    Workers that round matrix products differently would rebuild different gradients from the same factors; then no
-    layer travels as factors, whatever ``options`` say, and a warning tells so.
+    Workers that round matrix products differently would rebuild different gradients from the same factors. In that case
+    no layer travels as factors, regardless of ``options``, and a warning is issued.
     """
     if not _computes_alike(team, device):
         linear = [unit.name for unit in units if unit.spec.kind == "linear"]
         wanted = {pattern: route for pattern, route in (options.routes or {}).items() if route != "factors"}
         options = dataclasses.replace(options, routes={**dict.fromkeys(linear, "allreduce"), **wanted})
-    # Inside one machine whole gradients have one way to go, whatever the speeds.
+    # Inside one machine, full gradients have only one route, whatever the speeds.
     needs_speeds = len(team.topology.machines) > 1 or any(unit.spec.kind != "dense" for unit in units)
     return Engine(units, team, find_cluster(team, device, cluster, needs_speeds), options)
 

@@ -1,8 +1,8 @@
-"""Step 2 of the journey: what is ready leaves at once, by its route.
+"""Step 2 of the journey: every item leaves by its route as soon as it is ready.
 
-Before: ``hooks.py`` says that a parameter's gradient is final. After: an exchanger under ``poseidon/routes`` moves the
-item. :class:`~poseidon.engine.step.Step` decides; :class:`Backward` carries out what it says, with real tensors and a
-real team, and holds what this one backward brought and what is under way.
+Before: ``hooks.py`` reports that a parameter's gradient is final. After: an exchanger under ``poseidon/routes`` moves
+the item. :class:`~poseidon.engine.step.Step` decides; :class:`Backward` carries out its actions on real tensors and a
+real team, and holds this backward's contributions and the exchanges under way.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class LiveSchedule:
     """By route."""
 
     def reordered(self, queue: str, order: Sequence[int]) -> LiveSchedule:
-        """Return the same with one queue in another order."""
+        """Return a copy with one queue reordered."""
         return replace(self, schedule=self.schedule.reordered(queue, order))
 
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """Gradients under way together: whose they are, and how to let them land."""
+    """Gradients under way together: their parameters, and how to land them."""
 
     parameters: Sequence[nn.Parameter]
     land: Callable[[], None]
-    """Wait for the means and leave them in ``.grad``."""
+    """Wait for the means and store them in ``.grad``."""
 
 
 class Backward:
@@ -60,29 +60,29 @@ class Backward:
         self.brought = brought
         """By unit."""
         self.stopwatch = stopwatch
-        """Takes the times at which items become complete, if they are wanted."""
+        """Records when items become complete; None if nobody needs the times."""
         self._team = team
         self._exchanges: dict[int, Exchange] = {}
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
 
     def begin(self, unused: Collection[int]) -> None:
-        """Call the roll and start; ``unused`` are parameters that will get no gradient here."""
+        """Send the roll call and start; ``unused`` are parameters that get no gradient on this worker."""
         self._perform(self.step.begin(unused))
 
     def gradient(self, parameter: int, is_dense: bool) -> None:
-        """Take note that a parameter's gradient is final; ``is_dense``: autograd left a full one in ``.grad``."""
+        """Record that a parameter's gradient is final; ``is_dense``: autograd left a full gradient in ``.grad``."""
         self.brought[self.live.schedule.model.unit_of[parameter]].has_dense |= is_dense
         self._perform(self.step.gradient(parameter))
 
     def close(self) -> list[int]:
-        """Send off what has not left yet; return the parameters that no gradient came for."""
+        """Start all remaining items; return the parameters that received no gradient."""
         actions, forgotten = self.step.close()
         self._perform(actions)
         return forgotten
 
     def hear(self, complete: Callable[[Sequence[RollCall]], Sequence[RollCall]]) -> Verdict:
-        """Wait for the others' roll calls and flags; ``complete`` may add to the calls what is known otherwise."""
+        """Wait for the others' roll calls and flags; ``complete`` may fill in what the calls leave out."""
         assert self._calls is not None
         calls = [RollCall.from_words(words) for words in self._calls("the others to start backward")]
         flags = self._flags("the others' flags") if self._flags is not None else ()
@@ -92,7 +92,7 @@ class Backward:
         return verdict
 
     def flights(self) -> list[Flight]:
-        """Return everything under way, in an order in which all workers may let it land."""
+        """Return everything under way, in an order in which all workers can land it."""
         return [
             Flight(self.live.items[item].parameters, lambda item=item: self._land(item))  # type: ignore[misc]
             for item in self.live.schedule.landing_order
@@ -103,7 +103,7 @@ class Backward:
         assert verdict is not None
         used = [verdict.is_used(parameter) for parameter in live.item.parameters]
         with aside():
-            # Taken out first: what it holds on to is freed as it lands.
+            # Removed first, so that its memory is freed as it lands.
             self._exchanges.pop(number).finish(any(used))
             if live.bucket is not None:
                 live.bucket.unpack(used)

@@ -1,4 +1,4 @@
-"""Buffers such as running statistics: copied from one worker to the others, as torch's class does."""
+"""Buffers such as running statistics: copied from one worker to the others, as torch's DDP does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BufferSync:
         self._ignored = ignored
         self._mirrors: list[Mirror] = []
         self._mirrored: list[int] = []
-        """Identities of the buffers in the mirrors."""
+        """``id()`` of each mirrored buffer."""
         self._under_way: list[Callable[[], None]] = []
 
     def sync(self, source: int) -> None:
@@ -28,7 +28,7 @@ class BufferSync:
         self.complete()
 
     def start(self, source: int) -> None:
-        """Begin to copy ``source``'s buffers as they are now; :meth:`complete` takes them over."""
+        """Start copying ``source``'s buffers as they are now; :meth:`complete` applies the copy."""
         named = [(name, buffer) for name, buffer in self._module.named_buffers() if name not in self._ignored]
         if [id(buffer) for _, buffer in named] != self._mirrored:  # a buffer was replaced by assignment
             self._mirrored = [id(buffer) for _, buffer in named]
@@ -36,7 +36,7 @@ class BufferSync:
         self._under_way = [mirror.start_copy(self._team, source, "the buffers") for mirror in self._mirrors]
 
     def complete(self) -> None:
-        """Take over what was sent, if anything was."""
+        """Apply the copy that was started, if any."""
         completions, self._under_way = self._under_way, []
         for complete in completions:
             complete()

@@ -1,4 +1,4 @@
-"""From a model to its units: which module owns which parameters, and in which exact form their gradients can travel."""
+"""Splits a model into units: which module owns which parameters, and in which exact form their gradients can travel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
     """Return the model's units with at least one trainable parameter, in the order of ``model.modules()``.
 
     A parameter that several modules share belongs to the first of them, and its unit is dense: its gradient is a sum
-    over different uses, for which no short form is known. ``ignored`` names parameters to leave alone.
+    over different uses, which has no known short form. ``ignored`` names parameters to skip.
     """
     uses = Counter(
         id(parameter)
@@ -41,7 +41,7 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and len(mine) > 1:
             raise UnsupportedError(
-                f"{path or ROOT}: an embedding with sparse=True can have no other parameter; it has {len(mine)}. "
+                f"{path or ROOT}: an embedding with sparse=True must have exactly one parameter; it has {len(mine)}. "
                 "Use sparse=False: only touched rows travel anyway"
             )
         spec = Unit(path or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
@@ -64,7 +64,7 @@ def _kind(module: nn.Module, parameters: list[nn.Parameter]) -> Kind:
     weight = getattr(module, "weight", None)
     if weight is None or not parameters or parameters[0] is not weight or not weight.is_floating_point():
         return "dense"
-    # Exactly these classes: a subclass may use its weight in ways that nobody here knows of.
+    # Exactly these classes: a subclass may use its weight in some other way.
     if type(module) is nn.Linear and _owns_only(module, "weight", "bias"):
         return "linear"
     if type(module) in (nn.Embedding, nn.EmbeddingBag) and _owns_only(module, "weight"):
@@ -78,6 +78,6 @@ def _owns_only(module: nn.Module, *names: str) -> bool:
 
 
 def tensors_of(model: nn.Module, ignored: Collection[str] = (), with_buffers: bool = True) -> list[torch.Tensor]:
-    """Return every parameter (frozen ones too) and every buffer that replicas must share, each once."""
+    """Return every parameter (frozen ones too) and every buffer that replicas must share, without duplicates."""
     named = [*model.named_parameters(), *(model.named_buffers() if with_buffers else ())]
     return [tensor.detach() for name, tensor in named if name not in ignored]

@@ -1,10 +1,10 @@
-"""One backward after the other: holds units, plan, exchangers and schedules, and the step that is under way.
+"""Runs one backward after another: holds units, plan, exchangers and schedules, and the step under way.
 
-What a front end must tell the engine is small: :meth:`Engine.arm` before a forward, :meth:`Engine.begin_backward` when
-the first gradient is due, :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, factors
-(:meth:`Engine.give`) where :meth:`Engine.collects` says that they are wanted instead of a gradient, and
-:meth:`Engine.end_backward`. Three do so: PyTorch's autograd in ``hooks.py``, Caffe nets in ``caffe/distributed.py``,
-and ``outside.py`` for frameworks that hand over arrays.
+A front end calls :meth:`Engine.arm` before a forward, :meth:`Engine.begin_backward` when the first gradient is due,
+:meth:`Engine.parameter_ready` as each parameter's gradient becomes final, :meth:`Engine.give` with factors where
+:meth:`Engine.collects` asks for them instead of a gradient, and :meth:`Engine.end_backward`. There are three:
+``hooks.py`` for PyTorch's autograd, ``caffe/distributed.py`` for Caffe nets, and ``outside.py`` for frameworks that
+hand over arrays.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from poseidon.team.team import Team
 from poseidon.units import Load
 
 _TIMED_BACKWARD = 3
-"""Which backward of a new plan is timed; the first ones still allocate memory and choose kernels."""
+"""Which backward of a new plan is timed; the earlier ones still allocate memory and select kernels."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the engine works, as the user chose it."""
+    """The engine's user-visible options."""
 
     bucket_bytes: int | None = None
-    """Most bytes that travel together; None: as suits each route."""
+    """Maximum bytes per item; None: each route's default."""
     keep_views: bool = False
-    """Leave ``.grad`` as a view into its bucket (torch calls it gradient_as_bucket_view)."""
+    """Leave ``.grad`` as a view into its bucket (torch's gradient_as_bucket_view)."""
     allow_unused: bool = False
-    """Some parameters may get no gradient in some steps (torch calls it find_unused_parameters)."""
+    """Some parameters may get no gradient in some steps (torch's find_unused_parameters)."""
     static_graph: bool = False
-    """Every backward is like the first: learn from it which gradients come, and how often each is added to."""
+    """Every backward is like the first, which shows which parameters get gradients and how often each accumulates."""
     gather_factors: bool | None = None
-    """Factors travel by a collective (True) or by direct messages (False); None: by a collective where NCCL is."""
+    """Factors travel by a collective (True) or by direct messages (False); None: by a collective with NCCL."""
     routes: Mapping[str, str] | None = None
-    """Routes that the user insists on, by unit name or pattern."""
+    """Routes the user forces, by unit name or pattern."""
     defers: bool = False
-    """Gradients may land after the end of backward, each when it is needed (``update.py``)."""
+    """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class Landing:
 
     flights: Sequence[Flight]
     must_land: bool
-    """Landing something here needs all workers at once, so all must let everything land now, in this order."""
+    """Some landing is collective, so all workers must land everything now, in this order."""
 
 
 @dataclass(frozen=True)
 class _StaticGraph:
-    """What the first backward of a static graph was like."""
+    """What the first backward of a static graph showed."""
 
     additions: tuple[int, ...]
-    """By parameter: how often its gradient is added to."""
+    """By parameter: how often its gradient accumulates."""
     used: tuple[bool, ...]
     """By parameter: whether any worker uses it."""
 
@@ -82,7 +82,7 @@ class _StaticGraph:
 class Engine:
     """Exchanges the gradients of a model's units, backward by backward.
 
-    ``routes`` are those that suit the team and its devices unless given. Making one is collective.
+    ``routes`` defaults to those that suit the team and its devices. Construction is collective.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class Engine:
         self._model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self.parameters])
         self._planning = Replanning(specs, cluster, self._routes, options.routes)
         self._order = list(reversed(range(len(units))))
-        """Units as their gradients are expected to become final."""
+        """Units in the order in which their gradients are expected to become final."""
         self._dense = self._make_live([self._routes.first_for(spec).name for spec in specs])
         self._planned: LiveSchedule | None = None
         self._planned_backwards = 0
         self._static: _StaticGraph | None = None
         self._has_local_gradients = False
         self._factor_dtypes: dict[int, torch.dtype | None] = {}
-        """By unit: type of the last factors seen."""
+        """By unit: dtype of the last factors seen."""
         self._backward: Backward | None = None
-        """The one under way, or the last one."""
+        """The current backward, or the last one."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
@@ -137,16 +137,16 @@ class Engine:
 
     @property
     def phase(self) -> Phase:
-        """How far the last backward is; landed before the first one."""
+        """Phase of the last backward; ``LANDED`` before the first one."""
         return Phase.LANDED if self._backward is None else self._backward.step.phase
 
     @property
     def failure(self) -> BaseException | None:
-        """What broke the exchange, after which the replicas may differ."""
+        """The error that broke the exchange; the replicas may differ after it."""
         return self._failure
 
     def fail(self, error: BaseException) -> None:
-        """Take note that the exchange is broken; the first error stays."""
+        """Record that the exchange is broken; keeps the first error."""
         self._failure = self._failure or error
         if self._backward is not None:
             self._backward.step.fail(error)
@@ -162,13 +162,13 @@ class Engine:
         return self.plan is None
 
     def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
-        """Record load on a unit in this backward, and the type its factors would have."""
+        """Record load on a unit in this backward, and the dtype its factors would have."""
         self._planning.observe(unit.name, load)
         if factor_dtype is not None:
             self._factor_dtypes[unit.index] = factor_dtype
 
     def local_gradient(self) -> None:
-        """Take note that a backward without exchange has left gradients behind."""
+        """Record that a backward without an exchange accumulated local gradients."""
         self._has_local_gradients = True
 
     def collects(self, unit: LiveUnit) -> bool:
@@ -184,29 +184,29 @@ class Engine:
         return self.is_armed and planned is not None and self._delivers(planned, unit) == "rows"
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
-        """Add the factors of one call of a linear unit to the backward under way; any thread may."""
+        """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
         assert self._backward is not None
         self._backward.brought[unit.index].give(x, g)
 
     def arm(self, is_armed: bool, batch: int) -> None:
-        """Say, before a forward, whether the backward to come exchanges gradients, and the size of its batch."""
+        """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
-                f"rank {self.team.rank}: backward {self.step} was broken off by an error, so the replicas may differ; "
-                "start again from a checkpoint"
+                f"rank {self.team.rank}: backward {self.step} was interrupted by an error, so the replicas may differ; "
+                "restart from a checkpoint"
             )
         self.is_armed, self.batch = is_armed, batch
         self.team.watch.note(self.step, "in forward")
 
     def will_be_dense(self) -> bool:
-        """Whether the next backward sends full gradients only: before there is a plan, and after no_sync."""
+        """Whether the next backward sends full gradients only: before the first plan, and after no_sync."""
         return self._planned is None or self._has_local_gradients
 
     def begin_backward(
         self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None, is_joined: bool = False
     ) -> bool:
-        """Start an exchange unless one is under way; ``unused`` will get no gradient here. True if it started."""
+        """Start an exchange unless one is under way; return whether it started. ``unused`` get no gradient here."""
         with self._lock:
             if self.in_backward:
                 return False
@@ -222,20 +222,20 @@ class Engine:
             step = Step(live.schedule, call, rules, expected, takes_times=stopwatch is not None)
             brought = [self._prepare(unit, live) for unit in self.units]
             backward = Backward(live, step, self.team, brought, stopwatch)
-            # Not before: another thread of autograd that sees it gives its factors without waiting for the lock.
+            # Not earlier: once it is visible, another autograd thread gives its factors without taking the lock.
             self._backward = backward
             self.team.watch.note(self.step, "in backward")
             backward.begin(left_out)
             return True
 
     def parameter_ready(self, parameter: nn.Parameter, is_dense: bool = False) -> None:
-        """Take note that a parameter's gradient is final; ``is_dense``: a full gradient arrived in ``.grad``."""
+        """Record that a parameter's gradient is final; ``is_dense``: a full gradient is in ``.grad``."""
         with self._lock:
             assert self._backward is not None
             self._backward.gradient(self._number_of[parameter], is_dense)
 
     def end_backward(self) -> None:
-        """Complete the exchange: afterwards every ``.grad`` is the mean over all workers."""
+        """Complete the exchange; on return every ``.grad`` is the mean over all workers."""
         forgotten = self.close_backward()
         landing = self.settle()
         for flight in landing.flights:
@@ -244,9 +244,9 @@ class Engine:
         self.check_forgotten(forgotten)
 
     def close_backward(self) -> list[nn.Parameter]:
-        """Send off what has not left yet; return the parameters that no gradient came for.
+        """Start all remaining items; return the parameters that received no gradient.
 
-        The exchange goes on in the background; :meth:`settle` must be called before the next backward begins.
+        The exchange continues in the background; call :meth:`settle` before the next backward begins.
         """
         backward = self._backward
         assert backward is not None
@@ -259,9 +259,9 @@ class Engine:
         return [self.parameters[number] for number in forgotten]
 
     def settle(self) -> Landing:
-        """Learn what the others said about the closed backward, plan if that is due; return what is under way.
+        """Read the others' roll calls for the closed backward, replan if due, and return what is under way.
 
-        The means are in ``.grad`` once each flight has landed.
+        The means are in ``.grad`` once every flight has landed.
         """
         backward = self._backward
         assert backward is not None
@@ -275,25 +275,25 @@ class Engine:
         return Landing(flights, verdict.must_land)
 
     def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
-        """Raise if a closed backward brought nothing for some parameters that should have had a gradient."""
+        """Raise if some parameters got no gradient in a closed backward although they should have."""
         assert self._backward is not None
         if forgotten and not (self._backward.step.call.is_joined or self.options.static_graph):
             raise self._forgotten_error(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
-        """Take part in a backward for which this worker has no input, so that the others can go on."""
+        """Take part in a backward for which this worker has no input, so that the others can proceed."""
         for parameter in self.parameters:
             parameter.grad = None
         self.begin_backward(unused=self.parameters, is_dense=is_dense, is_joined=True)
         self.end_backward()
 
     def close(self) -> None:
-        """End the background threads of this engine and its team."""
+        """Stop the background threads of this engine and its team."""
         self.detach()
         self.team.close()
 
     def detach(self) -> None:
-        """Let what is queued for others leave, and end the background threads of this engine; its team goes on."""
+        """Flush what is queued for other workers and stop this engine's background threads; the team stays open."""
         self._keep_open()
         self._context.close()
         for exchanger in self._exchangers.values():
@@ -311,7 +311,7 @@ class Engine:
         return brought
 
     def _complete_calls(self, calls: Sequence[RollCall]) -> Sequence[RollCall]:
-        """Add which parameters are used, where a static graph knows it from its first backward. Collective then."""
+        """Fill in which parameters are used, if a static graph's first backward recorded them. Collective then."""
         if not self.options.static_graph:
             return calls
         if self._static is None:
@@ -341,7 +341,7 @@ class Engine:
             "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
         )
 
-    # Plans and schedules: everything they rest on is the same on all workers, so they change over together.
+    # Plans and schedules: their inputs are the same on all workers, so all workers switch together.
 
     def _choose_routes(self, is_cuda: bool) -> Routes:
         topology, gathers = self.team.topology, self.options.gather_factors
@@ -358,7 +358,7 @@ class Engine:
         return not self.team.is_nccl or (beats and nccl_uses_sockets(self.team))
 
     def _plan_if_due(self, backward: Backward) -> None:
-        """Make the first plan after the first backward; make a new one when the batch has changed for good."""
+        """Make the first plan after the first backward, and a new one when the batch has changed permanently."""
         assert backward.step.verdict is not None
         calls = backward.step.verdict.calls
         batch = sum(call.batch for call in calls) / len(calls)
@@ -383,7 +383,7 @@ class Engine:
     def _adopt(self, plan: Plan) -> None:
         self._planned_backwards = 0
         self._planned = self._make_live([entry.route for entry in plan.entries])
-        # The dense schedule's buffers are only needed again after no_sync; a fresh one allocates them then.
+        # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
         self._dense = self._make_live(self._dense.schedule.route_of)
 
     def _make_live(self, route_of: Sequence[str]) -> LiveSchedule:
@@ -409,13 +409,13 @@ class Engine:
         return LiveItem(item, tuple(self.units[unit] for unit in item.units), parameters, bucket)
 
     def _exchanger(self, name: str) -> Exchanger:
-        """Return the open exchanger of a route. Collective the first time: that is when connections are made."""
+        """Return the open exchanger of a route. Collective the first time, when it connects."""
         if name not in self._exchangers:
             self._exchangers[name] = self._routes[name].open(self._context)
         return self._exchangers[name]
 
     def _make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
-        """Take times in one backward after a plan: where landing is deferred the best order rests on them."""
+        """Time one backward after a plan: with deferred landing, the best order depends on these times."""
         if not self.options.defers or live is not self._planned:
             return None
         self._planned_backwards += 1
@@ -424,7 +424,7 @@ class Engine:
         return Stopwatch(self.parameters[0].device)
 
     def _reorder_if_timed(self, backward: Backward) -> None:
-        """Let collectives leave in the order in which the next forward needs them, as far as they are ready."""
+        """Order collectives by when the next forward needs them, as far as they are ready."""
         stopwatch, planned = backward.stopwatch, self._planned
         if stopwatch is None or planned is None:
             return
@@ -436,7 +436,7 @@ class Engine:
         guessed_s = [sum(transfer.out_bytes for transfer in each) / rate for each in transfers]
         seconds = [*map(stopwatch.ready_s, queue), *(stopwatch.wire_s(queue) or guessed_s)]
         everybody = self.team.gather_ints([round(value * 1e6) for value in seconds], "the times of gradients")
-        # A collective leaves when the slowest worker is ready for it.
+        # A collective starts when the slowest worker is ready for it.
         slowest_s = [max(times) / 1e6 for times in zip(*everybody, strict=True)]
         order = order_by_need(slowest_s[: len(queue)], slowest_s[len(queue) :])
         if queue:

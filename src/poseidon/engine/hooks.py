@@ -1,9 +1,8 @@
-"""Step 1 of the journey: PyTorch's autograd says that a gradient, or the factors of one, is ready.
+"""Step 1 of the journey: PyTorch's autograd reports that a gradient, or its factors, is ready.
 
-After: ``backward.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is
-final in this backward, whatever the model did with the parameter. Linear layers whose factors travel get a forward
-whose backward hands over the factors and makes no weight gradient; embeddings whose rows travel get sparse
-gradients.
+After: ``backward.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is final in
+this backward, however the model used the parameter. Linear layers whose factors travel get a forward whose backward
+hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from poseidon.routes.base import LiveUnit
 from poseidon.units import Load
 
 _LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[AutogradFrontEnd], int]] = weakref.WeakKeyDictionary()
-"""Layers that belong to an engine, as units of it. Copies of a layer are not in here, so they are plain layers."""
+"""Layers that are units of an engine. Copies of a layer are not registered, so they are plain layers."""
 
 
 def _find(module: nn.Module) -> tuple[AutogradFrontEnd, LiveUnit] | None:
@@ -35,16 +34,16 @@ def _find(module: nn.Module) -> tuple[AutogradFrontEnd, LiveUnit] | None:
 
 
 class Turns(Protocol):
-    """Who is told that a backward begins and ends: the engine itself, or somebody in between."""
+    """Receiver of a backward's beginning and end: the engine itself, or an intermediary."""
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> object:
-        """Start an exchange unless one is under way; ``unused`` will get no gradient."""
+        """Start an exchange unless one is under way; ``unused`` get no gradient."""
 
     def end_backward(self) -> None:
-        """Nothing more will come in this backward."""
+        """End the backward: no more gradients come."""
 
     def close(self) -> None:
-        """End the exchange for good."""
+        """Shut the exchange down."""
 
 
 class AutogradFrontEnd:
@@ -67,7 +66,7 @@ class AutogradFrontEnd:
                 self._specialise(unit)
 
     def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
-        """Learn of the backward that will start from these outputs of the model, and of what it will not reach."""
+        """Watch the backward that will start from these outputs of the model; it does not reach ``unused``."""
         self._unused = set(unused)
         self._is_end_queued = False
         starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
@@ -76,7 +75,7 @@ class AutogradFrontEnd:
             tensor.register_hook(self._output_gradient)
 
     def begin(self) -> None:
-        """Start the exchange of this backward unless it has started, and see to its end."""
+        """Start the exchange of this backward unless it has started, and schedule its end."""
         self.turns.begin_backward(self._unused)
         self._queue_end()
 
@@ -84,14 +83,13 @@ class AutogradFrontEnd:
     def exchanges(self) -> bool:
         """Whether the backward under way exchanges gradients.
 
-        It does if it passes through outputs of an armed forward, or if that forward's outputs were hidden in objects
-        where nobody could find them. A backward that starts elsewhere (from a penalty on the weights, say) is the
-        caller's own affair.
+        It does if it passes through outputs of an armed forward, or if that forward's outputs are inside objects that
+        cannot be searched. A backward that starts elsewhere (for example, from a penalty on the weights) stays local.
         """
         return self.engine.is_armed and (self._is_end_queued or not self._has_starts)
 
     def will_accumulate(self, parameter: nn.Parameter) -> bool:
-        """Whether this backward puts gradients into ``parameter.grad``, rather than returning some to the caller."""
+        """Whether this backward accumulates into ``parameter.grad`` instead of returning gradients to the caller."""
         try:
             return bool(torch._C._will_engine_execute_node(self._nodes[parameter]))
         except RuntimeError:  # torch.autograd.grad() asks for this very parameter
@@ -106,7 +104,7 @@ class AutogradFrontEnd:
             self._follow_plan()
 
     def _follow_plan(self) -> None:
-        """Keep the special forward only for layers whose route needs it; the others run as the user wrote them."""
+        """Keep the special forward only for layers whose route needs it; restore the others' own class."""
         self._followed = self.engine.plan
         routes = {} if self._followed is None else self._followed.routes
         for unit in self.engine.units:
@@ -116,14 +114,14 @@ class AutogradFrontEnd:
                 self._restore(unit)
 
     def close(self) -> None:
-        """Detach from the model: its layers and parameters are as they were before."""
+        """Detach from the model and restore its layers and parameters."""
         for handle in self._handles:
             handle.remove()
         for unit in self.engine.units:
             self._restore(unit)
 
     def _watch(self, parameter: nn.Parameter) -> None:
-        # The graph holds this node weakly; without our reference a new one, without the hook, could take its place.
+        # The graph holds this node weakly; without our reference, a new one without the hook could replace it.
         node = get_gradient_edge(parameter).node
         self._nodes[parameter] = node
         self._handles.append(node.register_hook(self._accumulated(parameter)))
@@ -146,9 +144,9 @@ class AutogradFrontEnd:
     def _output_gradient(self, _: Tensor) -> None:
         if not self.engine.is_armed:
             return
-        # Queued here, in the outermost backward: re-entrant checkpoints run others inside it, which end too early.
+        # Queued here, in the outermost backward: re-entrant checkpoints run nested ones, which end too early.
         self._queue_end()
-        # Not if torch.autograd.grad() passes through on its way to something else. (If checkpoints hide all parameters
+        # Not if torch.autograd.grad() only passes through. (If checkpoints hide all parameters
         # from this backward, the first of their gradients begins the exchange.)
         if any(self.will_accumulate(parameter) for parameter in self._nodes):
             self.begin()
@@ -172,7 +170,7 @@ class AutogradFrontEnd:
 
 
 class _PlainOutside:
-    """Makes a layer copy and pickle as the plain class it stands for, and print as such."""
+    """Makes a layer copy, pickle and print as the plain class it stands for."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (_PLAIN[type(self)],), self.__dict__
@@ -182,7 +180,7 @@ class _PlainOutside:
 
 
 class FactorLinear(_PlainOutside, nn.Linear):
-    """A linear layer whose backward can hand over factors instead of making the weight's gradient."""
+    """A linear layer whose backward can hand over factors instead of computing the weight's gradient."""
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
@@ -194,7 +192,7 @@ class FactorLinear(_PlainOutside, nn.Linear):
 
 
 def _has_hooks(module: nn.Linear | nn.Embedding | nn.EmbeddingBag) -> bool:
-    """Whether the user has hooks on the weight's gradient, which must then exist as the user expects it."""
+    """Whether the user has hooks on the weight's gradient, which must then exist in full."""
     return bool(module.weight._backward_hooks)
 
 
@@ -251,7 +249,7 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
 def _factor_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
 ) -> Tensor:
-    # The function below would save the weight before it is touched, and so before a deferred update changes it.
+    # The function below saves the weight without touching it, so a deferred update must land first.
     land(weight, bias)
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
@@ -292,7 +290,7 @@ class _FactorLinearFunction(torch.autograd.Function):
                 front_end.begin()
             if engine.is_observing and engine.in_backward:
                 engine.observe(unit, Load(rows_x.shape[0], x.element_size()), x.dtype)
-            # Under create_graph the caller wants to differentiate once more, which factors cannot do.
+            # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 engine.give(unit, rows_x.detach(), rows_g.detach())
                 return grad_x, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""What a forward returned: its tensors, wherever they hide, and the parameters they do not depend on."""
+"""What a forward returns: its tensors, however nested, and the parameters they do not depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, dicts and dataclasses; other objects are not looked into."""
+    """Yield the tensors in nested tuples, lists, dicts and dataclasses; other objects are opaque."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested tuples, lists and dicts with every tensor changed; other objects are passed on."""
+    """Return a copy of nested tuples, lists and dicts with every tensor changed; other objects pass through."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -40,7 +40,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves of the autograd graph behind ``outputs``, in an order that follows from the graph alone."""
+    """Return the leaves of the autograd graph behind ``outputs``, in an order that depends only on the graph."""
     found: dict[int, Tensor] = {}
     seen: set[Node] = set()
     stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -57,12 +57,12 @@ def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def unreached(outputs: Sequence[Tensor], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters on which none of the outputs depends."""
+    """Return the parameters that no output depends on."""
     reached = {id(leaf) for leaf in find_leaves(outputs)}
     reached.update(id(tensor) for tensor in outputs if isinstance(tensor, nn.Parameter))
     return [parameter for parameter in parameters if id(parameter) not in reached]
 
 
 def move_to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that moves a tensor to ``device``, without waiting where that is possible."""
+    """Return a function that moves a tensor to ``device``, asynchronously where possible."""
     return lambda tensor: tensor.to(device, non_blocking=True)

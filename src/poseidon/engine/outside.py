@@ -1,7 +1,7 @@
-"""The front end for frameworks with an autograd of their own, such as TensorFlow and JAX.
+"""The front end for frameworks with their own autograd, such as TensorFlow and JAX.
 
-It speaks numpy: gradients come in as arrays, means go out as arrays, and nothing here knows where they come from. The
-engine's parameters are mirrors that have a shape and a type but no memory of their own.
+It speaks numpy: gradients come in as arrays, means go out as arrays, and nothing here depends on the framework. The
+engine's parameters are placeholders with a shape and a dtype but no storage.
 
 One step, on each worker alike::
 
@@ -46,7 +46,7 @@ _TYPES = {
 
 
 NO_STEP = -1
-"""What a worker says in place of its number of samples when it expects no further step."""
+"""Sent in place of a sample count by a worker that expects no further step."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OutsideVariable:
     """A trainable variable of another framework."""
 
     name: str
-    """Equal on all workers; errors use it."""
+    """Equal on all workers; used in errors."""
     shape: tuple[int, ...]
     dtype: str
     """Name of a floating-point type: float16, bfloat16, float32, float64."""
@@ -62,7 +62,7 @@ class OutsideVariable:
 
 @dataclass(frozen=True)
 class OutsideUnit:
-    """Variables that travel together, by their positions in the list of all variables."""
+    """Variables that travel together, as positions in the list of all variables."""
 
     name: str
     kind: Kind
@@ -70,12 +70,12 @@ class OutsideUnit:
     table whose rows are looked up."""
     positions: tuple[int, ...]
     is_sparse: bool = False
-    """Embedding: the mean is wanted as rows too, so that a full gradient of the table never exists."""
+    """Embedding: return the mean as rows too, so that a full gradient of the table never exists."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A gradient that is zero but for some rows: their numbers, ascending and distinct, and their values."""
+    """A gradient that is zero except in some rows: their numbers, ascending and distinct, and their values."""
 
     numbers: Array
     values: Array
@@ -87,7 +87,7 @@ def check_alike(team: Team, variables: Sequence[OutsideVariable]) -> None:
 
 
 def take_from_first(team: Team, arrays: Sequence[Array], what: str = "the initial state") -> list[Array]:
-    """Return worker 0's arrays; all workers give arrays of the same shapes and types. Collective."""
+    """Return worker 0's arrays; all workers pass arrays of the same shapes and types. Collective."""
     copies = [np.array(array, order="C") for array in arrays]
     mirror_all(team, [_as_bytes(copy) for copy in copies if copy.nbytes], 0, what)
     return copies
@@ -103,8 +103,8 @@ def end_steps(team: Team) -> None:
 class OutsideFrontEnd:
     """Exchanges the gradients of variables that live in another framework.
 
-    Making one is collective. Gradients are weighted by the samples they stand for, so that the mean is that of one
-    worker with all samples in one batch, however unevenly they were dealt out.
+    Construction is collective. Gradients are weighted by sample count, so the mean equals that of one worker with all
+    samples in one batch, however unevenly the samples are distributed.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class OutsideFrontEnd:
         return self._variables[position].shape
 
     def begin(self, samples: int, unused: Collection[int] = ()) -> None:
-        """Start a step for which this worker adds ``samples`` samples; never blocks.
+        """Start a step to which this worker contributes ``samples`` samples; never blocks.
 
-        0 is a worker that runs a batch only to keep the others company: its gradients do not count. ``unused`` are
-        positions to :meth:`leave_out`.
+        With 0 samples the worker takes part only so that the others can proceed: its gradients do not count. ``unused``
+        are positions to :meth:`leave_out`.
         """
         self._samples = samples
         self._counts = self.team.start_gather([samples])
@@ -159,14 +159,14 @@ class OutsideFrontEnd:
             self.leave_out(position)
 
     def leave_out(self, position: int) -> None:
-        """Say, instead of giving one, that no worker has a gradient for a variable in this step."""
+        """Mark a variable as having no gradient on any worker in this step, instead of giving one."""
         parameter = self._parameters[position]
         parameter.grad = None
         self._engine.parameter_ready(parameter)
 
     @property
     def weight(self) -> float:
-        """Factor of this worker's gradients in this step; waits until every worker has begun it."""
+        """Factor of this worker's gradients in this step; blocks until every worker has begun it."""
         with self._lock:
             if self._counts is not None:
                 counts = [row[0] for row in self._counts("the others to begin the step")]
@@ -175,7 +175,7 @@ class OutsideFrontEnd:
             return self._weight
 
     def give(self, position: int, gradient: Array) -> None:
-        """Hand over a full gradient; the array is copied."""
+        """Hand over a full gradient; copies the array."""
         parameter, weight = self._parameters[position], self.weight
         source = as_tensor(gradient)
         if parameter.grad is None or parameter.grad.is_sparse:
@@ -187,7 +187,7 @@ class OutsideFrontEnd:
         self._engine.parameter_ready(parameter, is_dense=True)
 
     def give_factors(self, position: int, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Hand over a linear unit's inputs (K x N) and output gradients (K x M), a pair per call; arrays are copied."""
+        """Hand over a linear unit's inputs (K x N) and output gradients (K x M), one pair per call; copies them."""
         unit, weight = self._unit_at[position], self.weight
         is_short = self._engine.collects(unit)
         total = torch.zeros(() if is_short else unit.weight.shape, dtype=unit.weight.dtype)
@@ -198,7 +198,7 @@ class OutsideFrontEnd:
             if self._engine.is_observing:
                 self._engine.observe(unit, Load(rows.shape[0], rows.element_size()))
             if is_short:
-                # The kernel is laid out as inputs x outputs, the transpose of what the engine takes: the factors swap.
+                # The kernel is inputs x outputs, the transpose of the engine's layout, so the factors swap.
                 self._engine.give(unit, gradient, rows)
             else:
                 total.addmm_(rows.t().to(total.dtype), gradient.to(total.dtype))
@@ -207,7 +207,7 @@ class OutsideFrontEnd:
         self._engine.parameter_ready(unit.weight, is_dense=not is_short)
 
     def give_rows(self, position: int, numbers: Array, values: Array) -> None:
-        """Hand over the rows of an embedding's gradient; numbers may repeat; the arrays are copied."""
+        """Hand over the rows of an embedding's gradient; numbers may repeat; copies the arrays."""
         unit, weight = self._unit_at[position], self.weight
         where = as_tensor(numbers).reshape(-1).long()
         rows = as_tensor(values).reshape(-1, unit.weight.shape[1])
@@ -228,9 +228,9 @@ class OutsideFrontEnd:
         self._engine.end_backward()
 
     def mean(self, position: int) -> Array | Rows:
-        """Return the mean of the finished step; :class:`Rows` for a sparse unit to which everybody gave rows.
+        """Return the mean of the finished step; :class:`Rows` for a sparse unit if every worker gave rows.
 
-        To be called once per step: the array is the caller's own from then on.
+        Call once per step: the caller owns the returned array.
         """
         parameter, dtype = self._parameters[position], self._variables[position].dtype
         gradient = parameter.grad
@@ -239,23 +239,23 @@ class OutsideFrontEnd:
             gradient = gradient.coalesce()
             return Rows(gradient.indices()[0].numpy(), _as_array(gradient.values(), dtype))
         if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
-            # Part of a bucket, which the next step writes to; a framework may have made the array a variable's memory.
+            # Part of a bucket, which the next step overwrites; a framework may use the array as a variable's memory.
             return _as_array(gradient.clone(memory_format=torch.contiguous_format), dtype)
         parameter.grad = None
         return _as_array(gradient, dtype)
 
     def detach(self) -> None:
-        """End the background threads; the team goes on."""
+        """Stop the background threads; the team stays open."""
         self._engine.detach()
 
     def close(self) -> None:
-        """End the background threads, and those of the team."""
+        """Stop the background threads, including the team's."""
         self._engine.close()
 
     def _make_unit(self, number: int, unit: OutsideUnit) -> LiveUnit:
         if unit.kind != "dense" and (len(unit.positions) != 1 or len(self._variables[unit.positions[0]].shape) != 2):
             raise ConfigError(
-                f"unit {unit.name}: a {unit.kind} unit is one matrix, not {len(unit.positions)} variables"
+                f"unit {unit.name}: a {unit.kind} unit must be one matrix, not {len(unit.positions)} variables"
             )
         parameters = tuple(self._parameters[position] for position in unit.positions)
         specs = tuple(
@@ -266,9 +266,9 @@ class OutsideFrontEnd:
 
 
 class SummingChannel:
-    """Small blocking sums in the middle of a step, such as the moments of a batch; a channel of its own.
+    """Small blocking sums in the middle of a step, such as the moments of a batch, on a separate channel.
 
-    Calls must come in the same order on all workers. Making one is collective.
+    Calls must come in the same order on all workers. Construction is collective.
     """
 
     def __init__(self, team: Team) -> None:
@@ -283,12 +283,12 @@ class SummingChannel:
 
 
 def as_tensor(array: Array) -> Tensor:
-    """Return a tensor over the array's memory, which the caller keeps alive; only strided arrays are copied."""
+    """Return a tensor that shares the array's memory, which the caller keeps alive; copies only strided arrays."""
     array = np.asarray(array, order="C")
     if array.dtype.name == "bfloat16":
         return as_tensor(array.view(np.int16)).view(torch.bfloat16)
     if not array.flags.writeable:
-        # torch warns of arrays that it may not write to. It will not write here, and a copy could be large.
+        # torch warns about read-only arrays. Nothing writes here, and a copy could be large.
         memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
         return torch.from_numpy(np.frombuffer(memoryview(memory).cast("B"), array.dtype).reshape(array.shape))
     return torch.from_numpy(array)
@@ -309,18 +309,18 @@ def _mirror(variable: OutsideVariable) -> nn.Parameter:
         raise UnsupportedError(
             f"{variable.name} has type {variable.dtype}; gradients of {', '.join(_TYPES)} can be averaged"
         )
-    # One value, seen as many: the values stay where they are, only shape and type matter here.
+    # One value, expanded: only shape and dtype matter here, the data stays in the framework.
     return nn.Parameter(torch.empty((), dtype=_TYPES[variable.dtype]).expand(variable.shape))
 
 
 def step_weight(mine: int, counts: Sequence[int]) -> float:
-    """Return the factor, n_mine * workers / n_all, that makes the mean over workers one over samples. Pure."""
+    """Return n_mine * workers / n_all, the factor that turns the mean over workers into one over samples. Pure."""
     done = [rank for rank, count in enumerate(counts) if count == NO_STEP]
     if done:
         busy = next(rank for rank in range(len(counts)) if rank not in done)
         raise MismatchError(
-            f"worker {done[0]} has ended its epoch while worker {busy} has a batch left; give all workers equally "
-            "many, and let them stop at the end of an epoch"
+            f"worker {done[0]} has ended its epoch while worker {busy} has a batch left; give all workers "
+            "the same number of batches, and stop only at the end of an epoch"
         )
     total = sum(counts)
     if total == 0:

@@ -1,8 +1,8 @@
-"""Parameters whose update is still to come: whoever touches one first makes it land.
+"""Parameters with a pending update: the first operation to touch one lands it.
 
-While a parameter is pending its class is one that PyTorch asks before every operation on it (``__torch_function__``),
-so a forward, ``.grad``, ``state_dict()``, ``copy.deepcopy`` or a print all wait for just the parameters they read.
-Afterwards the parameter has its own class again and costs nothing extra.
+While a parameter is pending, its class overrides ``__torch_function__``, which PyTorch calls before every operation, so
+a forward, ``.grad``, ``state_dict()``, ``copy.deepcopy`` or a print waits for exactly the parameters it reads.
+Afterwards the parameter gets its own class back and has no overhead.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _HARMLESS = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     ]
 )
-"""What tells nothing about a parameter's values and so need not wait for them."""
+"""Attributes that do not depend on a parameter's values, so reading them need not wait."""
 
 
 class Pending:
-    """Mixed into a parameter's class while its update is to come."""
+    """Mixed into a parameter's class while its update is pending."""
 
     _poseidon_land: Land
 
@@ -46,7 +46,7 @@ class Pending:
     def __torch_function__(
         cls, func: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Let every pending parameter among the arguments land, then do what was asked for."""
+        """Land every pending parameter among the arguments, then run the operation."""
         kwargs = kwargs or {}
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -69,21 +69,21 @@ def _pending_class(plain: type) -> type:
 
 
 def make_pending(parameter: nn.Parameter, land_it: Land) -> None:
-    """From now on the first touch calls ``land_it(parameter)``, which must call :func:`make_plain` before all else."""
+    """Make the first touch call ``land_it(parameter)``, which must call :func:`make_plain` before anything else."""
     if not isinstance(parameter, Pending):
         parameter.__class__ = _pending_class(type(parameter))
     parameter._poseidon_land = land_it  # type: ignore[attr-defined]
 
 
 def make_plain(parameter: nn.Parameter) -> None:
-    """Give a parameter its own class back."""
+    """Restore a parameter's own class."""
     if isinstance(parameter, Pending):
         parameter.__class__ = type(parameter).__bases__[1]
         del parameter._poseidon_land
 
 
 def land(*values: Any) -> None:
-    """Let the pending parameters among ``values`` land; for code that PyTorch does not ask before it reads them."""
+    """Land the pending parameters among ``values``; for code that reads them without ``__torch_function__``."""
     for value in values:
         if isinstance(value, Pending):
             value._poseidon_land(value)  # type: ignore[arg-type]

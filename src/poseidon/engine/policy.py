@@ -1,7 +1,7 @@
 """Step policies: when the mean gradients of a step take effect.
 
-A wrapper (``poseidon/api.py``) has one engine and one policy. :class:`UpdateNow` is what PyTorch's users know: when
-``backward()`` returns, ``.grad`` is the mean. ``update.py`` defers, ``relaxed.py`` lets workers drift apart.
+A wrapper (``poseidon/api.py``) has one engine and one policy. :class:`UpdateNow` behaves like PyTorch's DDP: when
+``backward()`` returns, ``.grad`` is the mean. ``update.py`` defers updates, ``relaxed.py`` lets workers drift apart.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from poseidon.engine.engine import Engine
 
 
 class Policy(ABC):
-    """Told of a wrapper's forwards, backwards and updates; decides what waits for what."""
+    """Receives a wrapper's forwards, backwards and updates, and decides what waits for what."""
 
     uses_engine: bool = True
-    """Gradients are exchanged; otherwise the policy connects the workers in its own way."""
+    """Gradients are exchanged; if false, the policy connects the workers itself."""
     defers: bool = False
     """Means may land after ``backward()`` has returned."""
     syncs_buffers_early: bool = False
-    """Buffers travel behind the forward that changed them instead of before the next one."""
+    """Buffers travel right after the forward that changed them instead of before the next one."""
     is_copyable: bool = True
-    """Whether a copy of the wrapper can have a policy of its own."""
+    """Whether a copy of the wrapper can have its own policy."""
 
     @abstractmethod
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
-        """Take over the updates of ``module``; ``engine`` is None where it is trained alone or without one."""
+        """Take over the updates of ``module``; ``engine`` is None with one worker or without an exchange."""
 
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:  # noqa: B027
-        """Hear of a forward; ``asks``: it trains, and touches parameters one by one; ``is_joining``: under join()."""
+        """Prepare for a forward; ``asks``: trains, touching parameters one by one; ``is_joining``: under join()."""
 
     @abstractmethod
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
-        """Start an exchange unless one is under way; ``unused`` will get no gradient."""
+        """Start an exchange unless one is under way; ``unused`` get no gradient."""
 
     @abstractmethod
     def end_backward(self) -> None:
-        """Nothing more will come in this backward."""
+        """End the backward: no more gradients come."""
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for the end of a backward, in which a lost worker breaks the step."""
         return contextlib.nullcontext()
 
-    def finish(self) -> None:  # noqa: B027 - nothing to do is the rule
+    def finish(self) -> None:  # noqa: B027 - a no-op for most
         """Wait until the step under way is finished."""
 
-    def zero_grad(self, set_to_none: bool) -> bool:  # noqa: ARG002 - as the contract has it
-        """Clear the gradients of an update that is due once it is done; false if the caller is to clear them."""
+    def zero_grad(self, set_to_none: bool) -> bool:  # noqa: ARG002 - part of the contract
+        """Clear gradients once the update that needs them is done; return false if the caller must clear them."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is under way and end the exchange for good."""
+        """Finish the step under way and shut the exchange down."""
 
 
 class UpdateNow(Policy):
-    """The means are in ``.grad`` when ``backward()`` returns; updates are the user's own."""
+    """The means are in ``.grad`` when ``backward()`` returns; the user's optimizer applies them."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None

@@ -1,9 +1,9 @@
 """Bounded staleness for a model: workers read parameters that may miss the others' latest updates.
 
-Each worker steps the user's own optimizer on its own gradients. The change this makes, divided by the number of
-workers, goes into a table of the parameter server (``poseidon/ps.py``), and the parameters become what the table holds:
-everybody's changes up to the allowed staleness, and all of this worker's own. With staleness 0, SGD and momentum give
-the updates of the mean gradient; other optimizers come close to it.
+Each worker steps the user's optimizer on its own gradients. The resulting change, divided by the number of workers,
+goes into a table of the parameter server (``poseidon/ps.py``), and the parameters are set to the table's values: all
+workers' changes up to the allowed staleness, and all of this worker's own. With staleness 0, SGD and momentum match the
+updates of the mean gradient; other optimizers approximate them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ledger:
         if not dtypes <= set(_TYPES):
             odd = next(dtype for dtype in dtypes if dtype not in _TYPES)
             raise UnsupportedError(
-                f"parameters of {odd} cannot be shared with bounded staleness; keep them in float32 and use autocast"
+                f"parameters of type {odd} do not support bounded staleness; keep them in float32 and use autocast"
             )
         self.parameters = list(parameters)
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -76,7 +76,7 @@ class Ledger:
 
 
 class Shared:
-    """Parameters in a table that all workers add to. Making one is collective; worker 0's values count."""
+    """Parameters in a table that all workers add to. Construction is collective and starts from worker 0's values."""
 
     def __init__(self, ledger: Ledger, table: Table, workers: int) -> None:
         self._table = table
@@ -86,7 +86,7 @@ class Shared:
         ledger.write(table.get(self._every_row))
 
     def share(self, ledger: Ledger, before: np.ndarray[Any, Any]) -> None:
-        """Add what this worker's step changed, and take over the others' changes; waits for who is too far behind."""
+        """Add this worker's change and read the others'; blocks while a worker is too far behind."""
         change = ledger.read()
         change -= before
         change /= self._workers
@@ -98,14 +98,14 @@ class Shared:
 class RelaxedUpdates(Policy):
     """Steps the optimizer on this worker's own gradients and shares the changes through a table.
 
-    ``bound`` is the staleness allowed, ``consistency`` its kind: "ssp" or "asp". ``managed`` and ``settings`` are those
-    of :func:`poseidon.ps.connect` and its tables.
+    ``bound`` is the staleness allowed, ``consistency`` its kind: "ssp" or "asp". ``managed`` and ``settings`` go to
+    :func:`poseidon.ps.connect` and its tables.
     """
 
     uses_engine = False
     is_copyable = False
     is_updating = True
-    """The optimizer's state is always that of a finished step."""
+    """The optimizer's state always belongs to a finished step."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class RelaxedUpdates(Policy):
         check_max_norm(max_grad_norm)
         self.plain = type(optimizer)
         self._optimizer = optimizer
-        # Without staleness every read holds exactly the finished steps, which is what "bsp" promises.
+        # Without staleness every read sees exactly the finished steps, as "bsp" promises.
         self._consistency = "bsp" if consistency == "ssp" and staleness == 0 else consistency
         self._staleness = staleness
         self._max_grad_norm = max_grad_norm
@@ -132,7 +132,7 @@ class RelaxedUpdates(Policy):
         self._cancel: Callable[[], None] | None = None
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:  # noqa: ARG002
-        """Join the job's tables and take over worker 0's parameters. Collective."""
+        """Join the job's tables and copy worker 0's parameters. Collective."""
         self._ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
         self._job = connect(timeout_s=self._timeout_s, settings=self._settings)
         try:
@@ -154,22 +154,22 @@ class RelaxedUpdates(Policy):
 
     @property
     def staleness_seen(self) -> Counter[int]:
-        """How many rows of parameters were read at which staleness, in clocks."""
+        """Number of parameter rows read at each staleness, in clocks."""
         return self._table.staleness_seen
 
     @property
     def losses(self) -> dict[int, int]:
-        """Workers that died, each with its last step known here."""
+        """Workers that died, each with the last step this worker saw from it."""
         return self._job.losses
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
-        """Do nothing: gradients never leave their worker."""
+        """No-op: gradients never leave their worker."""
 
     def end_backward(self) -> None:
-        """Do nothing: gradients never leave their worker."""
+        """No-op: gradients never leave their worker."""
 
     def step(self) -> None:
-        """Update here, tell the table, and take over what the others have told it; waits for who is too far behind."""
+        """Update locally, push the change, and pull the others'; blocks while a worker is too far behind."""
         before = self._ledger.read()
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._ledger.parameters, self._max_grad_norm)
@@ -182,7 +182,7 @@ class RelaxedUpdates(Policy):
         return True
 
     def close(self) -> None:
-        """Wait until the others are done as well, and give the optimizer its own class back."""
+        """Wait until the other workers are done, and restore the optimizer's own class."""
         if self._cancel is None:
             return
         self._cancel()

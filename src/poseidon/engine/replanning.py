@@ -1,4 +1,4 @@
-"""On what a plan rests, and when it is made anew. Pure: everything here is the same on all workers."""
+"""What a plan depends on, and when to replan. Pure: everything here is the same on all workers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from poseidon.planning.route import Routes
 from poseidon.units import Load, Unit
 
 REPLAN_RATIO = 1.3
-"""A batch that grows or shrinks by more than this makes a new plan worth while..."""
+"""A batch that grows or shrinks by more than this justifies a new plan..."""
 REPLAN_AFTER = 2
-"""... if it stays so for this many steps: the last batch of an epoch is often smaller, and the next one is not."""
+"""... if it does so for this many steps in a row: an epoch's last batch is often smaller, the next one is not."""
 
 
 class Replanning:
@@ -23,7 +23,7 @@ class Replanning:
     ) -> None:
         self.plan: Plan | None = None
         self.loads: dict[str, Load] = {}
-        """By unit; this worker's own until the first plan, the largest of any worker from then on."""
+        """By unit; this worker's own until the first plan, then the largest of any worker."""
         self._units = units
         self._cluster = cluster
         self._routes = routes
@@ -32,12 +32,12 @@ class Replanning:
         self._odd_batches = 0
 
     def observe(self, unit: str, load: Load) -> None:
-        """Record load on a unit in the first backward; loads of several calls add up."""
+        """Record load on a unit in the first backward; loads of several calls accumulate."""
         before = self.loads.get(unit, Load(0, load.value_bytes))
         self.loads[unit] = Load(before.rows + load.rows, max(before.value_bytes, load.value_bytes))
 
     def make(self, loads: Mapping[str, Load], batch: float) -> Plan:
-        """Plan for these loads, which go with this mean batch."""
+        """Plan for these loads, measured at this mean batch."""
         self.loads = dict(loads)
         self.plan = make_plan(self._units, loads, self._cluster, self._routes, self._overrides)
         self._planned_batch = batch
@@ -45,13 +45,13 @@ class Replanning:
         return self.plan
 
     def is_due(self, batch: float) -> bool:
-        """Take note of one more step's mean batch; return whether the batch has changed for good."""
+        """Record one more step's mean batch; return whether the batch has changed permanently."""
         ratio = self._ratio(batch)
         self._odd_batches = 0 if 1 / REPLAN_RATIO <= ratio <= REPLAN_RATIO else self._odd_batches + 1
         return self._odd_batches >= REPLAN_AFTER
 
     def scaled_loads(self, batch: float) -> dict[str, Load]:
-        """Return the loads to expect of another batch."""
+        """Return the loads expected for another batch size."""
         ratio = self._ratio(batch)
         return {name: Load(load.rows * ratio, load.value_bytes) for name, load in self.loads.items()}
 

@@ -1,6 +1,6 @@
-"""The roll call: what every worker says at the beginning of a backward, so that nobody waits for what will not come.
+"""The roll call: what every worker announces when a backward begins, so that nobody waits for data that never comes.
 
-It travels while backward goes on and is read at the end. A worker that is out of step is named then. Pure.
+It travels during backward and is read at the end, when a worker that is out of step is named. Pure.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ class RollCall:
 
     step: int
     is_dense: bool
-    """Every unit takes the first route it can, because gradients were accumulated or nothing is planned yet."""
+    """Every unit takes the first route that accepts it: gradients were accumulated, or no plan exists yet."""
     batch: int
-    """Values in the inputs of this step, which stand for the size of the batch."""
+    """Number of values in this step's inputs, as a measure of batch size."""
     is_joined: bool = False
-    """This worker has run out of input and only takes part so that the others can go on."""
+    """This worker has run out of input and takes part only so that the others can proceed."""
     used: tuple[bool, ...] = ()
-    """By parameter: whether it will get a gradient here. Empty where every parameter must."""
+    """By parameter: whether it gets a gradient on this worker. Empty where every parameter must."""
 
     def words(self) -> list[int]:
-        """Return what travels."""
+        """Encode for the wire."""
         return [self.step, int(self.is_dense), self.batch, int(self.is_joined), *map(int, self.used)]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> RollCall:
-        """Read what arrived."""
+        """Decode what :meth:`words` returned on another worker."""
         step, is_dense, batch, is_joined, *used = words
         return cls(step, bool(is_dense), batch, bool(is_joined), tuple(map(bool, used)))
 
@@ -40,12 +40,12 @@ class RollCall:
         if self.step != other.step:
             raise MismatchError(
                 f"rank {rank} is in backward {self.step}, rank {other_rank} in backward {other.step}: some worker "
-                "skipped or repeated one; give all workers equally many batches, or use join()"
+                "skipped or repeated one; give all workers the same number of batches, or use join()"
             )
         if self.is_dense != other.is_dense and not (self.is_joined or other.is_joined):
             raise MismatchError(
                 f"rank {rank} {self._says()} before backward {self.step}, rank {other_rank} {other._says()}: "
-                "use no_sync() on all workers alike"
+                "use no_sync() on all workers or on none"
             )
 
     def _says(self) -> str:

@@ -1,4 +1,4 @@
-"""Load of every unit for a sample batch: one forward, watched."""
+"""Measures the load on every unit in one forward of a sample batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def plan(model: nn.Module, sample_inputs: Any, cluster: Cluster, routes: Mapping[str, str] | None = None) -> Plan:
     """Return the plan for training ``model`` on ``cluster`` with one worker's batch ``sample_inputs``.
 
-    Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the
-    model in its present mode, without gradients.
+    Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the model
+    in evaluation mode, without gradients.
     """
     from poseidon.engine.discover import find_units
 
@@ -52,7 +52,7 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
         if unit.spec.kind != "dense" and unit.module is not None
     ]
     was_training = model.training
-    model.eval()  # a look must not move BatchNorm's statistics
+    model.eval()  # sampling must not update BatchNorm's statistics
     try:
         with torch.no_grad():
             if isinstance(sample_inputs, Mapping):

@@ -1,7 +1,7 @@
 """One step as a state machine: what is missing, what may start, what is under way, and how far the step is. Pure.
 
-Events go in, actions come out as data; ``backward.py`` carries them out. Sockets, threads, tensors and optimizers are
-unknown here, so every order of events can be tried without a process (``tests/unit/engine/test_step.py``).
+Events go in, actions come out as data; ``backward.py`` carries them out. There are no sockets, threads, tensors or
+optimizers here, so tests can try every order of events in one process (``tests/unit/engine/test_step.py``).
 
 ::
 
@@ -23,44 +23,44 @@ from poseidon.planning.schedule import Schedule
 
 
 class Phase(Enum):
-    """How far a step is."""
+    """The phases of a step."""
 
     OPEN = "open"
-    """Gradients come and items leave."""
+    """Gradients arrive and items start."""
     CLOSED = "closed"
-    """Backward is over on this worker, and every item has left."""
+    """Backward is over on this worker, and every item has started."""
     SETTLED = "settled"
     """The others' roll calls and flags are known, so items may land."""
     LANDED = "landed"
-    """Every mean is where it belongs."""
+    """Every mean has landed."""
     BROKEN = "broken"
-    """An error ended it, and the replicas may differ."""
+    """An error ended the step; the replicas may differ."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Let an item leave now; the answer is :meth:`Step.started`."""
+    """Start an item now; reply with :meth:`Step.started`."""
 
     item: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """Tell everybody this roll call; the answers come with :meth:`Step.hear`."""
+    """Send this roll call to all workers; the replies go to :meth:`Step.hear`."""
 
     roll_call: RollCall
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Tell everybody these flags, one for each flagged item; the answers come with :meth:`Step.hear`."""
+    """Send these flags to all workers, one per flagged item; the replies go to :meth:`Step.hear`."""
 
     flags: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Completed:
-    """An item has all its gradients; told only if the step takes times."""
+    """An item has all its gradients; emitted only if the step is timed."""
 
     item: int
 
@@ -70,17 +70,17 @@ Action = Start | Call | Compare | Completed
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every step of a job."""
+    """Options that hold for every step of a job."""
 
     allows_unused: bool = False
     """Some parameters may get no gradient in some steps."""
     is_static: bool = False
-    """Every backward is like the first: which gradients come, and how often each is added to."""
+    """Every backward is like the first: the same gradients, each accumulated equally often."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the workers together know of a step once all have begun it."""
+    """What all workers together know about a step once all have begun it."""
 
     calls: tuple[RollCall, ...]
     flags: Mapping[int, tuple[int, ...]]
@@ -90,12 +90,12 @@ class Verdict:
 
     @property
     def must_land(self) -> bool:
-        """Landing something needs all workers at once, so all must let everything land now, in one order."""
+        """Whether some landing is collective, so that all workers must land everything now, in one order."""
         return any(any(flags) for flags in self.flags.values())
 
     @property
     def active(self) -> int:
-        """How many workers had input."""
+        """Number of workers that had input."""
         return sum(not call.is_joined for call in self.calls)
 
     def is_used(self, parameter: int) -> bool:
@@ -106,8 +106,8 @@ class Verdict:
 class Step:
     """One backward of a schedule, from its first gradient to its last landing.
 
-    ``expected`` holds, with a static graph, how often each parameter's gradient is added to; None in the first step,
-    which learns it and therefore lets nothing leave before it is closed.
+    With a static graph, ``expected`` holds how often each parameter's gradient accumulates; None in the first step,
+    which learns this and therefore starts nothing before it is closed.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Step:
         self.phase = Phase.OPEN
         self.error: BaseException | None = None
         self.additions: Counter[int] = Counter()
-        """How often each parameter's gradient was added to."""
+        """How often each parameter's gradient accumulated."""
         self.ready_order: list[int] = []
         """Units, in the order in which their gradients became final."""
         self.verdict: Verdict | None = None
@@ -132,7 +132,7 @@ class Step:
         self._takes_times = takes_times
         model = schedule.model
         self._waiting = dict.fromkeys(range(len(model.parameters)))
-        """Parameters whose gradient is not final."""
+        """Parameters whose gradient is not final yet."""
         self._missing_of_unit = [len(parameters) for parameters in model.parameters_of]
         self._missing_of_item = [len(item.parameters) for item in schedule.items]
         self._queue_of = {number: queue for queue, numbers in schedule.queues.items() for number in numbers}
@@ -149,13 +149,13 @@ class Step:
 
     @property
     def under_way(self) -> frozenset[int]:
-        """Items that have started and not landed."""
+        """Items that have started but not landed."""
         return frozenset(self._under_way)
 
     # Events.
 
     def begin(self, unused: Collection[int] = ()) -> list[Action]:
-        """Start the step; ``unused`` are parameters that will get no gradient on this worker."""
+        """Start the step; ``unused`` are parameters that get no gradient on this worker."""
         actions: list[Action] = [Call(self.call)]
         if self._expected is not None:
             unused = [parameter for parameter, count in enumerate(self._expected) if count == 0]
@@ -164,7 +164,7 @@ class Step:
         return actions
 
     def gradient(self, parameter: int) -> list[Action]:
-        """Take note that a gradient was added to, and is final unless a static graph says that more will come."""
+        """Record an accumulation into a gradient; it is final unless a static graph expects more."""
         assert self.phase is Phase.OPEN, f"a gradient came while the step is {self.phase.value}"
         self.additions[parameter] += 1
         if self._rules.is_static and (self._expected is None or self.additions[parameter] < self._expected[parameter]):
@@ -174,10 +174,10 @@ class Step:
         return self._settle(parameter)
 
     def close(self) -> tuple[list[Action], list[int]]:
-        """End backward on this worker: return what leaves now, and the parameters that no gradient came for."""
+        """End backward on this worker; return what starts now, and the parameters that received no gradient."""
         assert self.phase is Phase.OPEN, f"a step was closed while it is {self.phase.value}"
         forgotten = [parameter for parameter in self._waiting if not self.additions[parameter]]
-        # In the order in which gradients came, where a static graph is still being learnt.
+        # In order of arrival, while a static graph is still being learned.
         left = [*(parameter for parameter in self.additions if parameter in self._waiting), *forgotten]
         actions = [action for parameter in left for action in self._settle(parameter)]
         assert not any(self._missing_of_item), "an item was never complete"
@@ -185,10 +185,10 @@ class Step:
         return actions, forgotten
 
     def started(self, item: int, flags: int = 0) -> list[Action]:
-        """Take note that an item has left, with its flags.
+        """Record that an item has started, with its flags.
 
-        The last flagged item sends off the comparison of flags, long before anybody needs to know: at the end of
-        backward a message would queue behind all the gradients that are still under way.
+        The last flagged item triggers the comparison of flags, long before the result is needed: at the end of backward
+        a message would queue behind all the gradients still under way.
         """
         assert item not in self._under_way, f"item {item} was started twice"
         assert item not in self._landed, f"item {item} was started again after it had landed"
@@ -202,9 +202,9 @@ class Step:
         return [Compare(tuple(self._flags[number] for number in self.schedule.flagged))]
 
     def hear(self, calls: Sequence[RollCall], flags: Sequence[Sequence[int]] = (), rank: int = 0) -> Verdict:
-        """Take in every worker's roll call and flags, by rank; from now on items may land.
+        """Process every worker's roll call and flags, by rank; items may land afterwards.
 
-        Raises :class:`~poseidon.errors.MismatchError` if some worker does something else; ``rank`` is this one's.
+        Raises :class:`~poseidon.errors.MismatchError` if a worker is out of step; ``rank`` is this worker's.
         """
         assert self.phase is Phase.CLOSED, f"the others' calls came while the step is {self.phase.value}"
         for other, call in enumerate(calls):
@@ -216,7 +216,7 @@ class Step:
         return self.verdict
 
     def land(self, item: int) -> None:
-        """Take note that an item's means are where they belong; the last one ends the step."""
+        """Record that an item has landed; the last one ends the step."""
         assert self.phase is Phase.SETTLED, f"item {item} landed while the step is {self.phase.value}"
         assert item not in self._landed, f"item {item} landed twice"
         assert item in self._under_way, f"item {item} landed but never started"
@@ -226,14 +226,14 @@ class Step:
             self.phase = Phase.LANDED
 
     def fail(self, error: BaseException) -> None:
-        """Take note that the step cannot be finished; the first error stays."""
+        """Record that the step cannot finish; keeps the first error."""
         if self.phase is not Phase.BROKEN:
             self.phase, self.error = Phase.BROKEN, error
 
     # Inside.
 
     def _settle(self, parameter: int) -> list[Action]:
-        """Nothing more will come for this parameter: return what can leave now."""
+        """Mark a parameter's gradient as final; return what can start now."""
         if parameter not in self._waiting:
             return []
         del self._waiting[parameter]
@@ -260,8 +260,8 @@ class Step:
         name = self.schedule.model.units[self.schedule.model.unit_of[parameter]].name
         if self._rules.is_static:
             return UnsupportedError(
-                f"{name}: a parameter's gradient was added to more often than in the first step, but static_graph=True "
-                "says that every step does the same; leave static_graph out"
+                f"{name}: a parameter's gradient accumulated more often than in the first step, but static_graph=True "
+                "promises that every step does the same; remove static_graph"
             )
         return UnsupportedError(
             f"{name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "

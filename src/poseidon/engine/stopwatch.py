@@ -1,4 +1,4 @@
-"""Measures when things become ready and when they have landed in one backward, on the device's own clock."""
+"""Measures when items become ready and when they land in one backward, on the device's own clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Moment = float | torch.cuda.Event
 
 
 class Stopwatch(Generic[Key]):
-    """Marks moments since it was made; on CUDA these are moments of the device, not of the host."""
+    """Marks times since its creation; on CUDA, times on the device, not on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._observer = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -22,11 +22,11 @@ class Stopwatch(Generic[Key]):
         self._landed: dict[Key, _Moment] = {}
 
     def mark_ready(self, key: Key) -> None:
-        """Take the time at which ``key`` is ready on the current stream."""
+        """Record when ``key`` is ready on the current stream."""
         self._ready[key] = self._now()
 
     def mark_landed(self, key: Key, wait: Callable[[], None]) -> None:
-        """Take the time at which ``wait()``, which makes the current stream wait for ``key``, is over; CUDA only."""
+        """Record when ``wait()``, which makes the current stream wait for ``key``, completes; CUDA only."""
         if self._observer is None:
             return
         with torch.cuda.stream(self._observer):
@@ -34,11 +34,11 @@ class Stopwatch(Generic[Key]):
             self._landed[key] = self._now()
 
     def ready_s(self, key: Key) -> float:
-        """Return the seconds from the start until ``key`` was ready; on CUDA this waits for the device."""
+        """Return the seconds from the start until ``key`` was ready; on CUDA this synchronizes with the device."""
         return self._seconds(self._ready[key])
 
     def wire_s(self, keys: Sequence[Key]) -> list[float] | None:
-        """Return how long each of ``keys`` took on a wire that carried them one after the other; None if unknown."""
+        """Return how long each of ``keys`` took on a wire that carried them one at a time; None if unknown."""
         if any(key not in self._landed for key in keys):
             return None
         times = []

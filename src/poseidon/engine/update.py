@@ -1,10 +1,9 @@
-"""Step 6 of the journey: each unit is updated when its mean gradient has arrived and somebody needs the unit.
+"""Step 6 of the journey: each unit is updated when its mean gradient has arrived and the unit is needed.
 
-Before: a route has brought the mean (``routes/``). After: the unit's next forward goes on. :class:`DeferredUpdates`
-sits between the user's optimizer and the engine: ``step()`` only writes down that an update is due, with the learning
-rates of that moment. The first touch of a parameter (``pending.py``) lets the flight that carries its gradient land
-and steps the user's own optimizer for just the parameters of that flight. What the next forward needs late arrives
-behind it.
+Before: a route has delivered the mean (``routes/``). After: the unit's next forward runs. :class:`DeferredUpdates` sits
+between the user's optimizer and the engine: ``step()`` only records that an update is due, with the current learning
+rates. The first touch of a parameter (``pending.py``) lands the flight that carries its gradient and steps the user's
+optimizer for just that flight's parameters. What the next forward needs late arrives while it runs.
 """
 
 from __future__ import annotations
@@ -48,43 +47,43 @@ class DeferredUpdates(Policy):
         """Under join(): finish every backward before it returns."""
         self._lock = threading.RLock()
         self._pending: dict[nn.Parameter, Flight | None] = {}
-        """What has not landed, with its flight once that is known."""
+        """Parameters that have not landed, each with its flight once known."""
         self._due: list[dict[str, Any]] | None = None
-        """Options of the parameter groups when ``step()`` was called; None before that."""
+        """Options of the parameter groups at the time of ``step()``; None before that."""
         self._group_of: dict[nn.Parameter, int] = {}
-        """Parameter to its group then."""
+        """Each parameter's group at that time."""
         self._clears: bool | None = None
-        """``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
+        """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
         self._undo: list[Callable[[], None]] = []
 
     # What the wrapper and the front end call.
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
-        """Take over the optimizer's steps; alone, only see to the norm."""
+        """Take over the optimizer's steps; with one worker, only clip the norm."""
         self._engine = engine
         if engine is None:
             if self._max_grad_norm is not None:
                 self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
             return
         defer(self.optimizer, self)
-        # A script may end with a step under way; the others cannot finish theirs without this worker.
+        # A script may exit with a step under way, which the others cannot finish without this worker.
         self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
 
     @property
     def engine(self) -> Engine:
-        """The engine whose gradients it waits for."""
+        """The engine whose gradients this policy waits for."""
         assert self._engine is not None
         return self._engine
 
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
-        """Finish the step where the forward would not ask parameter by parameter."""
+        """Finish the step if the forward does not touch parameters one by one."""
         self._is_paused = is_joining
         if is_joining or not asks or has_compiled_parts(module):
             self.finish()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Around a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
+        """Guard a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
         try:
             yield
         except WorkerLostError as error:
@@ -92,14 +91,14 @@ class DeferredUpdates(Policy):
             raise
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
-        """Finish the step before, then begin the exchange of this one unless it has begun."""
-        if not self.engine.in_backward:  # every gradient asks
+        """Finish the previous step, then begin this one's exchange unless it has begun."""
+        if not self.engine.in_backward:  # called for every gradient
             with self.guard():
                 self.finish()
                 self.engine.begin_backward(unused)
 
     def end_backward(self) -> None:
-        """Let the exchange of the backward that ends go on in the background."""
+        """Let this backward's exchange continue in the background."""
         if self.engine.plan is None or self._is_paused:
             self.engine.end_backward()
             return
@@ -142,7 +141,7 @@ class DeferredUpdates(Policy):
             if parameter not in self._pending:
                 make_plain(parameter)
         if landing.must_land or (self._max_grad_norm is not None and self._due is not None):
-            # All before any update, and in one order on all workers.
+            # Everything lands before any update, in one order on all workers.
             self._land(landing.flights)
 
     def _land(self, flights: Sequence[Flight]) -> None:
@@ -160,15 +159,15 @@ class DeferredUpdates(Policy):
         if not self._pending:
             self._due = self._clears = None
 
-    # What the optimizer's own methods have become.
+    # Replacements for the optimizer's own methods.
 
     def step(self) -> None:
-        """Write down that an update is due; update at once what nothing is under way for."""
+        """Record that an update is due; update at once the parameters with nothing under way."""
         with self._lock:
             self._check_failure()
             is_read = self.engine.phase is Phase.SETTLED
             if self._due is not None or (is_read and self._max_grad_norm is not None):
-                # Twice in a row; or gradients have been read, and their norm needs the rest of them as well.
+                # step() was called twice in a row; or some gradients were read, and the norm needs all of them.
                 self.finish()
             groups = self.optimizer.param_groups
             options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -177,10 +176,10 @@ class DeferredUpdates(Policy):
             self._clears = None
             self._update([p for p in self._group_of if p not in self._pending], options)
             if getattr(self.optimizer, "grad_scaler", None) is not None:
-                self.finish()  # the scale belongs to this very call
+                self.finish()  # the scale is valid only in this call
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Clear gradients; those of an update that is due once it is done."""
+        """Clear gradients; those that a due update needs are cleared after it."""
         if self._engine is None:
             return False
         with self._lock:
@@ -194,7 +193,7 @@ class DeferredUpdates(Policy):
             return True
 
     def close(self) -> None:
-        """Finish what is under way, give the optimizer its own class back, and close the engine."""
+        """Finish the step under way, restore the optimizer's own class, and close the engine."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -216,12 +215,12 @@ class DeferredUpdates(Policy):
     def _check_failure(self) -> None:
         if self.engine.failure is not None:
             raise UnsupportedError(
-                f"rank {self.engine.team.rank}: an update was broken off by an error, so the replicas may differ; "
-                "start again from a checkpoint"
+                f"rank {self.engine.team.rank}: an update was interrupted by an error, so the replicas may differ; "
+                "restart from a checkpoint"
             ) from self.engine.failure
 
     def _update(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Step the user's optimizer for some parameters, with the options that held when ``step()`` was called."""
+        """Step the user's optimizer for some parameters, with the options from the time of ``step()``."""
         if self._max_grad_norm is not None and not self._pending:
             with aside():
                 nn.utils.clip_grad_norm_(self.engine.parameters, self._max_grad_norm)
@@ -268,7 +267,7 @@ def check_max_norm(max_grad_norm: float | None) -> None:
 
 
 def clip_before_steps(optimizer: Optimizer, module: nn.Module, max_grad_norm: float) -> Callable[[], None]:
-    """Clip the norm of a module's gradients before each of an optimizer's own steps; the result takes that back."""
+    """Clip the norm of a module's gradients before each optimizer step; return a function that undoes this."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     handle = optimizer.register_step_pre_hook(lambda *_: _clip(parameters, max_grad_norm))
     return handle.remove
@@ -279,16 +278,16 @@ def _clip(parameters: Sequence[nn.Parameter], max_grad_norm: float) -> None:
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
-    """Return whether a compiled graph runs any of it: such a graph reads its parameters without asking."""
+    """Return whether any part is compiled: a compiled graph reads parameters without ``__torch_function__``."""
     return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in module.modules())
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless the optimizer's parameters can be updated one by one."""
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"distribute() wants a torch.optim.Optimizer; this is a {type(optimizer).__name__}")
+        raise ConfigError(f"distribute() needs a torch.optim.Optimizer; this is a {type(optimizer).__name__}")
     if isinstance(optimizer, Deferring):
-        raise ConfigError("this optimizer belongs to a distributed model already; make one per model")
+        raise ConfigError("this optimizer already belongs to a distributed model; create one per model")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
@@ -303,7 +302,7 @@ def plain_step(plain: type[Optimizer]) -> Any:
 
 
 class StepTaker(Protocol):
-    """What takes an optimizer's steps in its stead."""
+    """Takes an optimizer's steps in its place."""
 
     plain: type[Optimizer]
     """The optimizer's own class."""
@@ -311,7 +310,7 @@ class StepTaker(Protocol):
     """Whether the optimizer's state may be read as it is."""
 
     def step(self) -> None:
-        """Take a step, or write down that it is due."""
+        """Take a step, or record that it is due."""
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Clear gradients."""
@@ -326,12 +325,12 @@ class Deferring:
     _poseidon_policy: StepTaker
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own."""
+        """Like the optimizer's own."""
         self._poseidon_policy.zero_grad(set_to_none)
 
     @property
     def state(self) -> Any:
-        """As the optimizer's own, once the step under way is finished."""
+        """Like the optimizer's own, after finishing the step under way."""
         if not self._poseidon_policy.is_updating:
             self._poseidon_policy.finish()
         return self.__dict__["state"]
@@ -341,22 +340,22 @@ class Deferring:
         self.__dict__["state"] = value
 
     def state_dict(self) -> Any:
-        """As the optimizer's own, once the step under way is finished."""
+        """Like the optimizer's own, after finishing the step under way."""
         self._poseidon_policy.finish()
         return super().state_dict()  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the optimizer's own, once the step under way is finished."""
+        """Like the optimizer's own, after finishing the step under way."""
         self._poseidon_policy.finish()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own, once the step under way is finished."""
+        """Like the optimizer's own, after finishing the step under way."""
         self._poseidon_policy.finish()
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies are plain optimizers: they have no model to wait for.
+        # A copy is a plain optimizer: it has no model to wait for.
         self._poseidon_policy.finish()
         state = {key: value for key, value in self.__dict__.items() if key not in ("_poseidon_policy", "step")}
         return object.__new__, (self._poseidon_policy.plain,), state
@@ -367,7 +366,7 @@ def _deferred_step(self: Any, closure: Any = None) -> None:
         raise UnsupportedError(
             "step(closure) evaluates the model inside the step; call backward() yourself and step() without a closure"
         )
-    self._opt_called = True  # what learning-rate schedulers look for
+    self._opt_called = True  # checked by learning-rate schedulers
     self._poseidon_policy.step()
 
 
@@ -381,13 +380,13 @@ def _deferring_class(plain: type) -> type:
 
 
 def give_back(optimizer: Optimizer, plain: type[Optimizer]) -> None:
-    """Give an optimizer its own class back."""
+    """Restore an optimizer's own class."""
     optimizer.__dict__.pop("_poseidon_policy", None)
     optimizer.__class__ = plain
 
 
 def defer(optimizer: Optimizer, policy: StepTaker) -> None:
-    """Let ``policy`` take the optimizer's steps. Schedulers and references to it go on working."""
+    """Let ``policy`` take the optimizer's steps. Schedulers and references to it keep working."""
     optimizer.__dict__.pop("step", None)  # a scheduler's wrapper around the plain step
     optimizer._poseidon_policy = policy  # type: ignore[attr-defined]
     plain: type = type(optimizer)

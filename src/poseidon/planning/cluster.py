@@ -1,4 +1,4 @@
-"""What the planner knows of a cluster: how many machines and workers, how fast links and devices are."""
+"""What the planner knows about a cluster: machines, workers, and the speeds of links and devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_rate(text: str) -> float:
 
 
 def format_rate(bits_per_s: float) -> str:
-    """Write a rate the way people say it: ``9.41 Gbit/s``."""
+    """Format a rate for people: ``9.41 Gbit/s``."""
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if bits_per_s >= 0.9995 * scale:
             return f"{bits_per_s / scale:.3g} {unit}"
@@ -42,9 +42,9 @@ class Link:
     """A full-duplex link."""
 
     bits_per_s: float
-    """What a program gets each way, headers left out."""
+    """Throughput of a program in each direction, without headers."""
     latency_s: float
-    """Time from one program to the other for a tiny message, software included."""
+    """Time for a tiny message from one program to another, software included."""
 
     def __post_init__(self) -> None:
         if not self.bits_per_s > 0:
@@ -64,13 +64,13 @@ class Cluster:
 
     machines: int
     workers_per_machine: int = 1
-    """The largest number on any machine, where machines differ."""
+    """The largest count on any machine, where machines differ."""
     between: Link = Link(bits_per_s=1e9, latency_s=200e-6)
     """The slowest link from one machine to another."""
     inside: Link = Link(bits_per_s=40e9, latency_s=30e-6)
     """From one worker to another on the same machine."""
     flops: float = 50e9
-    """Rate of a matrix product on one worker's device, in floating-point operations per second."""
+    """Matrix-product rate of one worker's device, in floating-point operations per second."""
     source: str = "assumed"
     """Where the figures come from: assumed, given or measured; shown with the plan."""
 

@@ -1,19 +1,19 @@
-"""What one exchange of one unit costs by each route: bytes on the wire and seconds.
+"""The cost of exchanging one unit by each route: bytes on the wire, and seconds.
 
 With P machines of L workers each (W = P L workers in all), B bytes of gradient, K rows of input per worker, a weight of
-M x N values and factors of v bytes per value, one machine's network card sends (and receives as much)
+M x N values and factors of v bytes per value, one machine's network card sends, and receives as much:
 
 ====================  ==================================================================================
 allreduce (ring)      ``2 B (P - 1) / P``: the machine combines inside first, so its workers share this
 sharded               ``2 B (P - 1) / P``: every machine owns a share of the parameter server, 2 hops per chunk
-factors               ``L K (M + N) v (P - 1)``: every worker's factors go once to every other machine
+factors               ``L K (M + N) v (P - 1)``: every worker's factors, once to every other machine
 rows                  ``L U (D s + 8) (P - 1)``: U touched rows of D values of s bytes, and their indices
 ====================  ==================================================================================
 
-which for L = 1 are the parameter-server and SFB lines of the Poseidon paper's cost table (a co-located server moves
-what a ring does). A tree (``log2 P`` hops of B bytes) beats a ring when latency rules; the smaller of the two counts.
-The arithmetic differs as well: a dense gradient takes ``2 K M N`` operations on its own worker, a gradient rebuilt from
-everybody's factors ``2 K W M N``.
+For L = 1 these are the parameter-server and SFB rows of the Poseidon paper's cost table (a co-located server moves as
+much as a ring). A tree (``log2 P`` hops of B bytes) beats a ring when latency dominates; the smaller of the two counts.
+The arithmetic differs too: a dense gradient takes ``2 K M N`` operations on its own worker, a gradient rebuilt from all
+workers' factors ``2 K W M N``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Cost:
     """What one route would cost for one unit and step."""
 
     wire_bytes: float
-    """Sent by one machine's network card (one worker's, where there is only one machine)."""
+    """Sent by one machine's network card (by one worker, with a single machine)."""
     wire_s: float
     """Time on the busiest link, latency included."""
     compute_s: float
-    """Time on the device for making the gradient."""
+    """Time on the device to compute the gradient."""
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class Cost:
 
 
 def _ring_or_tree_s(size_bytes: float, members: int, link: Link) -> float:
-    """Seconds for an allreduce among ``members`` over ``link``, latency shared with the unit's bucket mates."""
+    """Seconds for an allreduce among ``members`` over ``link``; units in a bucket share the latency."""
     if members < 2:
         return 0.0
     calls = size_bytes / LARGEST_BUCKET_BYTES
@@ -85,7 +85,7 @@ def _broadcast_cost(worker_bytes: float, cluster: Cluster) -> tuple[float, float
     inside = worker_bytes * (cluster.workers - 1) if cluster.workers_per_machine > 1 else 0.0
     seconds = inside / cluster.inside.bytes_per_s
     if cluster.machines > 1:
-        # A header goes ahead of the rows, to every peer.
+        # A header precedes the rows, to every peer.
         seconds += between / cluster.between.bytes_per_s + 2 * cluster.between.latency_s
     if cluster.workers_per_machine > 1:
         seconds += 2 * cluster.inside.latency_s
@@ -93,14 +93,14 @@ def _broadcast_cost(worker_bytes: float, cluster: Cluster) -> tuple[float, float
 
 
 def factors_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
-    """Cost of sending both factors of a linear unit's gradient to everybody."""
+    """Cost of sending both factors of a linear unit's gradient to all workers."""
     rows, columns = unit.matrix
     wire_bytes, wire_s = _broadcast_cost(load.rows * (rows + columns) * load.value_bytes, cluster)
     return Cost(wire_bytes, wire_s, 2 * load.rows * cluster.workers * rows * columns / cluster.flops)
 
 
 def rows_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
-    """Cost of sending the touched rows of an embedding unit's gradient to everybody."""
+    """Cost of sending the touched rows of an embedding unit's gradient to all workers."""
     _, width = unit.matrix
     row_bytes = width * unit.parameters[0].itemsize + _INDEX_BYTES
     wire_bytes, wire_s = _broadcast_cost(load.rows * row_bytes, cluster)

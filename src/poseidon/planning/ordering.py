@@ -1,6 +1,6 @@
-"""In which order collectives should leave when the next forward may begin before all have landed. Pure.
+"""The order of collectives when the next forward may begin before all have landed. Pure.
 
-Collectives keep one order on all workers, so it is settled beforehand: by playing through one step with measured times.
+Collectives keep one order on all workers, so it is fixed in advance, by simulating one step with measured times.
 """
 
 from __future__ import annotations

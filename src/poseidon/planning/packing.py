@@ -1,4 +1,4 @@
-"""Which gradients share one collective. Pure: the engine packs by it, and the simulator predicts by it."""
+"""Which gradients share one collective. Pure: the engine and the simulator both use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 SMALLEST_BUCKET_BYTES = 2**20
 """Below this, a collective costs latency rather than bandwidth."""
 LARGEST_BUCKET_BYTES = 25 * 2**20
-"""As torch's DistributedDataParallel has it."""
+"""The default of torch's DistributedDataParallel."""
 _DEFERRED_BYTES = 8 * 2**20
 """Where a layer's next forward waits for its whole bucket, and for nothing else."""
 _SERVED_BYTES = 4 * 2**20
@@ -15,17 +15,18 @@ _SERVED_BYTES = 4 * 2**20
 
 
 def limit_collective(asked_bytes: int | None, defers: bool) -> int:
-    """Return the most bytes that shall share a collective; ``defers``: the next forward need not wait for all."""
+    """Return the most bytes that share a collective; ``defers``: the next forward need not wait for all of them."""
     if asked_bytes is not None:
         return asked_bytes
     return _DEFERRED_BYTES if defers else LARGEST_BUCKET_BYTES
 
 
 def limit_served(asked_bytes: int | None, owners: int, chunk_bytes: int) -> int:
-    """Return the most bytes that shall go through the parameter server together.
+    """Return the most bytes that go through the parameter server together.
 
-    A bucket is spread over all owners. One with less than a whole chunk for each makes more messages of the same bytes,
-    and on fast links messages are what costs; two for each let the sums of one travel while the next one's parts come.
+    A bucket is spread over all owners. With less than a whole chunk per owner, the same bytes need more messages, and
+    on fast links messages dominate the cost; with two chunks per owner, the sums of one travel while the parts of the
+    next arrive.
     """
     most = LARGEST_BUCKET_BYTES if asked_bytes is None else asked_bytes
     return min(most, max(_SERVED_BYTES, 2 * owners * chunk_bytes))

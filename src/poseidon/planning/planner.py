@@ -1,4 +1,4 @@
-"""Units, load and cluster in; the cheapest exact route for each unit out, with the figures that decided it."""
+"""Chooses the cheapest exact route for each unit, given load and cluster, and keeps the figures that decided it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from poseidon.planning.route import Route, Routes
 from poseidon.units import Kind, Load, Unit
 
 FASTEST_SERVED_BITS = 30e9
-"""Beyond this, as measured between programs, the processors rather than the links limit what goes through host memory.
-Nothing above 25 Gbit/s was tried."""
+"""Above this rate, measured between programs, CPUs rather than links limit what goes through host memory. Nothing above
+25 Gbit/s was tested."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PlanEntry:
     shape: tuple[tuple[int, ...], ...]
     """Shapes of the unit's parameters."""
     rows: float | None
-    """Load on one worker that the decision rests on; None where no route depends on it or none was seen."""
+    """Load on one worker that decided it; None where no route depends on the load or none was seen."""
     route: str
     why: str
     costs: dict[str, Cost]
@@ -90,7 +90,7 @@ def make_plan(
 ) -> Plan:
     """Choose for every unit the route with the lowest estimated time; ties go to the first in ``routes``.
 
-    ``loads`` holds what is known of each linear or embedding unit by name; without an entry it travels in full.
+    ``loads`` holds the load on linear and embedding units by name; a unit without an entry travels in full.
     ``overrides`` maps unit names or patterns (``"head.*"``) to routes; the first that matches and is possible wins.
     """
     overrides = dict(overrides or {})
@@ -99,12 +99,12 @@ def make_plan(
 
 
 def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
-    """Say whether to offer the parameter server where NCCL, going by TCP, could carry gradients from device to device.
+    """Return whether to offer the parameter server where NCCL over TCP could carry gradients between devices.
 
-    The server stages them in host memory, but compacts them, a layer that is needed soon overtakes the others, and its
-    threads sleep where NCCL's spin. That pays where gradients may land in the next forward (``defers``) and no two GPUs
-    of a machine combine first; measured at 10 and 25 Gbit/s (``docs/performance.md``). Without that, networks that wait
-    for the wire gain by it too, and others lose: it takes longer from a gradient to its mean.
+    The server stages gradients in host memory, but it compacts them, urgent layers overtake the others, and its threads
+    sleep where NCCL's spin. That pays off where gradients may land in the next forward (``defers``) and no GPUs of one
+    machine combine first; measured at 10 and 25 Gbit/s (``docs/performance.md``). Without deferring, networks bound by
+    the wire gain too, but others lose: a gradient takes longer to become its mean.
     """
     return defers and cluster.workers_per_machine == 1 and cluster.between.bits_per_s <= FASTEST_SERVED_BITS
 
@@ -173,7 +173,7 @@ def _reason(route: Route, possible: Sequence[Route], costs: Mapping[str, Cost], 
     short = [other.name for other in possible if other.name in costs and other.delivers != "gradients"]
     if route.delivers == "gradients" and not short:
         return f"no cheaper exact form; {route.note}" if route.note else "no cheaper exact form"
-    # What goes in full was compared with the short form, and the other way round.
+    # A full gradient is compared with the short form, and vice versa.
     others = short if route.delivers == "gradients" else [name for name in costs if name != route.name]
     other = min(others, key=lambda name: costs[name].seconds)
     if costs[other].seconds <= 0:

@@ -1,7 +1,7 @@
-"""How long each unit of a model computes, on one worker with one batch: what plans and simulations rest on.
+"""Compute time of each unit of a model, on one worker with one batch: the input of plans and simulations.
 
-A profile is measured on a real device or estimated from operation counts (``profiling.py``) and saved as a small JSON
-file that can be passed around. Pure: no tensors here.
+A profile is measured on a real device or estimated from operation counts (``profiling/``) and saved as a small,
+portable JSON file. Pure: no tensors here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UnitProfile:
     load: Load | None
     """None for dense units, and where no forward reached the unit."""
     forward_s: float
-    """From the unit's first use in forward to the next unit's; what follows a unit without parameters is its own."""
+    """From the unit's first use in forward to the next unit's, including modules without parameters in between."""
     backward_s: float
     """From the previous unit's gradients to this one's."""
 
@@ -42,13 +42,13 @@ class Profile:
     units: tuple[UnitProfile, ...]
     """In the model's order, which is the engine's."""
     forward_order: tuple[int, ...]
-    """Numbers of units as forward first needs them."""
+    """Numbers of units in the order in which forward first needs them."""
     ready_order: tuple[int, ...]
-    """Numbers of units as their gradients become final in backward."""
+    """Numbers of units in the order in which their gradients become final."""
     update_s: float
     """The optimizer's step."""
     memory_bytes: int = 0
-    """Peak use on the device; 0 where it was not measured."""
+    """Peak device memory; 0 if not measured."""
     source: str = "measured"
     """Where the times come from: measured, estimated, scaled; shown with predictions."""
 
@@ -83,12 +83,12 @@ class Profile:
 
     @property
     def specs(self) -> list[Unit]:
-        """The units as the planner takes them."""
+        """The units, as input for the planner."""
         return [one.unit for one in self.units]
 
     @property
     def loads(self) -> dict[str, Load]:
-        """The loads as the planner takes them."""
+        """The loads, as input for the planner."""
         return {one.unit.name: one.load for one in self.units if one.load is not None}
 
     @property
@@ -97,14 +97,14 @@ class Profile:
         return sum(one.unit.size_bytes for one in self.units)
 
     def scaled_to(self, step_s: float) -> Profile:
-        """Return the same proportions with a step that takes ``step_s``: another device, or one that is shared."""
+        """Return a profile scaled to a step of ``step_s``: for another device, or a shared one."""
         if not 0 < step_s < math.inf:
             raise ConfigError(f"a step takes a positive time, not {step_s} s")
         factor = step_s / self.step_s
         return replace(self, units=self._stretched(factor), update_s=self.update_s * factor)
 
     def with_batch(self, batch: int) -> Profile:
-        """Return what another batch would take: passes and loads grow with it, the update does not."""
+        """Return a profile for another batch: passes and loads scale with it, the update does not."""
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
         if batch == self.batch:
@@ -150,7 +150,7 @@ class Profile:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read profile {path}: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise ConfigError(f'{path} is no profile: it lacks "format": "{FORMAT}"')
+            raise ConfigError(f'{path} is not a profile: it lacks "format": "{FORMAT}"')
         return cls.from_dict(data, origin=f"profile {path}")
 
     @classmethod

@@ -1,9 +1,9 @@
 """The contract of a route: one way in which a unit's gradient becomes the mean over all workers.
 
-Everybody who has to know about routes reads it here. The planner asks what a route accepts and costs, the schedule how
+This is all that the rest of the code knows about a route: the planner asks what it accepts and costs, the schedule how
 to pack, the step whether items must keep an order, the front end what to deliver, the simulator which transfers an item
-makes. :meth:`Route.open` is where bytes begin to move: it returns the route's exchanger for one team
-(``routes/base.py``). A new route is one class that implements this, registered with ``poseidon.routes.register``.
+makes. :meth:`Route.open` returns what moves the bytes: the route's exchanger for one team (``routes/base.py``). A new
+route is one class that implements this, registered with ``poseidon.routes.register``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Route(ABC):
     """How one kind of unit exchanges its gradient. Immutable; equal on all workers."""
 
     name: str
-    """What users write and the plan shows."""
+    """Used in options and shown in the plan."""
     summary: str
     """One line for the documentation."""
     delivers: Delivery = "gradients"
     """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, or touched rows."""
     has_flags: bool = False
-    """Items carry a word that all workers must have heard before any of them lands (:class:`routes.base.Flag`)."""
+    """Items carry a flag word that all workers must know before any item lands (:class:`routes.base.Flag`)."""
     note: str = ""
-    """Why the planner prefers it over the first route that accepts the same units, where no bytes are saved."""
+    """Why the planner prefers it to the first route that accepts the same units, if it saves no bytes."""
 
     @property
     def queue(self) -> str | None:
@@ -50,15 +50,15 @@ class Route(ABC):
 
     @abstractmethod
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
-        """Return what one step would cost; None if that depends on a load that nobody has seen."""
+        """Return what one step costs; None if that depends on a load that has not been observed."""
 
     def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - for routes that depend on it
-        """Return whether the planner may choose it without being asked to."""
+        """Return whether the planner may choose it without being asked."""
         return True
 
     @property
     def is_packed(self) -> bool:
-        """Whether several parameters share an item; otherwise every unit is an item of its own."""
+        """Whether several parameters share an item; otherwise every unit is a separate item."""
         return self.delivers == "gradients"
 
     def limit_bytes(self, asked_bytes: int | None, defers: bool, cluster: Cluster) -> int:  # noqa: ARG002
@@ -66,7 +66,7 @@ class Route(ABC):
         return limit_collective(asked_bytes, defers)
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Return what the simulator moves for an item. By default every machine sends at once what the cost says."""
+        """Return what the simulator moves for an item; by default, every machine sends the cost's bytes in one leg."""
         costs = [self.cost(unit, item.load, conditions.cluster) for unit in item.specs]
         return [
             Transfer(
@@ -82,9 +82,9 @@ class Route(ABC):
     def open(self, context: Any) -> Any:  # noqa: ARG002
         """Return what moves items for one team: an ``Exchanger``, given a ``Context`` (``routes/base.py``). Collective.
 
-        Neither type is named here: this module knows no tensors.
+        Neither type is named here, because this module does not import torch.
         """
-        raise UnsupportedError(f"route {self.name!r} can be simulated but not used: nothing was written that moves it")
+        raise UnsupportedError(f"route {self.name!r} can be simulated but not used: it does not implement open()")
 
 
 class Routes(Mapping[str, Route]):
@@ -94,7 +94,7 @@ class Routes(Mapping[str, Route]):
         self._routes: dict[str, Route] = {}
         for route in routes:
             if route.name in self._routes:
-                raise ConfigError(f"there are two routes named {route.name!r}; give one of them another name")
+                raise ConfigError(f"two routes are named {route.name!r}; rename one of them")
             self._routes[route.name] = route
 
     def __getitem__(self, name: str) -> Route:
@@ -116,5 +116,5 @@ class Routes(Mapping[str, Route]):
         return [route for route in self._routes.values() if route.accepts(unit)]
 
     def first_for(self, unit: Unit) -> Route:
-        """Return the route a unit takes before anything is known of its load."""
+        """Return the route a unit takes before its load is known."""
         return self.for_unit(unit)[0]

@@ -1,7 +1,7 @@
 """A plan made concrete: which gradients travel together, by which route, and what must keep an order. Pure.
 
-The engine runs it (``engine/step.py``), the simulator plays it through (``sim/``). Parameters are numbered over the
-whole model, units in their order, and everything here is the same on all workers.
+The engine runs it (``engine/step.py``), the simulator simulates it (``sim/``). Parameters are numbered across the whole
+model, in the order of the units, and everything here is the same on all workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from poseidon.units import Load, ParameterSpec, Unit
 
 @dataclass(frozen=True)
 class Item:
-    """What travels as one, and starts when the gradients of all its parameters are final."""
+    """What travels as one message or collective; it starts when the gradients of all its parameters are final."""
 
     number: int
     """Position in the schedule."""
@@ -29,7 +29,7 @@ class Item:
     units: tuple[int, ...]
     """Numbers of the units they belong to."""
     specs: tuple[Unit, ...]
-    """The same units."""
+    """Specs of those units."""
     numel: int
     itemsize: int
     """Bytes per value."""
@@ -38,7 +38,7 @@ class Item:
     is_packed: bool = True
     """Full gradients in a bucket; otherwise one unit in a short form."""
     load: Load | None = None
-    """What the plan expects of a unit that travels alone."""
+    """The planned load of a unit that travels alone."""
 
     @property
     def size_bytes(self) -> int:
@@ -52,11 +52,11 @@ class Model:
 
     units: tuple[Unit, ...]
     kinds: tuple[Hashable, ...]
-    """By parameter: only parameters of one kind share an item (type and device, say)."""
+    """By parameter: only parameters of one kind (such as dtype and device) share an item."""
 
     @classmethod
     def of(cls, units: Sequence[Unit], kinds: Sequence[Hashable] | None = None) -> Model:
-        """Return the model of these units; without ``kinds`` parameters are told apart by their element sizes."""
+        """Return the model of these units; without ``kinds``, the element size is a parameter's kind."""
         if kinds is None:
             kinds = [parameter.itemsize for unit in units for parameter in unit.parameters]
         return cls(tuple(units), tuple(kinds))
@@ -93,7 +93,7 @@ class Schedule:
     queues: Mapping[str, tuple[int, ...]]
     """By queue: items that start in this order on all workers; any other item starts when it is ready."""
     flagged: tuple[int, ...]
-    """Items whose flags the workers compare, in the order in which they are told."""
+    """Items whose flags the workers compare, in the order in which the flags are sent."""
 
     @cached_property
     def item_of(self) -> dict[int, int]:
@@ -102,28 +102,29 @@ class Schedule:
 
     @cached_property
     def landing_order(self) -> tuple[int, ...]:
-        """Items in an order in which all workers may let them land.
+        """Items in an order in which all workers can land them.
 
-        Units that travel alone first: most left early, and what they bring is worked on while the last bucket travels.
-        By unit and not as they left, because a part that came another way makes landing them collective.
+        Units that travel alone come first: most left early, and their gradients are rebuilt while the last bucket
+        travels. They are ordered by unit and not by departure, because a full gradient beside the short form makes
+        landing collective.
         """
         alone = [item.number for item in sorted(self.items, key=lambda item: item.units) if not item.is_packed]
         queued = [number for queue in self.queues.values() for number in queue]
         return tuple(dict.fromkeys([*alone, *queued, *range(len(self.items))]))
 
     def reordered(self, queue: str, order: Sequence[int]) -> Schedule:
-        """Return the schedule with one queue in another order, given as present positions in that queue."""
+        """Return the schedule with one queue reordered; ``order`` holds current positions in that queue."""
         present = self.queues[queue]
         return replace(self, queues={**self.queues, queue: tuple(present[position] for position in order)})
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How much shares an item."""
+    """How to group parameters into items."""
 
     cluster: Cluster
     asked_bytes: int | None = None
-    """What the user asked for; None: as suits each route."""
+    """The user's limit; None: each route's default."""
     defers: bool = False
     """Landing may wait until the next forward needs it."""
 
@@ -143,10 +144,10 @@ def make_schedule(
     loads: Mapping[str, Load] | None = None,
     always_compares: bool = False,
 ) -> Schedule:
-    """Pack the units of each route into items; ``order`` holds unit numbers as they are expected to become ready.
+    """Pack the units of each route into items; ``order`` holds unit numbers in the order expected to become ready.
 
-    Flags are compared for items whose route has them, if ``always_compares`` or if one of those routes is a queue: an
-    item that travels by a message of its own carries its flags with it, one of a collective cannot.
+    Flags are compared for items whose route has them, if ``always_compares`` or if one of those routes has a queue: an
+    item sent as separate messages carries its flags along, a collective cannot.
     """
     loads = loads or {}
     place = {unit: position for position, unit in enumerate(order)}

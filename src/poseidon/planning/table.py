@@ -1,4 +1,4 @@
-"""The plan as people read it: one line per unit, small dense units folded together."""
+"""Formats a plan for people: one line per unit, with runs of dense units folded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEADER = ("layer", "shape", "rows", "route", "bytes/step", "why")
 
 
 def format_bytes(size: float) -> str:
-    """Write a number of bytes the way people say it: ``37.7 MB``."""
+    """Format a number of bytes for people: ``37.7 MB``."""
     for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= 0.9995 * scale:
             return f"{size / scale:.3g} {unit}"
@@ -18,7 +18,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Align columns: text to the left, the numbers people compare are left too, so nothing jumps."""
+    """Return aligned columns; numbers are left-aligned too, so that they line up with the text."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -26,7 +26,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the table with its sums and the cluster it was made for."""
+    """Return the table with its totals and the cluster it was planned for."""
     rows = [_row(entry) for entry in _folded(plan.entries)]
     parts = [format_table(_HEADER, rows)]
     total, dense = plan.wire_bytes, plan.allreduce_bytes
@@ -51,7 +51,7 @@ def _row(entry: PlanEntry | tuple[PlanEntry, ...]) -> tuple[str, ...]:
 
 
 def _folded(entries: Sequence[PlanEntry]) -> list[PlanEntry | tuple[PlanEntry, ...]]:
-    """Fold runs of more than three dense units into one line: a ResNet has a hundred and fifty of them."""
+    """Fold runs of more than three dense units into one line: a ResNet has about 150 of them."""
     folded: list[PlanEntry | tuple[PlanEntry, ...]] = []
     run: list[PlanEntry] = []
     for entry in [*entries, None]:

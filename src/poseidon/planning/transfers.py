@@ -1,4 +1,4 @@
-"""An item's exchange as the simulator moves it: legs of bytes between machines, and what they cost besides. Pure."""
+"""An item's exchange as the simulator moves it: legs of bytes between machines, and their other costs. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from poseidon.planning.cluster import Cluster
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a transfer that must be over everywhere before the next begins."""
+    """A part of a transfer that must finish everywhere before the next begins."""
 
     out_bytes: float
-    """Leaves every machine, and as much arrives."""
+    """Bytes that leave each machine; as many arrive."""
     owner_bytes: tuple[float, float] | None = None
-    """What leaves and what reaches the one machine that holds the unit, where it differs from the others."""
+    """Bytes that leave and reach the one machine that owns the unit, if they differ from the others'."""
     others_in_bytes: float | None = None
-    """What reaches each of the others then."""
+    """Bytes that reach each of the other machines in that case."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,24 @@ class Transfer:
 
     name: str
     units: tuple[int, ...]
-    """All must be ready."""
+    """All must be ready before it starts."""
     route: str
     legs: tuple[Leg, ...]
     is_collective: bool
-    """Goes in one order on all machines, one after the other."""
+    """Runs one at a time, in one order on all machines."""
     owner: int = 0
     staged_bytes: float = 0.0
-    """What crosses between device and host in each leg."""
+    """Bytes that cross between device and host in each leg."""
     priority: int = 0
-    """Lower is more urgent, where a system heeds it."""
+    """Lower is more urgent, in systems that use priorities."""
     hops: int = 1
-    """Messages that follow each other in each leg, every one with the link's latency."""
+    """Sequential messages in each leg, each with the link's latency."""
     inside_s: float = 0.0
-    """On the link inside each machine and for its own work, once before and once after."""
+    """Time on the link inside each machine and for its own work, once before and once after."""
 
     @property
     def out_bytes(self) -> float:
-        """What a machine (the owner, where there is one) sends in all."""
+        """Total bytes a machine (the owner, if there is one) sends."""
         return sum(leg.out_bytes if leg.owner_bytes is None else leg.owner_bytes[0] for leg in self.legs)
 
 
@@ -52,19 +52,19 @@ class Conditions:
 
     cluster: Cluster
     collective_hops: int = 1
-    """Messages that follow each other in one allreduce."""
+    """Sequential messages in one allreduce."""
     message_s: float = 0.0
-    """Host work for what one unit sends to one peer by messages of its own."""
+    """Host work for one unit's direct messages to one peer."""
     wire_share: float = 1.0
-    """Bytes that travel for each byte of a whole gradient: 0.5 for bf16, which is lossy."""
+    """Bytes on the wire per byte of a full gradient: 0.5 for bf16, which is lossy."""
     compacts: bool = False
     """Devices compact what goes through the parameter server, without loss."""
     rounds: int = 400
-    """Into about as many rounds of chunks a model is cut at most: finer ones change little and cost much."""
+    """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0
-    """Of all that goes through the parameter server."""
+    """Total bytes that go through the parameter server."""
 
     def inside_s(self, size_bytes: float) -> float:
-        """Return the time for the workers of one machine to combine, or to share what came."""
+        """Return the time for the workers of one machine to combine their parts, or to share the result."""
         members, link = self.cluster.workers_per_machine, self.cluster.inside
         return (members - 1) / members * size_bytes / link.bytes_per_s + (members - 1) * link.latency_s

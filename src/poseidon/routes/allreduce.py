@@ -1,8 +1,8 @@
 """Step 3, allreduce: full gradients, averaged by the collectives of torch.distributed.
 
-Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not
-overflow. On gloo, where several workers share a machine, they combine inside it first and each carries its share of
-the traffic between machines; NCCL knows the topology and does the like by itself.
+Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not overflow. On
+gloo, workers that share a machine combine inside it first, and each carries its share of the traffic between machines;
+NCCL knows the topology and does the same by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AllreduceExchanger(Exchanger):
         self._counterparts = team.new_group(team.topology.counterparts(team.rank)) if use_levels else None
 
     def close(self) -> None:
-        """End the background thread, if there is one."""
+        """Stop the background thread, if any."""
         if self._levels is not None:
             self._levels.close()
 
@@ -63,7 +63,7 @@ class _FlatExchange(Exchange):
 
 
 def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:
-    """Average ``.grad`` of a few parameters at once and blocking: for the rare part that no other route carries."""
+    """Average ``.grad`` of a few parameters, blocking: for the rare part that no other route carries."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,8 +1,8 @@
-"""Step 3 of the journey: what moves bytes for a route, and the model as routes see it.
+"""Step 3 of the journey: the contract for moving a route's bytes, and the model as routes see it.
 
 Before: ``engine/backward.py`` finds that an item is ready. After: the exchanger of its route (``allreduce.py``,
 ``sharded.py``, ``factors.py``, ``gather.py``, ``rows.py``) moves it and leaves the mean over all workers in ``.grad``.
-What a route is, apart from that, says ``planning/route.py``.
+``planning/route.py`` defines the rest of a route.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from poseidon.routes.pairs import Pairs
 
 FactorPair = tuple[Tensor, Tensor]
-"""Input (rows x N) and gradient of the output (rows x M) of one call of a linear layer."""
+"""Input (rows x N) and output gradient (rows x M) of one call of a linear layer."""
 
 
 class Flag(IntFlag):
-    """What is out of the ordinary about a worker's part of an item; landing it may then need all workers at once."""
+    """Exceptional conditions of a worker's part of an item; landing it may then be collective."""
 
     HAS_DENSE = 1
-    """``.grad`` holds a local part that came as a full gradient although the unit travels in a short form."""
+    """``.grad`` holds a local part: autograd made a full gradient although the unit travels in a short form."""
     MISFIT = 2
-    """The part did not fit what was planned."""
+    """The part exceeds the planned size or has another type."""
 
 
 @dataclass(frozen=True, eq=False)
 class LiveUnit:
-    """A unit with its tensors. It does not change; what a backward brings for it is in :class:`Brought`."""
+    """A unit with its tensors. Immutable; what a backward brings for it is in :class:`Brought`."""
 
     index: int
-    """Place in the model, equal on all workers."""
+    """Position in the model, equal on all workers."""
     spec: Unit
     module: nn.Module | None
     parameters: tuple[nn.Parameter, ...]
@@ -69,7 +69,7 @@ class Brought:
     def __init__(self, factor_dtype: torch.dtype | None = None) -> None:
         self._pieces: list[FactorPair] = []
         self.factor_dtype = factor_dtype
-        """Type of the last factors seen, for a backward that brings none."""
+        """Dtype of the last factors seen, for a backward that brings none."""
         self.has_dense = False
         """``.grad`` holds a full gradient that autograd made in this backward."""
         self.kept: Tensor | None = None
@@ -86,7 +86,7 @@ class Brought:
         return self._pieces
 
     def take_pieces(self) -> list[FactorPair]:
-        """Return the factors of all calls and keep none: they need memory until they have left."""
+        """Return the factors of all calls and drop them here, to free their memory as soon as they are sent."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -100,7 +100,7 @@ class LiveItem:
     parameters: tuple[nn.Parameter, ...]
     """In the order of ``item.parameters``."""
     bucket: Bucket | None
-    """Where gradients that travel together lie; None where the unit travels in a short form."""
+    """Holds gradients that travel together; None where the unit travels in a short form."""
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class LiveItem:
 
 
 SERVED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""Types of values that the parameter server can add up."""
+"""Dtypes that the parameter server can sum."""
 
 
 def can_be_served(parameter: Tensor) -> bool:
@@ -129,7 +129,7 @@ def can_be_served(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What exchangers are opened for: one team, its cluster, and what its routes share."""
+    """What exchangers share: one team, its cluster, and the connections between its workers."""
 
     team: Team
     cluster: Cluster
@@ -138,13 +138,13 @@ class Context:
 
     @cached_property
     def pairs(self) -> Pairs:
-        """Direct messages between workers; made when first asked for, which is collective."""
+        """Direct messages between workers. The first access connects and is collective."""
         from poseidon.routes.pairs import Pairs
 
         return Pairs(self.team, pin_memory=self.is_cuda)
 
     def close(self) -> None:
-        """Let what is queued leave, and end the threads."""
+        """Flush what is queued, and stop the threads."""
         pairs = self.__dict__.pop("pairs", None)
         if pairs is not None:
             pairs.close()
@@ -153,41 +153,41 @@ class Context:
 class Exchange(ABC):
     """An item under way between the workers.
 
-    One thread calls ``start`` of the exchanger, then :meth:`finish`, once, perhaps from another thread. Between the two
-    the exchanger may read the tensors it was given and nobody may write them.
+    One thread calls the exchanger's ``start``; then one thread, perhaps another, calls :meth:`finish` once. In between,
+    the exchanger may read the tensors it was given and nobody may write to them.
     """
 
     flags = Flag(0)
-    """What is out of the ordinary about this worker's part, known when it has started."""
+    """Flags of this worker's part, known once it has started."""
 
-    def heed(self, flags: Sequence[int]) -> None:  # noqa: B027 - most need not know before they finish
-        """Hear what all workers said about the item; called before :meth:`finish` where flags are compared."""
+    def heed(self, flags: Sequence[int]) -> None:  # noqa: B027 - a no-op for most
+        """Receive all workers' flags for the item; called before :meth:`finish` where flags are compared."""
 
     @abstractmethod
     def finish(self, is_used: bool) -> None:
-        """Block until the mean has arrived, identical on every worker, and leave it where the item's gradients lie.
+        """Block until the mean has arrived, identical on every worker, and store it where the item's gradients lie.
 
-        That is the tensor that ``LiveItem.pack`` returned, or ``.grad`` for units in a short form. If no worker
-        ``is_used`` the unit in this step, ``.grad`` stays as it was. On CUDA it is enough that the work is queued on
+        That is the tensor that ``LiveItem.pack`` returned, or ``.grad`` for units in a short form. Without ``is_used``
+        no worker used the unit in this step, and ``.grad`` stays unchanged. On CUDA it suffices to queue the work on
         the current stream. Raises :class:`poseidon.errors.WorkerLostError` if a worker does not answer in time.
         """
 
-    def join_stream(self) -> None:  # noqa: B027 - nothing to do is the rule
-        """On CUDA, make the current stream wait for the exchange and do nothing else; elsewhere do nothing."""
+    def join_stream(self) -> None:  # noqa: B027 - a no-op for most
+        """Make the current stream wait for the exchange, on CUDA; a no-op elsewhere."""
 
 
 class Exchanger(ABC):
-    """A route that was opened for one team: the only code that moves a gradient's bytes."""
+    """A route opened for one team: the only code that moves a gradient's bytes."""
 
     def prepare(self, items: Sequence[LiveItem]) -> None:  # noqa: B027 - most need no preparation
-        """Get ready for the items of a new schedule, in the order they become ready, instead of earlier ones.
+        """Prepare for the items of a new schedule, in the order they become ready; they replace earlier ones.
 
-        Collective, and called only where the schedule has items of this route.
+        Collective, and called only if the schedule has items of this route.
         """
 
     @abstractmethod
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
-        """Begin to exchange an item and return at once. ``brought`` has one entry for each of the item's units."""
+        """Start exchanging an item; never blocks. ``brought`` has one entry for each of the item's units."""
 
     def close(self) -> None:  # noqa: B027 - most have no threads
-        """Let what is queued leave, and end the exchanger's threads."""
+        """Flush what is queued, and stop the exchanger's threads."""

@@ -1,4 +1,4 @@
-"""Buckets: gradients that share one collective, so that small layers share its latency."""
+"""Buckets: gradients that share one collective and its latency."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class Bucket:
-    """Some parameters and the flat tensor in which their gradients travel together.
+    """A group of parameters and the flat tensor in which their gradients travel together.
 
-    A bucket of one parameter needs no tensor of its own: the gradient travels where it lies.
+    A bucket of one parameter needs no extra tensor: the gradient travels in place.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], keep_views: bool) -> None:
@@ -82,7 +82,7 @@ class Bucket:
 
 
 def _shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """View ``flat`` with the parameter's shape, and with its memory order (channels last, say) where it is dense."""
+    """View ``flat`` with the parameter's shape and, if that is dense, its memory format (such as channels last)."""
     if parameter.is_contiguous():
         return flat.view(parameter.shape)
     expected = 1

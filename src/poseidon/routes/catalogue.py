@@ -1,6 +1,6 @@
 """The routes that come with Poseidon, as planner, simulator and documentation see them. Pure until one is opened.
 
-What a route costs stands in ``planning/costs.py``, how it moves bytes in the file that :meth:`Route.open` imports.
+``planning/costs.py`` holds the cost formulas; the file that :meth:`Route.open` imports moves the bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from poseidon.routes.base import Context, Exchanger
 
 COLLECTIVES = "collectives"
-"""The queue of everything that goes by a collective: their order is one on all workers, whatever they carry."""
+"""The queue of all collectives: they keep one order on all workers, whatever they carry."""
 COMBINED = "combined"
-"""The queue of what the workers of a machine combine before it goes through the parameter server."""
+"""The queue of items that a machine's workers combine before the parameter server sums them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AllreduceRoute(Route):
         return COLLECTIVES
 
     def accepts(self, unit: Unit) -> bool:
-        """Everything but sparse gradients."""
+        """Return true for everything but sparse gradients."""
         return not unit.is_sparse
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
@@ -73,14 +73,14 @@ class AllreduceRoute(Route):
 
 @dataclass(frozen=True)
 class ShardedRoute(Route):
-    """Full gradients, summed by a parameter server that is cut into shards over the workers."""
+    """Full gradients, summed by a parameter server that is sharded over the workers."""
 
     offered: bool = False
-    """The planner may choose it unasked."""
+    """The planner may choose this route without being asked."""
     combines_first: bool = False
-    """Workers of a machine combine before anything goes between machines, which needs one order."""
+    """Workers of a machine combine before anything travels between machines, which requires one order."""
     chunk_bytes: int | None = None
-    """Size of a chunk; None: as suits the link."""
+    """Size of a chunk; None: chosen for the link."""
 
     name = "sharded"
     summary = "full gradients, cut into chunks that their owners among the workers sum; the most urgent first"
@@ -88,11 +88,11 @@ class ShardedRoute(Route):
 
     @property
     def queue(self) -> str | None:
-        """Messages need no order; combining first does."""
+        """One queue if workers combine first; messages alone need no order."""
         return COMBINED if self.combines_first else None
 
     def accepts(self, unit: Unit) -> bool:
-        """Everything but sparse gradients."""
+        """Return true for everything but sparse gradients."""
         return not unit.is_sparse
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
@@ -100,7 +100,7 @@ class ShardedRoute(Route):
         return sharded_cost(unit, load, cluster)
 
     def is_offered(self, cluster: Cluster) -> bool:
-        """Between machines, if it was offered."""
+        """Return whether there are several machines and ``offered`` is set."""
         return self.offered and cluster.machines > 1
 
     def owners(self, cluster: Cluster) -> int:
@@ -112,17 +112,17 @@ class ShardedRoute(Route):
         return self.chunk_bytes or chunk_bytes_for(cluster.between.bytes_per_s)
 
     def limit_bytes(self, asked_bytes: int | None, defers: bool, cluster: Cluster) -> int:  # noqa: ARG002
-        """Return enough for every owner to have whole chunks of it."""
+        """Return a size that gives every owner whole chunks."""
         return limit_served(asked_bytes, self.owners(cluster), self.chunk_bytes_on(cluster))
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Parts to the owners, sums back. Chunks that keep all owners busy at once end at about the same time."""
+        """Send parts to the owners, and sums back. A round of chunks, one per owner, ends at about the same time."""
         machines = conditions.cluster.machines
         chunk_bytes = max(
             self.chunk_bytes_on(conditions.cluster), conditions.model_bytes // (conditions.rounds * machines)
         )
         (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
-        # What was shortened already is no float32 any more.
+        # Values that were shortened are no longer float32.
         can_be = conditions.compacts and conditions.wire_share == 1
         share = COMPACT_SHARE if can_be and is_worth_compacting(item.itemsize, slot.chunks) else 1.0
         rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
@@ -152,17 +152,17 @@ class ShardedRoute(Route):
 
 @dataclass(frozen=True)
 class BroadcastRoute(Route):
-    """Everybody's part of one unit to everybody, by direct messages: the base of factors and rows."""
+    """Every worker's part of one unit to every other, by direct messages: the base of factors and rows."""
 
     has_flags = True
 
     @property
     def is_collective(self) -> bool:
-        """Whether the parts go by an all-gather instead."""
+        """Whether the parts travel by an all-gather instead."""
         return self.queue is not None
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """One leg, with what the planner counts."""
+        """Return one leg, with the bytes that the planner counts."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
@@ -187,7 +187,7 @@ class FactorsRoute(BroadcastRoute):
     """A linear layer's gradient as the two matrices whose product it is."""
 
     gathers: bool = False
-    """By NCCL's all-gather from device to device, with a size agreed in the plan, instead of by messages."""
+    """Travel by NCCL's all-gather between devices, with a size fixed in the plan, instead of by messages."""
 
     name = "factors"
     summary = "a linear layer's input and output gradient, whose product is the weight's gradient"
@@ -195,7 +195,7 @@ class FactorsRoute(BroadcastRoute):
 
     @property
     def queue(self) -> str | None:
-        """Only the all-gather is a collective."""
+        """Set only for the all-gather, which is a collective."""
         return COLLECTIVES if self.gathers else None
 
     def accepts(self, unit: Unit) -> bool:
@@ -203,7 +203,7 @@ class FactorsRoute(BroadcastRoute):
         return unit.kind == "linear" and not unit.is_sparse
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
-        """Count both factors to everybody, and one product of everybody's."""
+        """Count both factors to all workers, and one product of everyone's factors."""
         return None if load is None or load.rows <= 0 else factors_cost(unit, load, cluster)
 
     def open(self, context: Context) -> Exchanger:
@@ -227,7 +227,7 @@ class RowsRoute(BroadcastRoute):
         return unit.kind == "embedding"
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
-        """Count the rows, to everybody."""
+        """Count the rows to all workers."""
         if not unit.is_sparse and (load is None or load.rows <= 0):
             return None
         return rows_cost(unit, load or Load(rows=0), cluster)
@@ -243,13 +243,13 @@ _ADDED: list[Route] = []
 
 
 def register(route: Route) -> None:
-    """Make a route of one's own known to planner, engine and command line, in this process, on every worker alike."""
-    Routes([*standard_routes().values(), route])  # refuses a second one of the same name
+    """Add a custom route for planner, engine and command line in this process. Call it on every worker."""
+    Routes([*standard_routes().values(), route])  # raises if the name is taken
     _ADDED.append(route)
 
 
 def unregister(name: str) -> None:
-    """Forget a route that was registered."""
+    """Remove a registered route."""
     _ADDED[:] = [route for route in _ADDED if route.name != name]
 
 
@@ -260,7 +260,7 @@ def standard_routes(
     combines_first: bool = False,
     chunk_bytes: int | None = None,
 ) -> Routes:
-    """Return all routes as they are under these circumstances; equal on all workers."""
+    """Return all routes for these conditions; equal on all workers."""
     built_in = (
         AllreduceRoute(),
         ShardedRoute(offers_server, combines_first, chunk_bytes),

@@ -1,10 +1,9 @@
 """Step 3, factors: a linear layer's gradient travels as the two matrices whose product it is.
 
-The gradient of an M x N weight over K rows of input is ``G^T X`` with G (K x M) the gradient of the layer's output
-and X (K x N) its input. Sufficient factor broadcasting sends X and G, K (M + N) values, to everybody; each worker
-stacks all rows in rank order and multiplies once. Every worker multiplies the same bytes in the same layout, so the
-results agree bit for bit on equal hardware. The bias gradient is the column sum of G and costs nothing extra on the
-wire.
+The gradient of an M x N weight over K rows of input is ``G^T X`` with G (K x M) the gradient of the layer's output and
+X (K x N) its input. Sufficient factor broadcasting sends X and G, K (M + N) values, to all workers; each worker stacks
+all rows in rank order and multiplies once. Every worker multiplies the same bytes in the same layout, so the results
+agree bit for bit on equal hardware. The bias gradient is the column sum of G and costs nothing extra on the wire.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class FactorsExchanger(Exchanger):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
-        """Send this worker's factors and keep none."""
+        """Send this worker's factors; they are freed once sent."""
         unit, mine = item.unit, brought[0]
         pieces, dtype = mine.take_pieces(), row_dtype(unit, mine)
         outputs, inputs = unit.weight.shape
@@ -53,7 +52,7 @@ class FactorsExchanger(Exchanger):
 
 
 class _FactorsExchange(Exchange):
-    """On CUDA all copies and the rebuilding go on a side stream while the compute stream goes on with backward."""
+    """On CUDA, copies and rebuilding run on a side stream while the compute stream continues with backward."""
 
     future: Future[Any]
 
@@ -64,25 +63,25 @@ class _FactorsExchange(Exchange):
         self._side = side
 
     def fill(self, host: Tensor, pieces: Sequence[FactorPair]) -> Callable[[], None] | None:
-        """Copy the factors side by side into rows (X | G); the result, if any, waits until that is done."""
+        """Copy the factors side by side into rows (X | G); the returned function, if any, waits for the copy."""
         if self._side is None:
             fill_rows(host, pieces)
             return None
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
-            # Joined on the device first: a copy into part of a row would wait for the device, here and now.
+            # Joined on the device first: a copy into part of a row would synchronize with the device.
             rows = torch.empty_like(host, device=self._side.device)
             fill_rows(rows, pieces)
             host.copy_(rows, non_blocking=True)
             for tensor in (tensor for piece in pieces for tensor in piece):
                 tensor.record_stream(self._side)
-            # Waiting for it must not burn a core: the network needs them.
+            # The wait must not spin: the network needs the cores.
             done = torch.cuda.Event(blocking=True)
             done.record(self._side)
         return done.synchronize
 
     def land(self, gathered: Gathered) -> tuple[bool, Tensor, Tensor | None, torch.cuda.Event | None]:
-        """Rebuild the mean gradient on the side stream. On the CPU leave that to :meth:`finish`: see there."""
+        """Rebuild the mean gradient on the side stream. On the CPU, :meth:`finish` does it: see there."""
         has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
         rows = gathered.rows.view(self._dtype)
         if self._side is None:
@@ -101,7 +100,7 @@ class _FactorsExchange(Exchange):
         if has_dense:
             average_now(self._team, unit.parameters, unit.name)
         if self._side is None:
-            # On this thread, not on the one that received: BLAS may have other thread settings there.
+            # On this thread, not the receiving one, where BLAS may have other thread settings.
             weight, bias = rebuild(self._team, unit, weight)
         else:
             current = torch.cuda.current_stream(self._side.device)
@@ -112,7 +111,7 @@ class _FactorsExchange(Exchange):
 
 
 def row_dtype(unit: LiveUnit, brought: Brought) -> torch.dtype:
-    """Return the type in which rows of factors travel."""
+    """Return the dtype in which rows of factors travel."""
     return brought.factor_dtype or unit.weight.dtype
 
 
@@ -127,7 +126,7 @@ def fill_rows(rows: Tensor, pieces: Sequence[FactorPair]) -> None:
 
 
 def rebuild(team: Team, unit: LiveUnit, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean gradients of weight and bias that everybody's rows (X | G) stand for."""
+    """Return the mean gradients of weight and bias, given all workers' rows (X | G)."""
     rows = rows.to(unit.weight.dtype)
     inputs = unit.weight.shape[1]
     x, g = rows[:, :inputs], rows[:, inputs:]

@@ -1,10 +1,9 @@
-"""Step 3, factors on GPUs: as ``factors.py``, but the rows go from device to device by NCCL's all-gather.
+"""Step 3, factors on GPUs: like ``factors.py``, but the rows travel between devices by NCCL's all-gather.
 
-NCCL keeps a link fuller than several planes of traffic that compete for it, and nothing crosses into host memory.
-In return a collective needs one size on all workers and one order: the size is the plan's (rows up to ``capacity``;
-missing rows are zeros, which add nothing to a product), the order is the schedule's. A worker that has more rows
-than planned, or rows of another type, says so in its flags; then the unit goes once more by direct messages, which
-carry anything.
+NCCL alone uses a link better than several transports that compete for it, and nothing crosses into host memory. In
+return, a collective needs one size and one order on all workers: the plan fixes the size (rows up to ``capacity``;
+missing rows are zeros, which add nothing to a product), the schedule the order. A worker with more rows than planned,
+or rows of another type, sets its flags; the unit then travels again by direct messages, which have no such limits.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _GatherExchange(Exchange):
         self._brought = brought
         self._step = step
         unit, load = item.unit, item.item.load
-        assert load is not None, "a unit goes by all-gather only where the plan knows its load"
+        assert load is not None, "a unit travels by all-gather only if the plan knows its load"
         capacity, value_bytes = math.ceil(load.rows), load.value_bytes
         self._dtype = row_dtype(unit, brought)
         count = sum(x.shape[0] for x, _ in brought.pieces)
@@ -81,7 +80,7 @@ class _GatherExchange(Exchange):
             self._work.wait()
 
     def _rescue_pieces(self) -> None:
-        """Read this worker's own rows back, if they were given away in the belief that everybody's would fit."""
+        """Read this worker's own rows back, if they were released on the assumption that all workers' rows fit."""
         if self._fits:
             capacity = self._everybody.shape[0] // self._team.size
             first = self._team.rank * capacity

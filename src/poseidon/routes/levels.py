@@ -15,11 +15,11 @@ from poseidon.routes.base import Exchange
 from poseidon.team.team import CLOSE_S, Team
 
 Between = Callable[[Tensor, Team, str], None]
-"""Sums a tensor over the counterparts of this worker on all machines, in place, blocking."""
+"""Sums a tensor over this worker's counterparts on all machines, in place. Blocks."""
 
 
 class Levels:
-    """Sums inside the machine, then between machines, then shares inside: on a thread, one tensor after the other."""
+    """Sums inside the machine, then between machines, then shares inside: on a thread, one tensor at a time."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -30,7 +30,7 @@ class Levels:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._inbox.put(None)
         self._thread.join(timeout=CLOSE_S)
 
@@ -39,7 +39,7 @@ class Levels:
         return -(-size // len(self._neighbours))
 
     def start(self, flat: Tensor, name: str, between: Between) -> Future[None]:
-        """Replace ``flat`` by its sum over all workers; calls must come in one order on the workers of a machine."""
+        """Replace ``flat`` by its sum over all workers; all workers of a machine must call in the same order."""
         future: Future[None] = Future()
         self._inbox.put((flat, name, between, future))
         return future
@@ -69,7 +69,7 @@ class Levels:
 
 
 class LevelsExchange(Exchange):
-    """What :class:`Levels` is doing for one tensor."""
+    """One tensor's exchange through :class:`Levels`."""
 
     def __init__(self, team: Team, future: Future[None], name: str) -> None:
         self._team = team

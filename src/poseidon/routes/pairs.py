@@ -1,11 +1,11 @@
-"""Everybody's rows to everybody, by direct messages between pairs of workers.
+"""Every worker's rows to every other worker, by direct messages between pairs.
 
-Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may
-bring any number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A
-header with the number of rows goes ahead to everybody; then each message crosses to every other machine once
-(``topology.py``).
+Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may bring
+any number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A header
+with the number of rows goes to all workers first; then each message crosses to every other machine once
+(``team/topology.py``).
 
-Rows are moved as bytes: what a row means is the route's affair.
+Rows are opaque bytes here; the route defines their meaning.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Parcel:
     name: str
     step: int
     rows: Tensor
-    """Bytes, two-dimensional, contiguous, in host memory; not to be written until everything has arrived."""
+    """Bytes, two-dimensional, contiguous, in host memory; read-only until everything has arrived."""
     flags: int = 0
-    """One word of the route's own, delivered with the rows."""
+    """One word defined by the route, delivered with the rows."""
     settle: Callable[[], None] | None = None
-    """Called before ``rows`` is read, on another thread; waits until a device has filled it."""
+    """Called on another thread before ``rows`` is read; waits until the device has filled it."""
     land: Callable[[Gathered], Any] | None = None
-    """Called on another thread with what arrived; its result replaces the :class:`Gathered` as the future's value."""
+    """Called on another thread with the result; its return value replaces the :class:`Gathered` in the future."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Job:
     sends: list[tuple[Any, Tensor, int]] = field(default_factory=list)
     """Operation, tensor to keep alive until it is done, and peer."""
     is_sent: threading.Event = field(default_factory=threading.Event)
-    """Set when all sends have been handed over (or have failed)."""
+    """Set when all sends have been queued (or have failed)."""
     send_error: Exception | None = None
 
 
@@ -82,12 +82,12 @@ class Pairs:
         self._add_thread(self._send_forever)
 
     def start(self, parcel: Parcel) -> Future[Any]:
-        """Begin to exchange; the future's value is a :class:`Gathered`, or what the parcel's ``land`` makes of it."""
+        """Start exchanging; the future's value is a :class:`Gathered`, or what the parcel's ``land`` returns."""
         job = _Job(parcel)
         with self._lock:
             self._under_way += 1
-            # A thread for every parcel under way: workers may start them in different orders, and one that waits for a
-            # parcel of a peer must not keep another from relaying what that peer waits for.
+            # One thread per parcel under way: workers may start them in different orders, and waiting for a peer's
+            # parcel must not block relaying what that peer waits for.
             if self._under_way >= len(self._threads):
                 self._add_thread(self._receive_forever)
         self._outbox.put(job)
@@ -100,7 +100,7 @@ class Pairs:
         thread.start()
 
     def close(self) -> None:
-        """End the threads once they have nothing more to do."""
+        """Stop the threads once their work is done."""
         self._outbox.put(None)
         for _ in self._threads[1:]:
             self._inbox.put(None)
@@ -122,7 +122,7 @@ class Pairs:
             try:
                 self._send(job)
             except Exception as error:
-                # If the connection is gone, the receiving side meets the same and can say who is missing.
+                # If the connection is gone, the receiving side fails too and can name the missing worker.
                 job.send_error = error
             finally:
                 job.is_sent.set()
@@ -132,7 +132,7 @@ class Pairs:
         if parcel.settle is not None:
             parcel.settle()
         header = _header(parcel)
-        # Each starts with another peer, lest everybody sends to rank 0 first.
+        # Each worker starts with a different peer, so that not all send to rank 0 first.
         peers = [(rank + shift) % size for shift in range(1, size)]
         for peer in peers:
             job.sends.append((self._isend(header, peer, self._tag(parcel.unit, rank, True)), header, peer))
@@ -167,7 +167,7 @@ class Pairs:
             if origin != rank and place.numel():
                 sender = topology.sender(origin, rank)
                 works.append((origin, self._irecv(place, sender, self._tag(parcel.unit, origin, False)), sender))
-        # What a device still had to fill in is there once it was sent.
+        # The rows were sent, so the device has filled them.
         if not job.is_sent.wait(self._team.timeout_s):
             raise TimeoutError(f"{parcel.name} was not ready to be sent within {self._team.timeout_s:g} s")
         if parcel.rows.numel():
@@ -199,7 +199,7 @@ class Pairs:
             if (len(widths) > 1 and width != parcel.rows.shape[1]) or step != parcel.step:
                 raise MismatchError(
                     f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes, step {parcel.step}; "
-                    f"rank {peer} rows of {width} bytes at step {step}; do all workers run the same code and autocast?"
+                    f"rank {peer} rows of {width} bytes, step {step}; do all workers run the same code and autocast?"
                 )
         return found
 

@@ -1,8 +1,8 @@
 """Step 3, rows: an embedding's gradient travels as the rows that this step touched.
 
 The engine lets autograd make a sparse gradient, so a full one never exists before the exchange. Each worker sums its
-own duplicates first; then everybody adds everybody's rows in rank order. Rows of one worker are distinct, so no two
-additions of one call meet in one place and the result does not depend on how a device orders them.
+own duplicates first; then every worker adds all rows in rank order. Rows of one worker are distinct, so no two
+additions of one call hit the same row and the result does not depend on the device's order.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class RowsExchanger(Exchanger):
         self._pairs = context.pairs
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
-        """Send the rows in ``.grad``, which is taken away until the exchange is finished."""
+        """Send the touched rows; a sparse ``.grad`` is None until the exchange is finished."""
         unit = item.unit
         gradient = unit.weight.grad
         flags = Flag(0)
         if gradient is not None and not gradient.is_sparse:
-            # The table was also used in a way that gives a full gradient; that part goes by allreduce afterwards.
+            # The table was also used in a way that makes a full gradient; an allreduce averages that part later.
             flags, gradient = Flag.HAS_DENSE, None
         else:
             unit.weight.grad = None
@@ -77,11 +77,11 @@ class _RowsExchange(Exchange):
 
 def _row_bytes(weight: Tensor) -> int:
     size = _INDEX_BYTES + weight.shape[1] * weight.element_size()
-    return -(-size // _INDEX_BYTES) * _INDEX_BYTES  # so that the index of every row can be read in place
+    return -(-size // _INDEX_BYTES) * _INDEX_BYTES  # aligned, so that every row's index can be read in place
 
 
 def _pack(weight: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return one line of bytes per touched row: its index, then its values."""
+    """Return one row of bytes per touched row: its index, then its values."""
     if gradient is None:
         return torch.empty(0, _row_bytes(weight), dtype=torch.uint8)
     gradient = gradient.coalesce()

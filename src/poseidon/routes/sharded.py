@@ -1,11 +1,11 @@
-"""Step 3, sharded: full gradients, summed by a parameter server whose shards are the workers.
+"""Step 3, sharded: full gradients, summed by a parameter server that is sharded over the workers.
 
 Every worker owns some chunks of each bucket. A worker sends its part of each chunk to the owner, which adds all parts
-in rank order and sends the sum to everybody (``sums/``, step 5, over ``wire/``, step 4). The bytes are those of a ring;
-but messages need no common order, so what the next forward needs first overtakes what it needs last.
+in rank order and sends the sum to all workers (``sums/``, step 5, over ``wire/``, step 4). It moves as many bytes as a
+ring, but messages need no common order, so what the next forward needs first overtakes what it needs last.
 
-On CUDA devices, large buckets of float32 are summed by the devices where all workers can (``sums/device.py``); the rest
-goes through pinned memory (``staging.py``).
+On CUDA devices, the devices sum large buckets of float32 if all workers support it (``sums/device.py``); the rest goes
+through pinned memory (``staging.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
     torch.float16: ("float16", None),
     torch.bfloat16: ("bfloat16", torch.uint16),
 }
-"""Name of each type in the server, and the type under which NumPy can hold it."""
+"""Name of each dtype in the server, and the NumPy dtype that holds it."""
 
 
 class ShardedExchanger(Exchanger):
@@ -56,11 +56,11 @@ class ShardedExchanger(Exchanger):
         self._stager = Stager() if is_cuda else None
         self._slots: dict[LiveItem, Slot] = {}
         self._booked = 0
-        """Slots so far; their numbers are never used again."""
+        """Slots booked so far; slot numbers are never reused."""
         self._compacted: frozenset[int] = frozenset()
 
     def prepare(self, items: Sequence[LiveItem]) -> None:
-        """Agree on a slot of the server for each bucket. Slots booked before go as soon as they have landed."""
+        """Agree on a server slot for each bucket. Earlier slots are released as soon as they have landed."""
         dtypes = [item.parameters[0].dtype for item in items]
         self._slots = dict(zip(items, self.book([item.item.numel for item in items], dtypes), strict=True))
 
@@ -74,12 +74,12 @@ class ShardedExchanger(Exchanger):
         self._assign(slots, dtypes)
         if self._stager is not None:
             self._stager.forget()
-        # Nobody may send before everybody knows what the numbers mean.
+        # Nobody may send before all workers know the slots.
         self._team.gather_ints([len(slots)], "the parameter server")
         return slots
 
     def compacts(self, slot: Slot) -> bool:
-        """Return whether a slot of the latest booking is summed by the devices."""
+        """Return whether the devices sum a slot of the latest booking."""
         return slot.number in self._compacted
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
@@ -91,7 +91,7 @@ class ShardedExchanger(Exchanger):
         flat.div_(self._team.size)
         if self.compacts(slot):
             return StagedExchange(self._team, self._server.start(flat, slot, step), name, flat.device)
-        # Reserved now, as a later plan may be booked before the values are ready.
+        # Reserved now, because a later plan may be booked before the values are ready.
         between = _Between(self._server.reserve(slot, step))
         if self._levels is not None:
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
@@ -100,7 +100,7 @@ class ShardedExchanger(Exchanger):
         return _HostExchange(self._team, between.start(flat), name)
 
     def close(self) -> None:
-        """End the threads and connections."""
+        """Stop the threads and close the connections."""
         if self._levels is not None:
             self._levels.close()
         if self._stager is not None:
@@ -110,7 +110,7 @@ class ShardedExchanger(Exchanger):
         self._transport.close()
 
     def _assign(self, slots: Sequence[Slot], dtypes: Sequence[torch.dtype]) -> None:
-        """Book each slot with an adder of the device or the host."""
+        """Assign each slot an adder on the device or the host."""
         rank, size, device = self._transport.rank, self._transport.size, self._device
         kinds = list(zip(slots, dtypes, strict=True))
         on_device = [slot for slot, dtype in kinds if device is not None and is_compacted(slot, dtype)]
@@ -124,7 +124,7 @@ class ShardedExchanger(Exchanger):
         self._server.book(booked)
 
     def _agree_on_device(self, is_cuda: bool) -> DeviceArithmetic | None:
-        """Let buckets travel compacted if all workers can do that. Collective."""
+        """Let buckets travel compacted if all workers support it. Collective."""
         compactor = find_compactor(len(self._members), self._transport.settings) if is_cuda else None
         all_can = all(row[0] for row in self._team.gather_ints([int(compactor is not None)], "the parameter server"))
         return DeviceArithmetic(compactor) if compactor is not None and all_can else None
@@ -132,7 +132,7 @@ class ShardedExchanger(Exchanger):
 
 @dataclass(frozen=True)
 class _Between:
-    """The part of an exchange that goes between machines."""
+    """The part of an exchange between machines."""
 
     sum: Callable[[Array], Future[None]]
 

@@ -1,4 +1,4 @@
-"""CUDA tensors on their way to the wire and back, through pinned memory."""
+"""Copies CUDA tensors to the wire and back through pinned memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Stager:
     def start(
         self, flat: Tensor, number: int, between: Callable[[Tensor], Future[None]], team: Team, name: str
     ) -> Exchange:
-        """Copy ``flat`` out, sum it by ``between`` and copy it back, beside the compute stream.
+        """Copy ``flat`` out, sum it with ``between`` and copy it back, off the compute stream.
 
-        Buckets of the same ``number`` share memory, so only one of them may be under way.
+        Buckets with the same ``number`` share memory, so only one of them may be under way.
         """
         out, back = self._streams_of(flat.device)
         host = self._host_for(number, flat)
@@ -51,11 +51,11 @@ class Stager:
         return StagedExchange(team, future, name, flat.device)
 
     def forget(self) -> None:
-        """Free the memory of earlier slots; what is under way keeps its own."""
+        """Free the memory of earlier slots; exchanges under way keep theirs."""
         self._hosts.clear()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._waiter.close()
 
     def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -70,7 +70,7 @@ class Stager:
 
 
 class StagedExchange(Exchange):
-    """An exchange that ends with an event on a device; only the compute stream waits for that."""
+    """An exchange that ends with a CUDA event; only the compute stream waits for it."""
 
     def __init__(self, team: Team, future: Future[torch.cuda.Event], name: str, device: torch.device) -> None:
         self._team = team
@@ -79,6 +79,6 @@ class StagedExchange(Exchange):
         self._device = device
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
-        """Let the compute stream wait for the bucket."""
+        """Make the compute stream wait for the bucket."""
         done = self._team.result(self._future, self._name, grace_s=0)
         torch.cuda.current_stream(self._device).wait_event(done)

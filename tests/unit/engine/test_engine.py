@@ -109,7 +109,7 @@ def test_after_a_backward_that_was_broken_off_no_forward_goes_on() -> None:
         worker.engine.arm(True, 4)
         worker.engine.begin_backward()
         worker.give(5, 1.0)
-        with pytest.raises(UnsupportedError, match="backward 0 was broken off"):
+        with pytest.raises(UnsupportedError, match="backward 0 was interrupted"):
             worker.engine.arm(True, 4)
 
     together(work)
@@ -219,7 +219,7 @@ def test_a_lost_worker_breaks_the_step_and_no_update_uses_what_arrived() -> None
         policy.connect(worker.model, worker.engine)
         with pytest.raises(WorkerLostError), policy.guard():
             raise WorkerLostError("worker 1 is gone")
-        with pytest.raises(UnsupportedError, match="an update was broken off"):
+        with pytest.raises(UnsupportedError, match="an update was interrupted"):
             optimizer.step()
         policy.close()
 

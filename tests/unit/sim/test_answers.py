@@ -174,7 +174,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, capsys):
     path = tmp_path / "x.json"
     path.write_text("{}")
     assert main(["simulate", str(path)]) == 1
-    assert "is no profile" in capsys.readouterr().err
+    assert "is not a profile" in capsys.readouterr().err
     broken = small().to_dict()
     broken["units"][0]["forward_s"] = -1.0
     with pytest.raises(ConfigError, match="forward_s of conv0 is -1"):
