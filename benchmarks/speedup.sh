@@ -8,9 +8,6 @@ source "$(dirname "$0")/common.sh"
 results=${OUT:-$results}
 models=(vgg19 resnet152)
 read_arguments "$@"
-# Each machine gets an eighth of the GPU, however many there are: otherwise two machines would compute four times as
-# fast as eight, and the links would be slower by comparison.
-export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-12.5}
 status=0
 for model in "${models[@]}"; do
     bench --device cuda --models "$model" --batch 32 --machines 8,4,2 --rate 10gbit \

@@ -21,8 +21,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
 from poseidon.engine.discover import find_units, tensors_of
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.options import Options
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from poseidon.api import DistributedDataParallel
+from poseidon.engine.optimizers import check_max_norm, check_optimizer
 from poseidon.engine.relaxed import RelaxedUpdates
-from poseidon.engine.update import DeferredUpdates, check_max_norm, check_optimizer
+from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster
 from poseidon.wire.settings import WireSettings

@@ -126,7 +126,7 @@ def test_planner_and_simulator_know_it_too() -> None:
 
 @pytest.mark.usefixtures("_registered")
 def test_a_second_route_of_the_same_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="two routes named 'everybody'"):
+    with pytest.raises(ConfigError, match="two routes are named 'everybody'"):
         register(EverybodyRoute())
 
 

@@ -26,8 +26,9 @@ from poseidon.auto.buffers import Buffers
 from poseidon.auto.owners import Census, Holding, find_holding, find_roots, holding_tensors
 from poseidon.auto.step import ScriptStep
 from poseidon.engine.assemble import assemble_engine
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.options import Options
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster

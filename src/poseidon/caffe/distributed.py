@@ -22,7 +22,8 @@ from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.net_units import NetUnit, find_net_units, gets_gradient
 from poseidon.caffe.solver.workers import Action, ActionFunction
 from poseidon.engine.assemble import ExchangeOptions, assemble_engine
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
+from poseidon.engine.options import Options
 from poseidon.errors import ConfigError
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
+from poseidon.engine.options import Options
 from poseidon.planning.cluster import Cluster
 from poseidon.routes.base import LiveUnit
 from poseidon.team.calibrate import arithmetic_digest, find_cluster

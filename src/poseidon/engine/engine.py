@@ -10,54 +10,25 @@ hand over arrays.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from poseidon.engine.backward import Backward, Flight, LiveSchedule
-from poseidon.engine.replanning import Replanning
+from poseidon.engine.options import Options
 from poseidon.engine.rollcall import RollCall
+from poseidon.engine.schedules import Schedules
 from poseidon.engine.step import Phase, Rules, Step
-from poseidon.engine.stopwatch import Stopwatch
 from poseidon.errors import UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.ordering import order_by_need
-from poseidon.planning.planner import Plan, server_beats_nccl
+from poseidon.planning.planner import Plan
 from poseidon.planning.route import Routes
-from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
-from poseidon.planning.transfers import Conditions
-from poseidon.routes.base import Brought, Context, Exchanger, LiveItem, LiveUnit, can_be_served
-from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, standard_routes
-from poseidon.team.nccl import nccl_uses_sockets
+from poseidon.routes.base import Brought, LiveUnit
 from poseidon.team.team import Team
 from poseidon.units import Load
-
-_TIMED_BACKWARD = 3
-"""Which backward of a new plan is timed; the earlier ones still allocate memory and select kernels."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The engine's user-visible options."""
-
-    bucket_bytes: int | None = None
-    """Maximum bytes per item; None: each route's default."""
-    keep_views: bool = False
-    """Leave ``.grad`` as a view into its bucket (torch's gradient_as_bucket_view)."""
-    allow_unused: bool = False
-    """Some parameters may get no gradient in some steps (torch's find_unused_parameters)."""
-    static_graph: bool = False
-    """Every backward is like the first, which shows which parameters get gradients and how often each accumulates."""
-    gather_factors: bool | None = None
-    """Factors travel by a collective (True) or by direct messages (False); None: by a collective with NCCL."""
-    routes: Mapping[str, str] | None = None
-    """Routes the user forces, by unit name or pattern."""
-    defers: bool = False
-    """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +77,7 @@ class Engine:
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for unit in units for p in unit.parameters)
         """All parameters, in the order of the units."""
         self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
-        is_cuda = any(parameter.is_cuda for parameter in self.parameters)
-        self._context = Context(team, cluster, is_cuda)
-        self._exchangers: dict[str, Exchanger] = {}
-        self._routes = self._choose_routes(is_cuda) if routes is None else routes
-        specs = [unit.spec for unit in units]
-        self._model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self.parameters])
-        self._planning = Replanning(specs, cluster, self._routes, options.routes)
-        self._order = list(reversed(range(len(units))))
-        """Units in the order in which their gradients are expected to become final."""
-        self._dense = self._make_live([self._routes.first_for(spec).name for spec in specs])
-        self._planned: LiveSchedule | None = None
-        self._planned_backwards = 0
+        self._schedules = Schedules(units, team, cluster, options, routes)
         self._static: _StaticGraph | None = None
         self._has_local_gradients = False
         self._factor_dtypes: dict[int, torch.dtype | None] = {}
@@ -133,7 +93,7 @@ class Engine:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward."""
-        return self._planning.plan
+        return self._schedules.plan
 
     @property
     def phase(self) -> Phase:
@@ -163,7 +123,7 @@ class Engine:
 
     def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
         """Record load on a unit in this backward, and the dtype its factors would have."""
-        self._planning.observe(unit.name, load)
+        self._schedules.observe(unit, load)
         if factor_dtype is not None:
             self._factor_dtypes[unit.index] = factor_dtype
 
@@ -176,12 +136,12 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return self._delivers(backward.live, unit) == "factors"
+        return self._schedules.delivers(backward.live, unit) == "factors"
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
-        planned = None if self.will_be_dense() else self._planned
-        return self.is_armed and planned is not None and self._delivers(planned, unit) == "rows"
+        planned = None if self.will_be_dense() else self._schedules.planned
+        return self.is_armed and planned is not None and self._schedules.delivers(planned, unit) == "rows"
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -201,7 +161,7 @@ class Engine:
 
     def will_be_dense(self) -> bool:
         """Whether the next backward sends full gradients only: before the first plan, and after no_sync."""
-        return self._planned is None or self._has_local_gradients
+        return self._schedules.planned is None or self._has_local_gradients
 
     def begin_backward(
         self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None, is_joined: bool = False
@@ -211,12 +171,12 @@ class Engine:
             if self.in_backward:
                 return False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
-            live = self._dense if is_dense or self._planned is None else self._planned
+            live = self._schedules.dense if is_dense or self._schedules.planned is None else self._schedules.planned
             left_out = {self._number_of[parameter] for parameter in unused}
             tells_used = self.options.allow_unused and not self.options.static_graph
             used = tuple(number not in left_out for number in range(len(self.parameters))) if tells_used else ()
             call = RollCall(self.step, is_dense, self.batch, is_joined, used)
-            stopwatch = self._make_stopwatch(live)
+            stopwatch = self._schedules.make_stopwatch(live)
             rules = Rules(self.options.allow_unused, self.options.static_graph)
             expected = None if self._static is None else self._static.additions
             step = Step(live.schedule, call, rules, expected, takes_times=stopwatch is not None)
@@ -267,9 +227,7 @@ class Engine:
         assert backward is not None
         verdict = backward.hear(self._complete_calls)
         flights = backward.flights()
-        self._reorder_if_timed(backward)
-        if not any(call.is_joined for call in verdict.calls):
-            self._plan_if_due(backward)
+        self._schedules.settle(backward)
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
         return Landing(flights, verdict.must_land)
@@ -295,18 +253,13 @@ class Engine:
     def detach(self) -> None:
         """Flush what is queued for other workers and stop this engine's background threads; the team stays open."""
         self._keep_open()
-        self._context.close()
-        for exchanger in self._exchangers.values():
-            exchanger.close()
+        self._schedules.close()
 
     # One step.
 
-    def _delivers(self, live: LiveSchedule, unit: LiveUnit) -> str:
-        return self._routes[live.schedule.route_of[unit.index]].delivers
-
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought(self._factor_dtypes.get(unit.index))
-        if self._delivers(live, unit) == "rows" and not unit.spec.is_sparse:
+        if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 
@@ -333,111 +286,10 @@ class Engine:
                     parameter.grad.mul_(len(verdict.calls) / verdict.active)
 
     def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
-        names = [self._model.parameters[self._number_of[parameter]].name for parameter in parameters]
+        names = [self._schedules.model.parameters[self._number_of[parameter]].name for parameter in parameters]
         some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return UnsupportedError(
             f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: {some}. "
             "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
             "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
         )
-
-    # Plans and schedules: their inputs are the same on all workers, so all workers switch together.
-
-    def _choose_routes(self, is_cuda: bool) -> Routes:
-        topology, gathers = self.team.topology, self.options.gather_factors
-        return standard_routes(
-            offers_server=self._offers_server(),
-            gathers_factors=is_cuda and self.team.is_nccl if gathers is None else gathers,
-            combines_first=topology.has_levels and topology.is_even and not is_cuda,
-        )
-
-    def _offers_server(self) -> bool:
-        if not all(map(can_be_served, self.parameters)):
-            return False
-        beats = server_beats_nccl(self.cluster, self.options.defers)
-        return not self.team.is_nccl or (beats and nccl_uses_sockets(self.team))
-
-    def _plan_if_due(self, backward: Backward) -> None:
-        """Make the first plan after the first backward, and a new one when the batch has changed permanently."""
-        assert backward.step.verdict is not None
-        calls = backward.step.verdict.calls
-        batch = sum(call.batch for call in calls) / len(calls)
-        if self.plan is None:
-            self._order = self.team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
-            self._adopt(self._planning.make(self._common_loads(), batch))
-        elif self._planning.is_due(batch):
-            self._adopt(self._planning.make(self._planning.scaled_loads(batch), batch))
-
-    def _common_loads(self) -> dict[str, Load]:
-        """Return the largest load of any worker for each unit. Collective."""
-        special = [unit for unit in self.units if unit.spec.kind != "dense"]
-        mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
-        everybody = self.team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
-        loads = {}
-        for i, unit in enumerate(special):
-            rows = max(words[2 * i] for words in everybody)
-            if rows > 0:
-                loads[unit.name] = Load(rows, max(words[2 * i + 1] for words in everybody))
-        return loads
-
-    def _adopt(self, plan: Plan) -> None:
-        self._planned_backwards = 0
-        self._planned = self._make_live([entry.route for entry in plan.entries])
-        # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
-        self._dense = self._make_live(self._dense.schedule.route_of)
-
-    def _make_live(self, route_of: Sequence[str]) -> LiveSchedule:
-        """Make a schedule and bind it to tensors and exchangers. Collective."""
-        options = self.options
-        packing = Packing(self.cluster, options.bucket_bytes, options.defers)
-        schedule = make_schedule(
-            self._model, route_of, self._order, self._routes, packing, self._planning.loads, options.defers
-        )
-        items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
-        exchangers = {}
-        for name in self._routes:
-            mine = [item for item in items if item.item.route == name]
-            if mine:
-                exchangers[name] = self._exchanger(name)
-                exchangers[name].prepare(mine)
-        return LiveSchedule(schedule, items, exchangers)
-
-    def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
-        item = schedule.items[number]
-        parameters = tuple(self.parameters[p] for p in item.parameters)
-        bucket = Bucket(parameters, self.options.keep_views) if item.is_packed else None
-        return LiveItem(item, tuple(self.units[unit] for unit in item.units), parameters, bucket)
-
-    def _exchanger(self, name: str) -> Exchanger:
-        """Return the open exchanger of a route. Collective the first time, when it connects."""
-        if name not in self._exchangers:
-            self._exchangers[name] = self._routes[name].open(self._context)
-        return self._exchangers[name]
-
-    def _make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
-        """Time one backward after a plan: with deferred landing, the best order depends on these times."""
-        if not self.options.defers or live is not self._planned:
-            return None
-        self._planned_backwards += 1
-        if self._planned_backwards != _TIMED_BACKWARD:
-            return None
-        return Stopwatch(self.parameters[0].device)
-
-    def _reorder_if_timed(self, backward: Backward) -> None:
-        """Order collectives by when the next forward needs them, as far as they are ready."""
-        stopwatch, planned = backward.stopwatch, self._planned
-        if stopwatch is None or planned is None:
-            return
-        schedule = planned.schedule
-        queue = schedule.queues.get(COLLECTIVES, ())
-        conditions, rate = Conditions(self.cluster), self.cluster.between.bytes_per_s
-        items = [schedule.items[number] for number in queue]
-        transfers = [self._routes[item.route].transfers(item, conditions) for item in items]
-        guessed_s = [sum(transfer.out_bytes for transfer in each) / rate for each in transfers]
-        seconds = [*map(stopwatch.ready_s, queue), *(stopwatch.wire_s(queue) or guessed_s)]
-        everybody = self.team.gather_ints([round(value * 1e6) for value in seconds], "the times of gradients")
-        # A collective starts when the slowest worker is ready for it.
-        slowest_s = [max(times) / 1e6 for times in zip(*everybody, strict=True)]
-        order = order_by_need(slowest_s[: len(queue)], slowest_s[len(queue) :])
-        if queue:
-            self._planned = planned.reordered(COLLECTIVES, order)

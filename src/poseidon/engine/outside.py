@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from poseidon.engine.assemble import ExchangeOptions, assemble_engine
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
+from poseidon.engine.options import Options
 from poseidon.errors import ConfigError, MismatchError, UnsupportedError
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.engine import Engine
+from poseidon.engine.optimizers import check_max_norm, check_optimizer, clear_gradients, defer, give_back, plain_step
 from poseidon.engine.policy import Policy
-from poseidon.engine.update import check_max_norm, check_optimizer, clear_gradients, defer, give_back, plain_step
 from poseidon.errors import UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.ps import Table, connect

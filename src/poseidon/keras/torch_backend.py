@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from poseidon.engine.assemble import assemble_engine
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.moments import MomentsExchange, differentiate
+from poseidon.engine.options import Options
 from poseidon.engine.outside import OutsideUnit, step_weight
 from poseidon.errors import UnsupportedError
 from poseidon.keras.backend import Backend, KerasExchange, Setup

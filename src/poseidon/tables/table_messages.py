@@ -2,8 +2,8 @@
 
 In the header, ``subject`` is the table, ``number`` counts the messages between two ranks, ``clock`` is the sender's
 clock (in replies: the clock up to which the rows are fresh), and ``detail`` holds a :class:`TableFlag`. The payload
-starts with 64-bit integers (place, count of included updates, number of rows, number of values), then row numbers, for sparse
-rows starts and columns, and values.
+starts with 64-bit integers (place, count of included updates, number of rows, number of values), then row numbers,
+for sparse rows starts and columns, and values.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from torch import nn
 
 from in_memory import Meeting, MemoryRoute, ThreadTeam, run_threads
 from poseidon.engine.discover import find_units
-from poseidon.engine.engine import Engine, Options
+from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.options import Options
 from poseidon.engine.policy import UpdateNow
 from poseidon.engine.step import Phase
 from poseidon.engine.update import DeferredUpdates
@@ -118,7 +119,7 @@ def test_after_a_backward_that_was_broken_off_no_forward_goes_on() -> None:
 def test_closing_ends_exchangers_and_team() -> None:
     def work(rank: int, worker: Worker) -> tuple[bool, bool]:
         worker.engine.close()
-        (exchanger,) = worker.engine._exchangers.values()
+        (exchanger,) = worker.engine._schedules._exchangers.values()
         return exchanger.is_closed, worker.team.is_closed
 
     _, closed = together(work)

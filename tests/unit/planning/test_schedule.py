@@ -84,7 +84,7 @@ def test_parameters_of_different_kinds_share_no_item() -> None:
 
 
 def test_two_routes_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two routes named 'allreduce'"):
+    with pytest.raises(ConfigError, match="two routes are named 'allreduce'"):
         Routes([AllreduceRoute(), AllreduceRoute()])
 
 

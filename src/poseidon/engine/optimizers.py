@@ -1,0 +1,151 @@
+"""An optimizer whose steps a policy takes: the same object, the same state, another class while it is taken over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from poseidon.errors import ConfigError, UnsupportedError
+
+
+def clear_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """Drop gradients, or fill them with zeros."""
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad = parameter.grad.detach()
+            parameter.grad.zero_()
+
+
+def check_max_norm(max_grad_norm: float | None) -> None:
+    """Raise unless gradients can be clipped to this norm."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive")
+
+
+def clip_before_steps(optimizer: Optimizer, module: nn.Module, max_grad_norm: float) -> Callable[[], None]:
+    """Clip the norm of a module's gradients before each optimizer step; return a function that undoes this."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    handle = optimizer.register_step_pre_hook(lambda *_: _clip(parameters, max_grad_norm))
+    return handle.remove
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_grad_norm: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless the optimizer's parameters can be updated one by one."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"distribute() needs a torch.optim.Optimizer; this is a {type(optimizer).__name__}")
+    if isinstance(optimizer, Deferring):
+        raise ConfigError("this optimizer already belongs to a distributed model; create one per model")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} evaluates the model several times per step (a closure), so updates cannot "
+            "wait for the next forward; use poseidon.DistributedDataParallel with it"
+        )
+
+
+def plain_step(plain: type[Optimizer]) -> Any:
+    """Return the class's step without PyTorch's profiling wrapper, which would call the user's step hooks each time."""
+    return getattr(plain.step, "__wrapped__", plain.step)
+
+
+class StepTaker(Protocol):
+    """Takes an optimizer's steps in its place."""
+
+    plain: type[Optimizer]
+    """The optimizer's own class."""
+    is_updating: bool
+    """Whether the optimizer's state may be read as it is."""
+
+    def step(self) -> None:
+        """Take a step, or record that it is due."""
+
+    def zero_grad(self, set_to_none: bool = True) -> bool:
+        """Clear gradients."""
+
+    def finish(self) -> None:
+        """Finish the step under way."""
+
+
+class Deferring:
+    """Mixed into an optimizer's class: same object, same state, but steps are deferred."""
+
+    _poseidon_policy: StepTaker
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Like the optimizer's own."""
+        self._poseidon_policy.zero_grad(set_to_none)
+
+    @property
+    def state(self) -> Any:
+        """Like the optimizer's own, after finishing the step under way."""
+        if not self._poseidon_policy.is_updating:
+            self._poseidon_policy.finish()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def state_dict(self) -> Any:
+        """Like the optimizer's own, after finishing the step under way."""
+        self._poseidon_policy.finish()
+        return super().state_dict()  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Like the optimizer's own, after finishing the step under way."""
+        self._poseidon_policy.finish()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like the optimizer's own, after finishing the step under way."""
+        self._poseidon_policy.finish()
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy is a plain optimizer: it has no model to wait for.
+        self._poseidon_policy.finish()
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_poseidon_policy", "step")}
+        return object.__new__, (self._poseidon_policy.plain,), state
+
+
+def _deferred_step(self: Any, closure: Any = None) -> None:
+    if closure is not None:
+        raise UnsupportedError(
+            "step(closure) evaluates the model inside the step; call backward() yourself and step() without a closure"
+        )
+    self._opt_called = True  # checked by learning-rate schedulers
+    self._poseidon_policy.step()
+
+
+@cache
+def _deferring_class(plain: type) -> type:
+    # Wrapped by PyTorch's own wrapper, so that the user's step hooks run once per step().
+    step: Any = Optimizer.profile_hook_step(_deferred_step)
+    step.hooked = True
+    step._wrapped_by_lr_sched = True
+    return type(plain.__name__, (Deferring, plain), {"step": step})
+
+
+def give_back(optimizer: Optimizer, plain: type[Optimizer]) -> None:
+    """Restore an optimizer's own class."""
+    optimizer.__dict__.pop("_poseidon_policy", None)
+    optimizer.__class__ = plain
+
+
+def defer(optimizer: Optimizer, policy: StepTaker) -> None:
+    """Let ``policy`` take the optimizer's steps. Schedulers and references to it keep working."""
+    optimizer.__dict__.pop("step", None)  # a scheduler's wrapper around the plain step
+    optimizer._poseidon_policy = policy  # type: ignore[attr-defined]
+    plain: type = type(optimizer)
+    optimizer.__class__ = _deferring_class(plain)

@@ -1,0 +1,26 @@
+"""How an engine works, as its user chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """The engine's user-visible options."""
+
+    bucket_bytes: int | None = None
+    """Maximum bytes per item; None: each route's default."""
+    keep_views: bool = False
+    """Leave ``.grad`` as a view into its bucket (torch's gradient_as_bucket_view)."""
+    allow_unused: bool = False
+    """Some parameters may get no gradient in some steps (torch's find_unused_parameters)."""
+    static_graph: bool = False
+    """Every backward is like the first, which shows which parameters get gradients and how often each accumulates."""
+    gather_factors: bool | None = None
+    """Factors travel by a collective (True) or by direct messages (False); None: by a collective with NCCL."""
+    routes: Mapping[str, str] | None = None
+    """Routes the user forces, by unit name or pattern."""
+    defers: bool = False
+    """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
