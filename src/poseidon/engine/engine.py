@@ -2,9 +2,9 @@
 
 A front end calls :meth:`Engine.arm` before a forward, :meth:`Engine.begin_backward` when the first gradient is due,
 :meth:`Engine.parameter_ready` as each parameter's gradient becomes final, :meth:`Engine.give` with factors where
-:meth:`Engine.collects` asks for them instead of a gradient, and :meth:`Engine.end_backward`. There are three:
-``hooks.py`` for PyTorch's autograd, ``caffe/distributed.py`` for Caffe nets, and ``outside.py`` for frameworks that
-hand over arrays.
+:meth:`Engine.collects` asks for them instead of a gradient, and :meth:`Engine.end_backward`. There are three front
+ends: ``hooks.py`` for PyTorch's autograd, ``caffe/distributed.py`` for Caffe nets, and ``outside.py`` for frameworks
+that hand over arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An optimizer whose steps a policy takes: the same object, the same state, another class while it is taken over."""
+"""An optimizer whose steps a policy takes: the same object and state, with another class while the policy is active."""
 
 from __future__ import annotations
 

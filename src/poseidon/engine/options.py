@@ -1,4 +1,4 @@
-"""How an engine works, as its user chose it."""
+"""The engine's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """The engine's user-visible options."""
+    """How the engine works; the front ends pass the user's choices."""
 
     bucket_bytes: int | None = None
     """Maximum bytes per item; None: each route's default."""

@@ -32,9 +32,9 @@ _TIMED_BACKWARD = 3
 
 
 class Schedules:
-    """How the units of one model travel: before anything is planned, and as planned.
+    """How the units of one model travel, before and after the first plan.
 
-    ``routes`` are those that suit the team and its devices unless given. Making one is collective.
+    ``routes`` defaults to those that suit the team and its devices. Construction is collective.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Schedules:
         """Full gradients only."""
         self.planned: LiveSchedule | None = None
         self._backwards = 0
-        """How many backwards the planned schedule has had."""
+        """Number of backwards run with the planned schedule."""
 
     @property
     def plan(self) -> Plan | None:
@@ -70,18 +70,18 @@ class Schedules:
         self._planning.observe(unit.name, load)
 
     def delivers(self, live: LiveSchedule, unit: LiveUnit) -> Delivery:
-        """Return what a schedule wants of a unit: its gradient, factors or rows."""
+        """Return what a schedule needs from a unit: its gradient, factors or rows."""
         return self.routes[live.schedule.route_of[unit.index]].delivers
 
     def settle(self, backward: Backward) -> None:
-        """Learn from a closed backward, and plan if that is due. Collective."""
+        """Learn from a closed backward, and replan if due. Collective."""
         assert backward.step.verdict is not None
         self._reorder_if_timed(backward)
         if not any(call.is_joined for call in backward.step.verdict.calls):
             self._plan_if_due(backward)
 
     def close(self) -> None:
-        """Let queued data leave, and end the threads of all routes."""
+        """Flush queued data, and stop the threads of all routes."""
         self._context.close()
         for exchanger in self._exchangers.values():
             exchanger.close()
