@@ -1,0 +1,47 @@
+"""What holds for every test."""
+
+import signal
+
+_IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+
+
+_LONGEST = (
+    "test_keras_jax",
+    "test_tf_scripts",
+    "test_keras_tensorflow",
+    "test_run",
+    "test_auto",
+    "test_behaviours",
+    "test_networks",
+    "test_tf1_exact",
+    "test_run_ssh",
+    "test_lab",
+    "test_ps",
+    "test_doctor",
+)
+"""Files that take longest, by time on the clock."""
+
+
+def pytest_configure():
+    hear_ignored_signals()
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest files, so that processes that test side by side end together."""
+    place = {name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(_LONGEST)))
+
+
+def hear_ignored_signals():
+    """Let processes that tests start react to signals as usual, however this run was started.
+
+    A background job of a script ignores SIGINT and one under nohup SIGHUP, and so would everything it starts. A handler
+    is not inherited that way: pytest goes on as before, and what it starts gets the default.
+    """
+    for number in signal.valid_signals() - _IGNORED_BY_PYTHON:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _do_nothing)
+
+
+def _do_nothing(*_):
+    pass
