@@ -2,26 +2,45 @@
 
 ``run_ranks(train, 4, model_name)`` calls ``train(model_name)`` on 4 ranks with a gloo process group and returns
 what each returned, by rank. A rank that raises makes the call raise with that rank's traceback; no process outlives
-the call.
+the call, except the nursery.
+
+The nursery is a process that imports PyTorch, Poseidon and the module of the test once, and forks the ranks: a rank
+starts in milliseconds instead of seconds. Ranks share nothing else; each starts with fresh state.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# Children are forked from a server that has imported these once: a rank starts in milliseconds instead of seconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.algorithms.join", "poseidon.api", "poseidon.zoo", "ranks"])
+_SPAWN = multiprocessing.get_context("spawn")
+
+_PRELOADED = (
+    "pytest",
+    "torch.distributed.algorithms.join",
+    "poseidon.api",
+    "poseidon.distributing",
+    "poseidon.routes.sharded",
+    "poseidon.wire.tcp",
+    "poseidon.zoo",
+    "twins",
+)
+_END_S = 10.0
+"""For ranks that have reported, to end by themselves: they may have more to write, such as their coverage."""
 
 
 class RankError(AssertionError):
@@ -35,29 +54,28 @@ def run_ranks(
     timeout_s: float = 90.0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     lost: Sequence[int] = (),
+    preload: Sequence[str] = (),
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``lost`` ones give none."""
+    """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``lost`` ones give none.
+
+    ``preload`` names modules that are slow to import and that every rank needs. They are imported once, with ``env``
+    already set if it is the same for all ranks, and stay imported for later calls with the same environment.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = env if isinstance(env, Sequence) else [env or {}] * size
-    pipes, processes = [], []
-    for rank in range(size):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        target = (rank, size, store.port, dict(environments[rank]), theirs, function, args)
-        process = _CONTEXT.Process(target=_child, args=target, daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    nursery = _nursery_for(env if preload and isinstance(env, Mapping) else {})
+    job = _Job(size, store.port, tuple(preload), pickle.dumps((function, args)))
+    pipes = nursery.start(job, [dict(one) for one in environments])
+    reported: set[int] = set()
     try:
-        return _collect(pipes, time.monotonic() + timeout_s, set(lost))
+        return _collect(pipes, time.monotonic() + timeout_s, set(lost), reported)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+        nursery.end(reported)
+        for pipe in pipes:
+            pipe.close()
 
 
-def _collect(pipes: Sequence[Connection], deadline: float, lost: set[int]) -> list[Any]:
+def _collect(pipes: Sequence[Connection], deadline: float, lost: set[int], reported: set[int]) -> list[Any]:
     results: dict[int, Any] = dict.fromkeys(lost)
     errors: dict[int, str] = {}
     while len(results) + len(errors) < len(pipes):
@@ -71,6 +89,7 @@ def _collect(pipes: Sequence[Connection], deadline: float, lost: set[int]) -> li
                 is_ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 is_ok, value = False, "died without a word"
+            reported.add(rank)
             (results if is_ok else errors)[rank] = value
         if errors:
             # What follows from the first error is noise, but the first to arrive need not be the first to happen.
@@ -84,23 +103,131 @@ def _first(errors: Mapping[int, str]) -> str:
     return "\n".join(f"rank {rank}: {text}" for rank, text in errors.items()) or "no rank reported an error"
 
 
-def _send(pipe: Connection, is_ok: bool, value: Any) -> None:
-    # Plain pickle: the pickler of multiprocessing shares tensors through a process that is about to end.
-    pipe.send_bytes(pickle.dumps((is_ok, value)))
+# The nursery, as the test sees it.
 
 
-def _child(
-    rank: int, size: int, port: int, env: dict[str, str], pipe: Connection, function: Callable[..., Any], args: Any
-) -> None:
-    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+@dataclass(frozen=True)
+class _Job:
+    size: int
+    port: int
+    preload: tuple[str, ...]
+    call: bytes
+    """The pickled function and its arguments."""
+
+
+class _Nursery:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = dict(env)
+        self._pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_serve, args=(theirs, self.env), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, job: _Job, environments: Sequence[Mapping[str, str]]) -> list[Connection]:
+        """Start the ranks of a job; return where each of them reports."""
+        pipes = []
+        self._pipe.send((job, environments))
+        for _ in range(job.size):
+            ours, theirs = _SPAWN.Pipe(duplex=False)
+            send_handle(self._pipe, theirs.fileno(), self._process.pid)
+            theirs.close()
+            pipes.append(ours)
+        return pipes
+
+    def end(self, reported: Collection[int]) -> None:
+        """Return when no rank is left."""
+        self._pipe.send(set(reported))
+        self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+_nurseries: dict[str, _Nursery] = {}
+
+
+def _nursery_for(env: Mapping[str, str]) -> _Nursery:
+    """Return the nursery for everybody, or one whose imports have seen an environment; the last of those is kept."""
+    kind = "special" if env else "common"
+    found = _nurseries.get(kind)
+    if found is not None and found.env != dict(env):
+        _nurseries.pop(kind).close()
+        found = None
+    if found is None:
+        found = _nurseries[kind] = _Nursery(env)
+    return found
+
+
+# What runs in the nursery and in the ranks.
+
+
+def _serve(pipe: Connection, env: Mapping[str, str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(env)
+    _import(_PRELOADED)
+    children: dict[int, int] = {}
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        while True:
+            job, environments = pipe.recv()
+            # For all ranks at once, and the module of the function too; what goes wrong here goes wrong again in the
+            # ranks, which tell.
+            with contextlib.suppress(Exception):
+                _import(job.preload)
+                pickle.loads(job.call)
+            for rank in range(job.size):
+                handle = recv_handle(pipe)
+                children[rank] = os.fork()
+                if children[rank] == 0:
+                    pipe.close()
+                    os.set_inheritable(handle, False)
+                    _run(job, rank, environments[rank], Connection(handle, readable=False))
+                os.close(handle)
+            _end(children, pipe.recv())
+            pipe.send(None)
+    except EOFError:
+        _end(children, ())
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _end(children: dict[int, int], reported: Collection[int]) -> None:
+    """Kill the ranks that are left, after some patience with those that were about to end."""
+    deadline = time.monotonic() + _END_S
+    while children:
+        for rank, pid in list(children.items()):
+            if rank not in reported or time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                del children[rank]
+            elif os.waitpid(pid, os.WNOHANG)[0]:
+                del children[rank]
+        time.sleep(0.001)
+
+
+def _run(job: _Job, rank: int, env: Mapping[str, str], pipe: Connection) -> None:
+    """Be a rank: call the function, report, end."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        place = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(env, GLOO_SOCKET_IFNAME="lo", **{name: str(value) for name, value in place.items()})
+        torch.set_num_threads(1)
+        function, args = pickle.loads(job.call)
+        store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.size)
+        # Nobody may come to its end while another one is still connecting.
+        dist.barrier()
         _send(pipe, True, function(*args))
     except BaseException:
         _send(pipe, False, traceback.format_exc())
     finally:
         # Skip interpreter shutdown: a rank whose peers are gone must not linger in their sockets' destructors.
         os._exit(0)
+
+
+def _send(pipe: Connection, is_ok: bool, value: Any) -> None:
+    # Plain pickle: the pickler of multiprocessing shares tensors through a process that is about to end.
+    pipe.send_bytes(pickle.dumps((is_ok, value)))

@@ -152,9 +152,12 @@ def running_lab():
     """Run ``poseidon lab run`` with daemons on two machines, until all of them are there."""
     command = [*POSEIDON, "lab", "run", "--machines", "2", "--name", "doomed", "--", sys.executable, JOBS, "daemons"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        for _ in range(2):
-            assert "ready" in process.stdout.readline()
-        yield process
+        try:
+            for _ in range(2):
+                assert "ready" in process.stdout.readline()
+            yield process
+        finally:
+            process.kill()  # or a failed test would wait for it; its warden removes the lab
 
 
 def wait_until(is_so, limit_s=20):
