@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,12 @@ from twins import slow_cluster
 Step = Callable[[Any, Any], Any]
 
 
-def prepare() -> None:
-    """Make Keras compute in float64, and do without TensorFlow, which would take seconds to import."""
-    sys.modules["tensorflow"] = None  # type: ignore[assignment]
-    from keras.src.backend.common import dtypes
-
-    # Off TensorFlow, Keras narrows float64 in products and in BatchNormalization, which would hide small errors.
-    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+START: dict[str, Any] = {"timeout_s": 800, "preload": ["without_tensorflow", "poseidon.keras"]}
+"""How ranks are started for these checks."""
 
 
 def exactness(**options: Any) -> dict[str, models.Outcome]:
-    return {name: models.compare_with_one(name, sync_batchnorm=True, **options) for name in CASES}
+    return models.train_together(sync_batchnorm=True, **options)
 
 
 def both(build: Callable[[int], Any], feed: Callable[[Any, int], None], **options: Any) -> tuple[float, str, Any]:
@@ -177,17 +171,6 @@ def assert_files_and_layers(workers: Any) -> None:
     assert logs == others_logs
     assert len(logs["val_loss"]) == 2
     assert left == others_left == []
-
-
-def assert_equals_one(workers: Any, name: str) -> None:
-    """All metrics and weights of a model are those of one worker with all samples, and the replicas are identical."""
-    outcomes = [worker[name] for worker in workers]
-    assert outcomes[0].distance > 1e-3, "nothing was learned"
-    assert outcomes[0].difference < models.TOLERANCE
-    assert len({outcome.digest for outcome in outcomes}) == 1
-    for outcome in outcomes:
-        for key, value in outcomes[0].expected_logs.items():
-            assert abs(outcome.logs[key] - value) < models.TOLERANCE, key
 
 
 def half_precision() -> Any:

@@ -143,35 +143,61 @@ def digest(weights: list[np.ndarray]) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    difference: float
-    """Largest difference from one worker with all samples; worker 0 computes it."""
-    distance: float
-    """How far training has moved the weights."""
-    digest: str
+class Reference:
+    """What one worker with all samples learns."""
+
+    start: list[np.ndarray]
+    weights: list[np.ndarray]
     logs: dict[str, float]
-    expected_logs: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What several workers learn together, as one of them sees it."""
+
+    weights: list[np.ndarray]
+    logs: dict[str, float]
     routes: dict[str, str]
     summary: str
 
 
-def compare_with_one(name: str, **options: Any) -> Outcome:
-    """Train on all workers, which start from different weights, and on worker 0 also alone."""
+def train_alone() -> dict[str, Reference]:
+    """Train every model on one worker with all samples."""
+    return {name: _train_alone(name) for name in CASES}
+
+
+def _train_alone(name: str) -> Reference:
+    model = make_model(name)
+    start = model.get_weights()
+    return Reference(start, logs=_last(train(model, name)), weights=model.get_weights())
+
+
+def train_together(**options: Any) -> dict[str, Outcome]:
+    """Train every model on all workers, which start from different weights."""
+    return {name: _train_together(name, **options) for name in CASES}
+
+
+def _train_together(name: str, **options: Any) -> Outcome:
     import poseidon.keras
 
-    rank = int(os.environ["RANK"])
-    model = make_model(name, seed=3 + rank)
-    alone = make_model(name)
-    start = alone.get_weights()
-    expected = _last(train(alone, name)) if rank == 0 else {}
+    model = make_model(name, seed=3 + int(os.environ["RANK"]))
     distributed = poseidon.keras.distribute(model, batch="total", **options)
     logs = _last(train(model, name))
-    weights = model.get_weights()
-    reference = difference(alone.get_weights(), weights) if rank == 0 else 0.0
     routes = dict(distributed.plan.routes) if distributed.plan is not None else {}
     summary = distributed.summary()
     distributed.close()
-    return Outcome(reference, difference(start, weights), digest(weights), logs, expected, routes, summary)
+    return Outcome(model.get_weights(), logs, routes, summary)
+
+
+def assert_equal(outcomes: list[Outcome], reference: Reference) -> None:
+    """All metrics and weights are those of one worker with all samples, and the replicas are identical."""
+    weights = outcomes[0].weights
+    assert difference(reference.start, weights) > 1e-3, "nothing was learned"
+    assert difference(reference.weights, weights) < TOLERANCE
+    assert len({digest(outcome.weights) for outcome in outcomes}) == 1
+    for outcome in outcomes:
+        for key, value in reference.logs.items():
+            assert abs(outcome.logs[key] - value) < TOLERANCE, key
 
 
 def _last(history: Any) -> dict[str, float]:

@@ -18,12 +18,19 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-# XLA as it is: with fewer optimizations steps compile faster, but exp and erf get worse than the tolerance.
-ENV = {"KERAS_BACKEND": "jax", "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+# Level 1 compiles initializers three times as fast and gives the same bits as the default; at level 0 exp and erf get
+# worse than the tolerance.
+ENV = {
+    "KERAS_BACKEND": "jax",
+    "JAX_ENABLE_X64": "1",
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def _two_workers(folder: str) -> dict[str, Any]:
-    checks.prepare()
     return {
         **checks.exactness(cluster=checks.slow_cluster()),
         "datasets_and_adam": checks.datasets_and_adam(),
@@ -38,30 +45,41 @@ def _two_workers(folder: str) -> dict[str, Any]:
 
 
 def _four_workers() -> dict[str, Any]:
-    checks.prepare()
     return checks.exactness()
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of two workers on slow links, so that short forms are taken."""
-    return run_ranks(_two_workers, 2, str(tmp_path_factory.mktemp("keras")), timeout_s=800, env=ENV)
+def start(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """How ranks are started; what one of them compiles, the later ones need not, except steps with callbacks."""
+    return {**checks.START, "env": {**ENV, "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled"))}}
 
 
 @pytest.fixture(scope="module")
-def four() -> Any:
+def alone(start: dict[str, Any]) -> Any:
+    """Results of one worker with all samples."""
+    return run_ranks(models.train_alone, 1, **start)[0]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, alone: Any, start: dict[str, Any]) -> Any:
+    """Results of two workers on slow links, so that short forms are taken."""
+    return run_ranks(_two_workers, 2, str(tmp_path_factory.mktemp("keras")), **start)
+
+
+@pytest.fixture(scope="module")
+def four(alone: Any, start: dict[str, Any]) -> Any:
     """Results of four workers, where the plan decides."""
-    return run_ranks(_four_workers, 4, timeout_s=800, env=ENV)
+    return run_ranks(_four_workers, 4, **start)
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_two_equal_one_worker_with_all_samples(two: Any, name: str) -> None:
-    checks.assert_equals_one(two, name)
+def test_two_equal_one_worker_with_all_samples(alone: Any, two: Any, name: str) -> None:
+    models.assert_equal([worker[name] for worker in two], alone[name])
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_four_equal_one_worker_with_all_samples(four: Any, name: str) -> None:
-    checks.assert_equals_one(four, name)
+def test_four_equal_one_worker_with_all_samples(alone: Any, four: Any, name: str) -> None:
+    models.assert_equal([worker[name] for worker in four], alone[name])
 
 
 def test_dense_layers_send_factors_and_embeddings_rows_after_backward(two: Any) -> None:

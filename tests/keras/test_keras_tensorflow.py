@@ -25,34 +25,47 @@ LIMIT_S = 900.0
 ENV = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _exactness(options: dict[str, Any]) -> dict[str, Any]:
+START = {"timeout_s": LIMIT_S, "env": ENV, "preload": ["tensorflow", "keras", "poseidon.keras"]}
+
+
+def _alone() -> dict[str, models.Reference]:
+    _use_one_thread()
+    return models.train_alone()
+
+
+def _together(options: dict[str, Any]) -> dict[str, models.Outcome]:
+    _use_one_thread()
+    return models.train_together(**options)
+
+
+def _use_one_thread() -> None:
     import tensorflow as tf
 
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    return {name: models.compare_with_one(name, **options) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """Results of all models on one worker with all samples."""
+    return run_ranks(_alone, 1, **START)[0]
 
 
 @pytest.fixture(scope="module")
 def two() -> Any:
     """Results of all models on 2 workers, whose Dense layers must send factors."""
-    return run_ranks(_exactness, 2, {"routes": {"*": "factors"}}, timeout_s=LIMIT_S, env=ENV)
+    return run_ranks(_together, 2, {"routes": {"*": "factors"}}, **START)
 
 
 @pytest.fixture(scope="module")
 def four() -> Any:
     """Results of all models on 4 workers, where the plan decides."""
-    return run_ranks(_exactness, 4, {}, timeout_s=LIMIT_S, env=ENV)
+    return run_ranks(_together, 4, {}, **START)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("size", ["two", "four"])
-def test_equals_one_worker_with_all_samples(request: Any, name: str, size: str) -> None:
-    outcomes = [worker[name] for worker in request.getfixturevalue(size)]
-    assert outcomes[0].distance > 1e-3, "nothing was learned"
-    assert outcomes[0].difference < TOLERANCE
-    assert len({outcome.digest for outcome in outcomes}) == 1
-    for outcome in outcomes:
-        assert outcome.logs == pytest.approx(outcomes[0].expected_logs, abs=TOLERANCE)
+def test_equals_one_worker_with_all_samples(request: Any, alone: Any, name: str, size: str) -> None:
+    models.assert_equal([worker[name] for worker in request.getfixturevalue(size)], alone[name])
 
 
 def test_routes_are_those_of_the_plan(two: Any) -> None:
@@ -78,7 +91,7 @@ def _behaviours(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def behaviours(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_ranks(_behaviours, 2, str(tmp_path_factory.mktemp("keras")), timeout_s=LIMIT_S, env=ENV)
+    return run_ranks(_behaviours, 2, str(tmp_path_factory.mktemp("keras")), **START)
 
 
 def _both(build: Any, feed: Any, **options: Any) -> tuple[float, str]:
