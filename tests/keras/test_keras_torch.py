@@ -114,15 +114,15 @@ def _overlap() -> list[bool]:
     import torch
 
     import poseidon.keras
-    from poseidon.routes.factors import FactorsRoute
+    from poseidon.routes.factors import FactorsExchanger
 
     seen: list[bool] = []
     left = [""]
-    start = FactorsRoute.start
+    start = FactorsExchanger.start
 
-    def start_and_tell(self: Any, unit: Any, step: int) -> Any:
-        left.append(unit.name)
-        return start(self, unit, step)
+    def start_and_tell(self: Any, item: Any, brought: Any, step: int) -> Any:
+        left.append(item.unit.name)
+        return start(self, item, brought, step)
 
     class Look(torch.autograd.Function):
         @staticmethod
@@ -142,9 +142,9 @@ def _overlap() -> list[bool]:
     model = keras.Sequential([keras.Input((40,)), *layers])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     distributed = poseidon.keras.distribute(model, routes={"dense*": "factors"})
-    FactorsRoute.start = start_and_tell  # type: ignore[method-assign]
+    FactorsExchanger.start = start_and_tell  # type: ignore[method-assign]
     model.fit(*CASES["mlp"].data(24), batch_size=4, verbose=0)
-    FactorsRoute.start = start  # type: ignore[method-assign]
+    FactorsExchanger.start = start  # type: ignore[method-assign]
     distributed.close()
     return seen
 
