@@ -59,11 +59,12 @@ def run_ranks(
     """Call ``function(*args)`` on ``size`` ranks and return the results by rank; ``lost`` ones give none.
 
     ``preload`` names modules that are slow to import and that every rank needs. They are imported once, with ``env``
-    already set if it is the same for all ranks, and stay imported for later calls with the same environment.
+    already set if it is the same for all ranks, and stay imported for later calls with the same environment. What is
+    Poseidon's own (``POSEIDON_...``) is read later, and may differ.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = env if isinstance(env, Sequence) else [env or {}] * size
-    nursery = _nursery_for(env if preload and isinstance(env, Mapping) else {})
+    nursery = _nursery_for(_seen_by_imports(env) if preload and isinstance(env, Mapping) else {})
     job = _Job(size, store.port, tuple(preload), pickle.dumps((function, args)))
     pipes = nursery.start(job, [dict(one) for one in environments])
     reported: set[int] = set()
@@ -73,6 +74,10 @@ def run_ranks(
         nursery.end(reported)
         for pipe in pipes:
             pipe.close()
+
+
+def _seen_by_imports(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if not name.startswith(("POSEIDON_", "MASTER_"))}
 
 
 def _collect(pipes: Sequence[Connection], deadline: float, lost: set[int], reported: set[int]) -> list[Any]:

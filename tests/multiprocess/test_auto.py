@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,41 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from poseidon.auto.session import run
-from poseidon.following.options import AutoOptions, ScriptTarget
-from poseidon.planning.cluster import Cluster, Link
-from ranks import run_ranks
+from auto_runs import launch
+from poseidon.following.options import AutoOptions
 
-SCRIPTS = Path(__file__).parents[1] / "auto_scripts"
 Plain = Callable[..., Path]
-
-SLOW = Link(bits_per_s=1e8, latency_s=1e-5)
-"""Assumed instead of measured: saves the time, and makes short forms of gradients worth while."""
-
-
-def worker(script: str, folder: str, options: AutoOptions, arguments: tuple[str, ...] = ()) -> int:
-    """Run a script on this rank, in ``folder``, or in a folder per rank if every worker's files are wanted."""
-    rank = os.environ["RANK"]
-    place = Path(folder) / rank if options.files == "each" else Path(folder)
-    place.mkdir(exist_ok=True)
-    os.chdir(place)
-    # Ranks are daemons, which may not have children; a loader with processes of its own needs them.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    with (Path(folder) / f"out{rank}").open("w") as out, (Path(folder) / f"err{rank}").open("w") as err:
-        sys.stdout, sys.stderr = out, err
-        return run(options, ScriptTarget(str(SCRIPTS / script), False, arguments))
-
-
-def launch(script: str, size: int, folder: Path, options: AutoOptions, *arguments: str) -> None:
-    folder.mkdir(exist_ok=True)
-    cluster = folder / "cluster.json"
-    Cluster(machines=size, between=SLOW, inside=SLOW).save(cluster)
-    env = {"MASTER_PORT": "1", "POSEIDON_CLUSTER": str(cluster)}
-    # pytest's own limit ends a run that hangs.
-    statuses = run_ranks(worker, size, script, str(folder), options, arguments, env=env, timeout_s=600)
-    cluster.unlink()
-    problems = "".join((folder / f"err{rank}").read_text() for rank in range(size))
-    assert statuses == [0] * size, problems
 
 
 @pytest.fixture(scope="module")

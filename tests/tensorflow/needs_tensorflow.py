@@ -13,3 +13,7 @@ MARKS = [
     pytest.mark.skipif(_FOUND is None or _FOUND.origin is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(600),
 ]
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTRAOP_THREADS": "1"}
+PRELOAD = ["tensorflow", "keras", "poseidon.tensorflow.following"]
+"""How ranks are started that need TensorFlow: it is imported once, by the first test of a file."""

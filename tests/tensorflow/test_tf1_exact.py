@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs_tensorflow import MARKS
+from needs_tensorflow import MARKS, PRELOAD, QUIET
 
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
@@ -37,7 +37,16 @@ def follow(options: AutoOptions | None = None) -> tuple[Any, Patches, io.StringI
     return following, patches, said
 
 
-def train_all(names: list[str]) -> dict[str, Any]:
+NAMES = ["mlp", "cnn", "layers", "fused", "embedding", "lstm", "transformer"]
+
+
+def train_alone() -> dict[str, Any]:
+    import graph_models as models
+
+    return {name: models.train(name) for name in NAMES}
+
+
+def train_all(alone: dict[str, Any]) -> dict[str, Any]:
     """Return for each model how far variables and losses are from one worker's, and a digest of the variables.
 
     Distances are in units of what is allowed.
@@ -45,10 +54,9 @@ def train_all(names: list[str]) -> dict[str, Any]:
     import graph_models as models
 
     rank = int(os.environ["RANK"])
-    alone = {name: models.train(name) for name in names} if rank == 0 else {}
     following, patches, said = follow()
     results = {}
-    for name in names:
+    for name in NAMES:
         # The workers start from different values.
         variables, losses = models.train(name, seed=3 + rank, is_first=rank == 0)
         limit = models.TOLERANCES.get(name, 1e-9)
@@ -60,20 +68,22 @@ def train_all(names: list[str]) -> dict[str, Any]:
     return {**results, "said": said.getvalue()}
 
 
+ENV = {**QUIET, "POSEIDON_SYNC_BATCHNORM": "1"}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """What one worker with all samples learns."""
+    return run_ranks(train_alone, 1, env=ENV, timeout_s=600, preload=PRELOAD)[0]
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_ten_steps_equal_those_of_one_worker(size: int, tmp_path: Path) -> None:
-    names = ["mlp", "cnn", "layers", "fused", "embedding", "lstm", "transformer"]
+def test_ten_steps_equal_those_of_one_worker(size: int, alone: Any, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.json"
     Cluster(machines=size, between=SLOW, inside=SLOW).save(cluster)
-    env = {
-        "POSEIDON_CLUSTER": str(cluster),
-        "POSEIDON_SYNC_BATCHNORM": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_ENABLE_ONEDNN_OPTS": "0",
-        "TF_NUM_INTRAOP_THREADS": "1",
-    }
-    results = run_ranks(train_all, size, names, env=env, timeout_s=600)
-    for name in names:
+    env = {**ENV, "POSEIDON_CLUSTER": str(cluster)}
+    results = run_ranks(train_all, size, alone, env=env, timeout_s=600, preload=PRELOAD)
+    for name in NAMES:
         apart, losses, _ = results[0][name]
         assert apart < 1, f"{name}: variables"
         assert losses < 1, f"{name}: the losses that the script sees"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from needs_tensorflow import MARKS
+from needs_tensorflow import MARKS, PRELOAD, QUIET
 
 from ranks import run_ranks
 
@@ -21,8 +21,7 @@ def run_parts(folder: str) -> Any:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two workers found, in one run for all tests."""
-    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTRAOP_THREADS": "1"}
-    return run_ranks(run_parts, 2, str(tmp_path_factory.mktemp("parts")), env=env, timeout_s=600)
+    return run_ranks(run_parts, 2, str(tmp_path_factory.mktemp("parts")), env=QUIET, timeout_s=600, preload=PRELOAD)
 
 
 @pytest.mark.parametrize(
