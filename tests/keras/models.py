@@ -88,10 +88,9 @@ def build_transformer() -> Any:
 
     inputs = Input((6,), dtype="int32")
     x = layers.Embedding(50, 16)(inputs)
-    for _ in range(2):
-        x = layers.LayerNormalization()(layers.add([x, layers.MultiHeadAttention(2, 8)(x, x)]))
-        hidden = layers.Dense(64, activation="gelu")(x)
-        x = layers.LayerNormalization()(layers.add([x, layers.Dense(16)(hidden)]))
+    x = layers.LayerNormalization()(layers.add([x, layers.MultiHeadAttention(2, 8)(x, x)]))
+    hidden = layers.Dense(64, activation="gelu")(x)
+    x = layers.LayerNormalization()(layers.add([x, layers.Dense(16)(hidden)]))
     return Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
 
 
