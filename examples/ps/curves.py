@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from poseidon.ps import Job
+from poseidon.ps import TableJob
 
 
 def read_arguments(description: str) -> argparse.Namespace:
@@ -54,7 +54,7 @@ class Curve:
         )
 
 
-def collect(job: Job, staleness: int, errors: list[float], seconds: list[float], seen: dict[int, int]) -> Curve:
+def collect(job: TableJob, staleness: int, errors: list[float], seconds: list[float], seen: dict[int, int]) -> Curve:
     """Share each worker's errors and times in a table and return their mean and latest; all workers call it."""
     rank, workers = job.workers.index(job.rank), len(job.workers)
     table = job.table(f"errors at staleness {staleness}", rows=workers, width=2 * len(errors), dtype="float64")

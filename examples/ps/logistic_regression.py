@@ -35,7 +35,7 @@ def probabilities(images: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
-def train(job: poseidon.ps.Job, staleness: int, clocks: int, straggler: Straggler) -> tuple[Curve, float]:
+def train(job: poseidon.ps.TableJob, staleness: int, clocks: int, straggler: Straggler) -> tuple[Curve, float]:
     worker, workers = job.workers.index(job.rank), len(job.workers)
     images, labels = load_data()
     mine = np.arange(worker, len(images) - TEST, workers)

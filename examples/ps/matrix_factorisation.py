@@ -31,7 +31,7 @@ def load_images(worker: int, workers: int) -> tuple[np.ndarray, np.ndarray, np.n
     return mine, images[mine], known[mine]
 
 
-def factorise(job: poseidon.ps.Job, staleness: int, clocks: int, straggler: Straggler) -> Curve:
+def factorise(job: poseidon.ps.TableJob, staleness: int, clocks: int, straggler: Straggler) -> Curve:
     worker, workers = job.workers.index(job.rank), len(job.workers)
     numbers, images, known = load_images(worker, workers)
     consistency = {"consistency": "ssp", "staleness": staleness} if staleness else {"consistency": "bsp"}

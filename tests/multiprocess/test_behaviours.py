@@ -818,6 +818,10 @@ SIDE_BY_SIDE = {
 }
 
 
+COMPILER = ["torch._inductor.compile_fx"]
+"""What ``torch.compile`` takes a second to import when it is first used."""
+
+
 def _exactly(function: Any, *args: Any) -> Any:
     """Run in double precision, where ten steps do not blow rounding up to a visible size, with warnings as errors."""
     quiet()
@@ -828,7 +832,8 @@ def _exactly(function: Any, *args: Any) -> Any:
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("behaviour", SIDE_BY_SIDE, ids=lambda function: function.__name__)
 def test_side_by_side_with_torch(behaviour: Any, workers: int) -> None:
-    routes = run_ranks(_exactly, workers, behaviour)[0]
+    preload = COMPILER if behaviour in (compiled_inner_model, compiled_wrapper) else ()
+    routes = run_ranks(_exactly, workers, behaviour, preload=preload)[0]
     # Between more than two machines the parameter server has fewer hops, so full gradients take it there.
     full = {"sharded" if workers > 2 and route == "allreduce" else route for route in SIDE_BY_SIDE[behaviour]}
     assert full <= set(routes.values()), routes

@@ -65,10 +65,8 @@ def test_a_script_with_placeholders_comes_out_as_alone(tmp_path: Path) -> None:
     said = run([*words, str(SCRIPTS / "tf_digits_feed.py")], tmp_path)
     together = load(tmp_path / "tf_digits_feed.npz")
     assert "of 64 rows this one computes 32" in said
-    alone_folder = tmp_path / "alone"
-    alone_folder.mkdir()
-    run([str(SCRIPTS / "tf_digits_feed.py")], alone_folder)
-    alone = load(alone_folder / "tf_digits_feed.npz")
+    launch("tf_digits_feed.py", 1, tmp_path / "alone", AutoOptions(), env=QUIET, preload=["sklearn.datasets", *PRELOAD])
+    alone = load(tmp_path / "alone" / "tf_digits_feed.npz")
     for name, values in alone.items():
         # 40 steps in float32, with sums in another order.
         np.testing.assert_allclose(together[name], values, rtol=1e-3, atol=1e-3)
