@@ -106,9 +106,9 @@ class AutogradFrontEnd:
     def _follow_plan(self) -> None:
         """Keep the special forward only for layers whose route needs it; restore the others' own class."""
         self._followed = self.engine.plan
-        routes = {} if self._followed is None else self._followed.routes
+        short = self.engine.short_units
         for unit in self.engine.units:
-            if routes.get(unit.name) in ("factors", "rows"):
+            if unit.name in short:
                 self._specialise(unit)
             else:
                 self._restore(unit)
