@@ -1,8 +1,9 @@
 """Step 1 of the journey: PyTorch's autograd reports that a gradient, or its factors, is ready.
 
-After: ``backward.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is final in
-this backward, however the model used the parameter. Linear layers whose factors travel get a forward whose backward
-hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse gradients.
+After: ``backward.py``, by way of the engine. A hook on the node that accumulates a parameter's gradient fires when that
+gradient is final in this backward, however the model used the parameter. Linear layers whose factors travel get a
+forward whose backward hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse
+gradients.
 """
 
 from __future__ import annotations
