@@ -70,6 +70,41 @@ class EverybodyExchange(Exchange):
         self._flat.copy_(torch.stack(self._parts).mean(0))
 
 
+class ProductsRoute(EverybodyRoute):
+    """Every worker multiplies its own factors, and all add the products up in rank order."""
+
+    name = "products"
+    summary = "products of a linear layer's factors from everybody to everybody"
+    delivers = "factors"
+
+    def accepts(self, unit: Unit) -> bool:
+        return unit.kind == "linear"
+
+    def open(self, context: Context) -> Exchanger:
+        return ProductsExchanger(context.team)
+
+
+class ProductsExchanger(EverybodyExchanger):
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
+        ((x, g),) = brought[0].take_pieces()
+        flat = torch.cat([(g.t() @ x).flatten(), g.sum(0)])
+        parts = [torch.empty_like(flat) for _ in range(self._team.size)]
+        work = dist.all_gather(parts, flat, group=self._group, async_op=True)
+        return ProductsExchange(self._team, work, parts, flat, item)
+
+
+class ProductsExchange(EverybodyExchange):
+    def __init__(self, team: Team, work: Any, parts: list[Tensor], flat: Tensor, item: LiveItem) -> None:
+        super().__init__(team, work, parts, flat, item.name)
+        self._parameters = item.parameters
+
+    def finish(self, is_used: bool) -> None:
+        super().finish(is_used)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        for parameter, mean in zip(self._parameters, self._flat.split(sizes), strict=True):
+            parameter.grad = mean.view_as(parameter)
+
+
 @pytest.fixture
 def _registered() -> Iterator[None]:
     register(EverybodyRoute())
@@ -78,8 +113,9 @@ def _registered() -> Iterator[None]:
 
 
 def _train(distributes: bool, route: str) -> list[Tensor]:
-    if "everybody" not in standard_routes():
-        register(EverybodyRoute())
+    for own in (EverybodyRoute(), ProductsRoute()):
+        if own.name not in standard_routes():
+            register(own)
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -102,9 +138,10 @@ def _train(distributes: bool, route: str) -> list[Tensor]:
     return values
 
 
+@pytest.mark.parametrize("route", ["everybody", "products"])
 @pytest.mark.parametrize("distributes", [False, True])
-def test_a_route_of_ones_own_trains_to_the_same_result(distributes: bool) -> None:
-    own = run_ranks(_train, 3, distributes, "everybody")
+def test_a_route_of_ones_own_trains_to_the_same_result(distributes: bool, route: str) -> None:
+    own = run_ranks(_train, 3, distributes, route)
     standard = run_ranks(_train, 3, distributes, "allreduce")
     for one, other in zip(own[0], standard[0], strict=True):
         torch.testing.assert_close(one, other)

@@ -18,7 +18,7 @@ from poseidon.profiling.source import ProfileSource, device_flops, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
 from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA
 from poseidon.sim.setting import Setting
-from poseidon.sim.systems import find_system
+from poseidon.sim.systems import SYSTEMS, find_system
 
 GPU_FLOPS = 1e12
 """A device with a higher matrix rate counts as a GPU, whose collectives run on NCCL."""
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machines", type=int, default=4, help="number of machines (default: 4)")
     parser.add_argument("--rate", default="1gbit", help="link between machines, as in 10gbit (default: 1gbit)")
     parser.add_argument("--cluster", type=Path, help="take machines, workers, links and device from this JSON file")
-    parser.add_argument("--system", default="poseidon", help="what is predicted (default: poseidon)")
+    systems = ", ".join(SYSTEMS)
+    parser.add_argument("--system", default="poseidon", help=f"what is predicted, of: {systems} (default: poseidon)")
     parser.add_argument("--json", type=Path, help="also write the plan and the prediction to this file")
 
 

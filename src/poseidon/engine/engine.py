@@ -96,6 +96,14 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def short_units(self) -> frozenset[str]:
+        """Names of the units whose planned route carries factors or rows instead of full gradients."""
+        planned = self._schedules.planned
+        if planned is None:
+            return frozenset()
+        return frozenset(unit.name for unit in self.units if self._schedules.delivers(planned, unit) != "gradients")
+
+    @property
     def phase(self) -> Phase:
         """Phase of the last backward; ``LANDED`` before the first one."""
         return Phase.LANDED if self._backward is None else self._backward.step.phase

@@ -1,8 +1,9 @@
 """Step 1 of the journey: PyTorch's autograd reports that a gradient, or its factors, is ready.
 
-After: ``backward.py``. A hook on the node that accumulates a parameter's gradient fires when that gradient is final in
-this backward, however the model used the parameter. Linear layers whose factors travel get a forward whose backward
-hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse gradients.
+After: ``backward.py``, by way of the engine. A hook on the node that accumulates a parameter's gradient fires when that
+gradient is final in this backward, however the model used the parameter. Linear layers whose factors travel get a
+forward whose backward hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse
+gradients.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ class AutogradFrontEnd:
     def _follow_plan(self) -> None:
         """Keep the special forward only for layers whose route needs it; restore the others' own class."""
         self._followed = self.engine.plan
-        routes = {} if self._followed is None else self._followed.routes
+        short = self.engine.short_units
         for unit in self.engine.units:
-            if routes.get(unit.name) in ("factors", "rows"):
+            if unit.name in short:
                 self._specialise(unit)
             else:
                 self._restore(unit)

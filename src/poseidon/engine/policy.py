@@ -1,7 +1,8 @@
-"""Step policies: when the mean gradients of a step take effect.
+"""Step 6 of the journey: when the mean gradients of a step take effect.
 
-A wrapper (``poseidon/api.py``) has one engine and one policy. :class:`UpdateNow` behaves like PyTorch's DDP: when
-``backward()`` returns, ``.grad`` is the mean. ``update.py`` defers updates, ``relaxed.py`` lets workers drift apart.
+Before: the exchanges of ``routes/`` are under way. A wrapper (``poseidon/api.py``) has one engine and one policy.
+:class:`UpdateNow` behaves like PyTorch's DDP: when ``backward()`` returns, ``.grad`` is the mean. ``update.py`` defers
+updates, ``relaxed.py`` lets workers drift apart.
 """
 
 from __future__ import annotations

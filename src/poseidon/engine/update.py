@@ -1,4 +1,4 @@
-"""Step 6 of the journey: each unit is updated when its mean gradient has arrived and the unit is needed.
+"""Step 6 of the journey, deferred: each unit is updated when its mean gradient has arrived and the unit is needed.
 
 Before: a route has delivered the mean (``routes/``). After: the unit's next forward runs. :class:`DeferredUpdates` sits
 between the user's optimizer and the engine: ``step()`` only records that an update is due, with the current learning

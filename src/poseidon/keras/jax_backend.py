@@ -142,8 +142,8 @@ class JaxExchange:
     def _follow_plan(self) -> None:
         """Untap the layers whose gradients travel in full, and retrace the step if that changes it."""
         is_first, self._followed = self._followed is None, self.plan
-        routes = {} if self._followed is None else self._followed.routes
-        short = {u.positions[0] for u in self._units if routes.get(u.name) in ("factors", "rows")} - self._host.tied
+        names = self._host.front.engine.short_units
+        short = {unit.positions[0] for unit in self._units if unit.name in names} - self._host.tied
         if short != self._tapped or (is_first and self._tapped):
             self._tapped = short
             self._trace_anew()

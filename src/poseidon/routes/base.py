@@ -170,6 +170,9 @@ class Exchange(ABC):
         That is the tensor that ``LiveItem.pack`` returned, or ``.grad`` for units in a short form. Without ``is_used``
         no worker used the unit in this step, and ``.grad`` stays unchanged. On CUDA it suffices to queue the work on
         the current stream. Raises :class:`poseidon.errors.WorkerLostError` if a worker does not answer in time.
+
+        Workers may finish items in different orders, so this must not be collective. The exception is an item for which
+        some worker raised a flag: then all workers finish everything in one order.
         """
 
     def join_stream(self) -> None:  # noqa: B027 - a no-op for most
