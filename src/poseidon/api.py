@@ -99,6 +99,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.dim = dim
         self.timeout_s = timeout_s
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        if routes is not None and not isinstance(routes, Mapping):
+            raise ConfigError(
+                f"routes is {routes!r}; give a dict of unit names or patterns to routes, such as {{'*': 'allreduce'}}"
+            )
         self._routes = dict(routes or {})
         self._cluster = cluster
         self._gather_factors = gather_factors

@@ -87,3 +87,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     error = errors.unknown_name("route", "pigeon", ("rows", "allreduce"))
     assert isinstance(error, errors.ConfigError)
     assert str(error) == "unknown route 'pigeon'; known: allreduce, rows"
+
+
+def test_routes_that_are_no_mapping_are_refused_with_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"routes is 'allreduce'; give a dict .*\{'\*': 'allreduce'\}"):
+        poseidon.DistributedDataParallel(nn.Linear(2, 2), routes="allreduce")

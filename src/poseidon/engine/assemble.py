@@ -13,6 +13,7 @@ import torch
 from poseidon.engine.engine import Engine
 from poseidon.engine.options import Options
 from poseidon.planning.cluster import Cluster
+from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.team.calibrate import arithmetic_digest, find_cluster
 from poseidon.team.team import Team
@@ -44,7 +45,9 @@ def assemble_engine(
     """
     if not _computes_alike(team, device):
         linear = [unit.name for unit in units if unit.spec.kind == "linear"]
-        wanted = {pattern: route for pattern, route in (options.routes or {}).items() if route != "factors"}
+        known = standard_routes()
+        asked = (options.routes or {}).items()
+        wanted = {pattern: route for pattern, route in asked if known[route].delivers != "factors"}
         options = dataclasses.replace(options, routes={**dict.fromkeys(linear, "allreduce"), **wanted})
     # Inside one machine, full gradients have only one route, whatever the speeds.
     needs_speeds = len(team.topology.machines) > 1 or any(unit.spec.kind != "dense" for unit in units)
