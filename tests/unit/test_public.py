@@ -7,6 +7,7 @@ from torch import nn
 
 import poseidon
 from poseidon import errors
+from poseidon.errors import ConfigError
 
 NAMES = ["DistributedDataParallel", "Plan", "distribute", "init", "plan", "ps"]
 
