@@ -75,6 +75,7 @@ class Route(ABC):
                 route=self.name,
                 legs=(Leg(sum(cost.wire_bytes for cost in costs if cost is not None)),),
                 is_collective=self.queue is not None,
+                is_whole=self.delivers == "gradients",
                 priority=item.priority,
             )
         ]

@@ -30,6 +30,8 @@ class Transfer:
     legs: tuple[Leg, ...]
     is_collective: bool
     """Runs one at a time, in one order on all machines."""
+    is_whole: bool = False
+    """Full gradients, which a lossy format would shorten."""
     owner: int = 0
     staged_bytes: float = 0.0
     """Bytes that cross between device and host in each leg."""
@@ -62,7 +64,7 @@ class Conditions:
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0
-    """Total bytes that go through the parameter server."""
+    """Bytes of all items of the same route."""
 
     def inside_s(self, size_bytes: float) -> float:
         """Return the time for the workers of one machine to combine their parts, or to share the result."""

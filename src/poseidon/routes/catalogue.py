@@ -59,6 +59,7 @@ class AllreduceRoute(Route):
                 route=self.name,
                 legs=(Leg(2 * size * (machines - 1) / machines),),
                 is_collective=True,
+                is_whole=True,
                 hops=conditions.collective_hops,
                 inside_s=conditions.inside_s(size),
             )
@@ -138,6 +139,7 @@ class ShardedRoute(Route):
             route=self.name,
             legs=(leg, leg),
             is_collective=False,
+            is_whole=True,
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),

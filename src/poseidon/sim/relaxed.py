@@ -35,8 +35,7 @@ class _Relaxed:
         self.clocks = Clocks(range(setting.cluster.machines), bound)
         self.workload = make_workload(setting)
         # Full gradients go up and values come down; everything else goes one way.
-        is_whole = {"allreduce": 0.5, "sharded": 0.5}
-        self.share_bytes = sum(each.out_bytes * is_whole.get(each.route, 1.0) for each in self.workload.transfers)
+        self.share_bytes = sum(each.out_bytes * (0.5 if each.is_whole else 1.0) for each in self.workload.transfers)
         """Bytes on the wire of one worker's updates, and of the values that come back."""
         self.workers = [_Worker(self, rank) for rank in range(setting.cluster.machines)]
 

@@ -280,7 +280,7 @@ class _Journey:
             return
         setting = self._run.setting
         transport = setting.collectives if self.transfer.is_collective else setting.messages
-        share = setting.wire_share if self.transfer.route in ("allreduce", "sharded") else 1.0
+        share = setting.wire_share if self.transfer.is_whole else 1.0
         per_byte = transport.seconds_per_byte(setting.wire_bytes_per_s(machine.index), share)
         if not setting.system.is_wait_free:
             per_byte *= setting.cluster.machines**setting.incast_exponent

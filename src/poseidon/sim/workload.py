@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poseidon.planning.ordering import order_by_need
 from poseidon.planning.packing import assign_buckets
@@ -61,7 +61,7 @@ def make_workload(setting: Setting) -> Workload:
     if system.overlaps_forward:
         place = {unit: at for at, unit in enumerate(profile.ready_order)}
         transfers = _by_need(setting, transfers, place)
-    device_s = [_device_s(entry, route) for entry, route in zip(plan.entries, route_of, strict=True)]
+    device_s = [_device_s(entry, routes[name]) for entry, name in zip(plan.entries, route_of, strict=True)]
     return Workload(plan, tuple(transfers), tuple(s for s, _ in device_s), tuple(s for _, s in device_s))
 
 
@@ -72,10 +72,9 @@ class _Packing(Packing):
     style: str = "engine"
 
     def pack(self, route: Route, sizes: Sequence[tuple[Hashable, int]], units: Sequence[int]) -> list[list[int]]:
-        is_served = route.name == "sharded"
         if self.style == "engine" or not route.is_packed:
             # The system's limit applies to collectives; the server's follows from its chunks.
-            asked = None if is_served else self.asked_bytes
+            asked = None if route.queue is None else self.asked_bytes
             limit = route.limit_bytes(asked, self.defers, self.cluster)
             return assign_buckets(sizes, limit) if route.is_packed else super().pack(route, sizes, units)
         if self.style == "units":
@@ -112,7 +111,6 @@ def _route(setting: Setting, entry: PlanEntry, routes: Routes) -> str:
 
 
 def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Transfer]:
-    served = sum(item.size_bytes for item in schedule.items if item.route == "sharded")
     conditions = Conditions(
         cluster=setting.cluster,
         collective_hops=setting.collectives.hops(setting.cluster.machines),
@@ -120,9 +118,14 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         wire_share=setting.wire_share,
         compacts=setting.compacts,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
-        model_bytes=served,
     )
-    return [transfer for item in schedule.items for transfer in routes[item.route].transfers(item, conditions)]
+    sizes: Counter[str] = Counter()
+    for item in schedule.items:
+        sizes[item.route] += item.size_bytes
+    by_route = {name: replace(conditions, model_bytes=size) for name, size in sizes.items()}
+    return [
+        transfer for item in schedule.items for transfer in routes[item.route].transfers(item, by_route[item.route])
+    ]
 
 
 def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, int]) -> list[Transfer]:
@@ -138,11 +141,11 @@ def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, in
     return [*(collectives[number] for number in order), *(each for each in transfers if not each.is_collective)]
 
 
-def _device_s(entry: PlanEntry, route: str) -> tuple[float, float]:
+def _device_s(entry: PlanEntry, route: Route) -> tuple[float, float]:
     """Return the time to rebuild a gradient from all factors, and the time saved by not computing the local one."""
-    if route != "factors":
+    if route.delivers != "factors" or route.name not in entry.costs:
         return 0.0, 0.0
-    return entry.costs["factors"].compute_s, entry.costs["allreduce"].compute_s
+    return entry.costs[route.name].compute_s, entry.costs["allreduce"].compute_s
 
 
 def count_transfers(transfers: Sequence[Transfer], units: int) -> list[int]:
