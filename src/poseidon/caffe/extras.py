@@ -15,5 +15,5 @@ def require(module: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the Caffe interface needs {module!r}, which cannot be imported ({error}); "
-            "install it with: pip install poseidon-dl[caffe]"
+            "install Poseidon with its extra: pip install '.[caffe]' in the checkout"
         ) from error

@@ -30,17 +30,22 @@ def odd_ones(values: Mapping[str, T]) -> tuple[T, dict[str, T]]:
 
 
 def _check_versions(hosts: Sequence[HostReport]) -> Iterator[Finding]:
-    for package, name in (("poseidon", "poseidon-dl"), ("torch", "torch"), ("numpy", "numpy")):
+    for package in ("poseidon", "torch", "numpy"):
         found = {host.name: getattr(host.facts, package) for host in hosts if getattr(host.facts, package)}
         # Different builds may choose other kernels or frames; numpy touches only a worker's own data.
         say = warning if package == "numpy" else error
         for host, expected, seen in _odd(hosts, found):
+            # Poseidon is not on PyPI.
+            is_ours = package == "poseidon"
+            source = (
+                f"CHECKOUT  (a checkout or wheel of poseidon-dl=={expected})" if is_ours else f"{package}=={expected}"
+            )
             yield say(
                 host.name,
                 f"{package}-version",
                 f"{package} {seen}",
                 f"{expected}, as on the other hosts",
-                f"{host.facts.executable} -m pip install {name}=={expected}",
+                f"{host.facts.executable} -m pip install {source}",
             )
     pythons = {host.name: version_numbers(host.facts.python) for host in hosts if host.facts.python}
     for host, expected, _ in _odd(hosts, pythons):

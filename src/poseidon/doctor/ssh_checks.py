@@ -131,7 +131,7 @@ def _check_python(host: Host, status: int, stderr: str) -> Finding:
             "poseidon",
             f"{python} there has no Poseidon, or an older one ({said})",
             "Poseidon, in the same version as here",
-            f"{python} -m pip install --upgrade poseidon-dl",
+            f"{python} -m pip install CHECKOUT  (the checkout or wheel that this host uses)",
         )
     return error(
         host.name,

@@ -56,7 +56,7 @@ def open_netlink() -> IPRoute:
     try:
         from pyroute2 import IPRoute
     except ImportError:
-        raise ConfigError("the lab needs pyroute2: pip install 'poseidon-dl[lab]'") from None
+        raise ConfigError("the lab needs pyroute2: pip install pyroute2") from None
     return IPRoute()
 
 

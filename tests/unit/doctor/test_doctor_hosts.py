@@ -152,7 +152,7 @@ def test_the_host_that_differs_is_named(field, value, severity, check):
 
 def test_a_version_is_mended_with_that_of_the_others():
     (finding,) = check_cluster([report("a"), report("b", poseidon="0.2.0"), report("c")])
-    assert finding.fix == "/venv/bin/python -m pip install poseidon-dl==0.1.0"
+    assert finding.fix == "/venv/bin/python -m pip install CHECKOUT  (a checkout or wheel of poseidon-dl==0.1.0)"
 
 
 def test_between_two_hosts_the_first_is_right():
