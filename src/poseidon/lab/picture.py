@@ -31,7 +31,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "matplotlib is not installed; install poseidon-dl[lab], or draw elsewhere with `poseidon bench --plot`"
+            "matplotlib is not installed; pip install matplotlib, or draw elsewhere with `poseidon bench --plot`"
         ) from None
     cells = [cell for cell in cells if speedup_lines([cell])]
     if not cells:
