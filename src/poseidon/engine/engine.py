@@ -20,7 +20,7 @@ from poseidon.engine.backward import Backward, Flight, LiveSchedule
 from poseidon.engine.options import Options
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.schedules import Schedules
-from poseidon.engine.step import Phase, Rules, Step
+from poseidon.engine.step import Phase, Step
 from poseidon.errors import UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
@@ -185,9 +185,8 @@ class Engine:
             used = tuple(number not in left_out for number in range(len(self.parameters))) if tells_used else ()
             call = RollCall(self.step, is_dense, self.batch, is_joined, used)
             stopwatch = self._schedules.make_stopwatch(live)
-            rules = Rules(self.options.allow_unused, self.options.static_graph)
             expected = None if self._static is None else self._static.additions
-            step = Step(live.schedule, call, rules, expected, takes_times=stopwatch is not None)
+            step = Step(live.schedule, call, self.options.static_graph, expected, takes_times=stopwatch is not None)
             brought = [self._prepare(unit, live) for unit in self.units]
             backward = Backward(live, step, self.team, brought, stopwatch)
             # Not earlier: once it is visible, another autograd thread gives its factors without taking the lock.

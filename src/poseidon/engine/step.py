@@ -69,16 +69,6 @@ Action = Start | Call | Compare | Completed
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Options that hold for every step of a job."""
-
-    allows_unused: bool = False
-    """Some parameters may get no gradient in some steps."""
-    is_static: bool = False
-    """Every backward is like the first: the same gradients, each accumulated equally often."""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What all workers together know about a step once all have begun it."""
 
@@ -114,7 +104,7 @@ class Step:
         self,
         schedule: Schedule,
         call: RollCall,
-        rules: Rules,
+        is_static: bool = False,
         expected: Sequence[int] | None = None,
         takes_times: bool = False,
     ) -> None:
@@ -127,7 +117,7 @@ class Step:
         self.ready_order: list[int] = []
         """Units, in the order in which their gradients became final."""
         self.verdict: Verdict | None = None
-        self._rules = rules
+        self._is_static = is_static
         self._expected = expected
         self._takes_times = takes_times
         model = schedule.model
@@ -167,7 +157,7 @@ class Step:
         """Record an accumulation into a gradient; it is final unless a static graph expects more."""
         assert self.phase is Phase.OPEN, f"a gradient came while the step is {self.phase.value}"
         self.additions[parameter] += 1
-        if self._rules.is_static and (self._expected is None or self.additions[parameter] < self._expected[parameter]):
+        if self._is_static and (self._expected is None or self.additions[parameter] < self._expected[parameter]):
             return []
         if parameter not in self._waiting:
             raise self._twice(parameter)
@@ -258,7 +248,7 @@ class Step:
 
     def _twice(self, parameter: int) -> UnsupportedError:
         name = self.schedule.model.units[self.schedule.model.unit_of[parameter]].name
-        if self._rules.is_static:
+        if self._is_static:
             return UnsupportedError(
                 f"{name}: a parameter's gradient accumulated more often than in the first step, but static_graph=True "
                 "promises that every step does the same; remove static_graph"

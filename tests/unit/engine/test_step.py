@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from poseidon.engine.rollcall import RollCall
-from poseidon.engine.step import Action, Call, Compare, Completed, Phase, Rules, Start, Step
+from poseidon.engine.step import Action, Call, Compare, Completed, Phase, Start, Step
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.planning.schedule import Schedule
 from poseidon.routes import standard_routes
@@ -25,8 +25,8 @@ GATHERED = schedule(
 )
 
 
-def make(plan: Schedule, number: int = 0, rules: Rules | None = None, kind: type[Step] = Step, **options: Any) -> Step:
-    step = kind(plan, RollCall(number, False, 8), rules or Rules(), **options)
+def make(plan: Schedule, number: int = 0, is_static: bool = False, kind: type[Step] = Step, **options: Any) -> Step:
+    step = kind(plan, RollCall(number, False, 8), is_static, **options)
     assert step.begin() == [Call(step.call)]
     return step
 
@@ -138,13 +138,19 @@ def test_one_workers_flag_makes_everybody_land_everything_at_once() -> None:
     assert verdict.flags[MIXED.flagged[1]] == (0, 1)
 
 
-def test_a_lost_landing_leaves_the_step_unfinished() -> None:
+def settled() -> Step:
+    """Return a step whose items are all under way and may land."""
     step = make(PLAIN)
     for parameter in range(len(PLAIN.model.parameters)):
         for item in starts(step.gradient(parameter)):
             step.started(item)
     step.close()
     step.hear([step.call])
+    return step
+
+
+def test_a_lost_landing_leaves_the_step_unfinished() -> None:
+    step = settled()
     for item in PLAIN.landing_order[:-1]:
         step.land(item)
     assert step.phase is Phase.SETTLED
@@ -155,12 +161,7 @@ def test_a_lost_landing_leaves_the_step_unfinished() -> None:
 
 
 def test_a_double_landing_is_refused() -> None:
-    step = make(PLAIN)
-    for parameter in range(len(PLAIN.model.parameters)):
-        for item in starts(step.gradient(parameter)):
-            step.started(item)
-    step.close()
-    step.hear([step.call])
+    step = settled()
     step.land(0)
     with pytest.raises(AssertionError, match="item 0 landed twice"):
         step.land(0)
@@ -199,7 +200,7 @@ def test_what_no_gradient_came_for_is_named_and_leaves_at_the_end() -> None:
 
 
 def test_unused_parameters_hold_nothing_up() -> None:
-    step = Step(PLAIN, RollCall(0, False, 8), Rules(allows_unused=True))
+    step = Step(PLAIN, RollCall(0, False, 8))
     actions = step.begin(unused=range(len(PLAIN.model.parameters)))
     assert sorted(starts(actions)) == list(range(len(PLAIN.items)))
     assert step.close() == ([], [])
@@ -213,8 +214,7 @@ def test_a_gradient_that_is_final_twice_is_refused_with_what_to_do() -> None:
 
 
 def test_a_static_graph_learns_in_its_first_step_and_counts_from_then_on() -> None:
-    rules = Rules(is_static=True)
-    first = make(PLAIN, rules=rules)
+    first = make(PLAIN, is_static=True)
     for parameter in (0, 1, 2, 2, 3, 4):
         assert first.gradient(parameter) == []
     actions, forgotten = first.close()
@@ -222,7 +222,7 @@ def test_a_static_graph_learns_in_its_first_step_and_counts_from_then_on() -> No
     assert forgotten == []
     expected = [first.additions[parameter] for parameter in range(5)]
     assert expected == [1, 1, 2, 1, 1]
-    second = make(PLAIN, 1, rules, expected=expected)
+    second = make(PLAIN, 1, True, expected=expected)
     complete = [starts(second.gradient(parameter)) for parameter in (4, 3, 2, 2)]
     # Parameter 2 is the first half of the second item in backward's order; its first addition completes nothing.
     assert complete[2] == []
@@ -232,7 +232,7 @@ def test_a_static_graph_learns_in_its_first_step_and_counts_from_then_on() -> No
 
 
 def test_a_static_graphs_unused_parameters_hold_nothing_up() -> None:
-    step = Step(PLAIN, RollCall(1, False, 8), Rules(is_static=True), expected=[0, 0, 1, 1, 1])
+    step = Step(PLAIN, RollCall(1, False, 8), is_static=True, expected=[0, 0, 1, 1, 1])
     left = starts(step.begin())
     for parameter in (4, 3, 2):
         left += starts(step.gradient(parameter))
