@@ -13,7 +13,6 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from poseidon.engine.backward import Backward, Flight, LiveSchedule
@@ -80,8 +79,6 @@ class Engine:
         self._schedules = Schedules(units, team, cluster, options, routes)
         self._static: _StaticGraph | None = None
         self._has_local_gradients = False
-        self._factor_dtypes: dict[int, torch.dtype | None] = {}
-        """By unit: dtype of the last factors seen."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
         self._failure: BaseException | None = None
@@ -129,11 +126,9 @@ class Engine:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
         return self.plan is None
 
-    def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
-        """Record load on a unit in this backward, and the dtype its factors would have."""
+    def observe(self, unit: LiveUnit, load: Load) -> None:
+        """Record load on a unit in this backward."""
         self._schedules.observe(unit, load)
-        if factor_dtype is not None:
-            self._factor_dtypes[unit.index] = factor_dtype
 
     def local_gradient(self) -> None:
         """Record that a backward without an exchange accumulated local gradients."""
@@ -220,8 +215,6 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        for unit, brought in zip(self.units, backward.brought, strict=True):
-            self._factor_dtypes[unit.index] = brought.factor_dtype
         self._has_local_gradients = False
         return [self.parameters[number] for number in forgotten]
 
@@ -265,7 +258,7 @@ class Engine:
     # One step.
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
-        brought = Brought(self._factor_dtypes.get(unit.index))
+        brought = Brought()
         if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
