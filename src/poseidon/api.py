@@ -286,6 +286,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             gather_factors=self._gather_factors,
             routes=self._routes,
             defers=self._policy.defers,
+            tries=True,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:

@@ -96,6 +96,11 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def lands_at_once(self) -> bool:
+        """Whether the backward under way must land at its end, although the policy could defer that."""
+        return self._schedules.plan is None or self._schedules.lands_at_once
+
+    @property
     def short_units(self) -> frozenset[str]:
         """Names of the units whose planned route carries factors or rows instead of full gradients."""
         planned = self._schedules.planned
