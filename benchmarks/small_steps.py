@@ -3,8 +3,8 @@
 Usage: python benchmarks/small_steps.py MODEL [--workers 2] [--machines] [--rate 500mbit] [--batch 32] [--rounds 7]
 
 MODEL is ``mlp`` (three linear layers) or a network of the zoo. Workers are processes on this machine. Without
-``--machines`` Poseidon knows that they share it. With it each worker counts as a machine, and the plan is made for links
-of ``--rate``; nothing is shaped, so times show the work and not the wire.
+``--machines`` Poseidon knows that they share it. With it each worker counts as a machine, and the plan is made for
+links of ``--rate``; nothing is shaped, so times show the work and not the wire.
 
 Rounds of all systems alternate, so that other load affects them alike; ``compute`` is the model without an exchange.
 A second run counts Python calls and messages per step and worker: direct messages and the server's chunks, collectives
@@ -180,8 +180,9 @@ class Counted:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._is_on = False
-        for name in ("isend", "all_reduce", "all_gather", "broadcast", "all_to_all_single"):
-            setattr(dist, name, self._counting(getattr(dist, name), "messages" if name == "isend" else "collectives"))
+        for name in ("send", "allreduce", "allgather", "broadcast", "alltoall_base"):
+            what = "messages" if name == "send" else "collectives"
+            setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name), what))
         WireStats.count_sent = self._counting(WireStats.count_sent, "messages")  # type: ignore[method-assign]
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
