@@ -52,7 +52,8 @@ class FactorsExchanger(Exchanger):
         word = exchange.flags | _DTYPES.index(dtype) << _DTYPE_SHIFT
         # Counted in bytes, because workers may bring rows of different types.
         rows = host.view(torch.uint8).view(-1, 1)
-        exchange.future = self._pairs.start(Parcel(unit.index, unit.name, step, rows, word, settle, exchange.land))
+        parcel = Parcel(unit.index, unit.name, step, rows, word, settle, exchange.land, item.item.shipment)
+        exchange.future = self._pairs.start(parcel)
         return exchange
 
     def _side_stream(self, weight: Tensor) -> torch.cuda.Stream | None:
