@@ -19,6 +19,7 @@ from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
 
 _INDEX_BYTES = 8
+_WIDE = torch.float32
 
 
 class RowsExchanger(Exchanger):
@@ -70,9 +71,22 @@ class _RowsExchange(Exchange):
             brought.kept = None
         if total is None:
             total = torch.zeros_like(unit.weight)
-        for indices, values in parts:
-            total.index_add_(0, indices, values, alpha=1 / self._team.size)
+        if total.dtype.itemsize < _WIDE.itemsize:
+            indices, means = _means(parts)
+            total.index_add_(0, indices, means.to(total.dtype))
+        else:
+            for indices, values in parts:
+                total.index_add_(0, indices, values, alpha=1 / self._team.size)
         unit.weight.grad = total
+
+
+def _means(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the touched rows' numbers and means; added in float32, so that short types are rounded only once."""
+    touched, places = torch.unique(torch.cat([indices for indices, _ in parts]), return_inverse=True)
+    sums = torch.zeros(touched.numel(), parts[0][1].shape[1], dtype=_WIDE, device=touched.device)
+    for (_, values), where in zip(parts, places.split([len(indices) for indices, _ in parts]), strict=True):
+        sums.index_add_(0, where, values.to(_WIDE))
+    return touched, sums / len(parts)
 
 
 def _row_bytes(weight: Tensor) -> int:
