@@ -56,6 +56,22 @@ def own_function(device: str) -> Any:
     return Twice.apply
 
 
+class Conv1D(nn.Module):
+    """As in transformers, which need not be installed: a linear layer whose weight is inputs x outputs."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.2)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
 class Net(nn.Module):
     """An embedding, linear layers with and without a bias, and a norm."""
 
@@ -63,7 +79,7 @@ class Net(nn.Module):
         super().__init__()
         self.part = part
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.rise = nn.Linear(WIDTH, 24)
+        self.rise = Conv1D(24, WIDTH) if part == "Conv1D" else nn.Linear(WIDTH, 24)
         self.norm = nn.LayerNorm(24)
         self.middle = nn.Linear(24, 24, bias=False)
         self.spare = nn.Linear(24, 24)
@@ -152,7 +168,7 @@ CELLS = [
     *(
         Cell(f"{short}, {part}", amp, part)
         for short, amp in (("bf16", BF16), ("fp16", FP16))
-        for part in ("tied", "shared layers", "checkpoints", "own functions")
+        for part in ("tied", "shared layers", "checkpoints", "own functions", "Conv1D")
     ),
     Cell("re-entrant checkpoints", BF16, "re-entrant checkpoints"),
     Cell("float32 islands", BF16, "float32 islands"),
@@ -290,7 +306,10 @@ def _train(cell: Cell, kind: str, options: dict[str, Any]) -> tuple[dict[str, Te
         dist.all_gather(everybody, value)
         assert all(torch.equal(value, other) for other in everybody), f"{name} differs between workers"
     if kind != "torch":
-        getattr(run.model, "_orig_mod", run.model).close()
+        wrapped = getattr(run.model, "_orig_mod", run.model)
+        asked = options["routes"]["*"] if "routes" in options else "factors"
+        assert (wrapped.plan.routes["rise"] == asked) is (cell.compiled != "one graph")
+        wrapped.close()
     return found, run.scaler.get_scale()
 
 

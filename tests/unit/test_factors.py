@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_the_product_of_short_factors_is_exact_to_float32(
         # Rounded once.
         bits = 2.0 ** -{F32: 20, BF16: 8, FP16: 11}[parameters]
         torch.testing.assert_close(gradient.double(), truth, rtol=bits, atol=2e-6)
+
+
+def test_a_transposed_weight_gets_a_transposed_gradient() -> None:
+    unit = unit_of(4, 4)
+    x, g = torch.randn(6, 4), torch.randn(6, 4)
+    swapped = replace(unit, is_transposed=True)
+    weight, bias = rebuild(SimpleNamespace(size=2), swapped, torch.cat([g, x], 1))  # type: ignore[arg-type]
+    torch.testing.assert_close(weight, x.t() @ g / 2)
+    torch.testing.assert_close(bias, g.sum(0) / 2)
 
 
 def test_a_layer_with_parameters_of_two_types_gets_gradients_of_both() -> None:

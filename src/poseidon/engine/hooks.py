@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
 from poseidon.planning.planner import Plan
@@ -164,9 +165,10 @@ class AutogradFrontEnd:
 
     def _specialise(self, unit: LiveUnit) -> None:
         for module in (unit.module, unit.head):
-            if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
+            special = None if module is None or unit.spec.is_sparse else _special_class(type(module))
+            if module is not None and special is not None:
                 _LIVE[module] = (weakref.ref(self), unit.index)
-                module.__class__ = _SPECIAL[type(module)]
+                module.__class__ = special
 
     def _restore(self, unit: LiveUnit) -> None:
         for module in (unit.module, unit.head):
@@ -197,9 +199,26 @@ class FactorLinear(_PlainOutside, nn.Linear):
         return _factor_linear(input, self.weight, self.bias, *found)
 
 
-def _has_hooks(module: nn.Linear | nn.Embedding | nn.EmbeddingBag) -> bool:
-    """Whether the user has hooks on the weight's gradient, which must then exist in full."""
-    return bool(module.weight._backward_hooks)
+class _FactorConv1D(_PlainOutside):
+    """Mixed into transformers' Conv1D, which need not be installed: does for it what FactorLinear does."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        module: Any = self
+        found = _find(module)
+        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad or _has_hooks(module):
+            out: Tensor = super().forward(x)  # type: ignore[misc]
+            return out
+        return _factor_linear(x, self.weight, self.bias, *found)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether the user has hooks on a parameter's gradient, which must then exist in full."""
+    return any(parameter._backward_hooks for parameter in module.parameters(recurse=False))
 
 
 class RowsEmbedding(_PlainOutside, nn.Embedding):
@@ -233,6 +252,14 @@ _SPECIAL: dict[type, type] = {
     nn.EmbeddingBag: RowsEmbeddingBag,
 }
 _PLAIN: dict[type, type] = {special: plain for plain, special in _SPECIAL.items()}
+
+
+def _special_class(plain: type) -> type | None:
+    """Return the class that stands for another while its layers' gradients may travel in a short form."""
+    if plain not in _SPECIAL and is_conv1d(plain):
+        special = _SPECIAL[plain] = type("FactorConv1D", (_FactorConv1D, plain), {})
+        _PLAIN[special] = plain
+    return _SPECIAL.get(plain)
 
 
 class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
@@ -306,6 +333,10 @@ class _FactorLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.front_end, ctx.unit = front_end, unit
         with torch.autocast(x.device.type, enabled=False):
+            if unit.is_transposed:
+                assert bias is not None
+                rows = torch.addmm(bias.to(dtype), x.reshape(-1, x.shape[-1]), weight.to(dtype))
+                return rows.view(*x.shape[:-1], rows.shape[-1])
             return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -313,8 +344,9 @@ class _FactorLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = g @ weight.to(g.dtype) if needs_x else None
+        grad_x = g @ (weight.t() if unit.is_transposed else weight).to(g.dtype) if needs_x else None
         rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        first, second = (rows_g, rows_x) if unit.is_transposed else (rows_x, rows_g)
         engine = front_end.engine
         if needs_weight and front_end.will_accumulate(unit.weight):
             if front_end.exchanges:
@@ -323,8 +355,8 @@ class _FactorLinearFunction(torch.autograd.Function):
                 engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
-                engine.give(unit, rows_x.detach(), rows_g.detach())
+                engine.give(unit, first.detach(), second.detach())
                 return grad_x, None, None, None, None, None
-        grad_weight = (rows_g.t() @ rows_x).to(weight.dtype) if needs_weight else None
+        grad_weight = (second.t() @ first).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None
