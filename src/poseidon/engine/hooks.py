@@ -81,6 +81,11 @@ class AutogradFrontEnd:
         self._queue_end()
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward of the model's outputs is under way."""
+        return self._is_end_queued or self.engine.in_backward
+
+    @property
     def exchanges(self) -> bool:
         """Whether the backward under way exchanges gradients.
 
@@ -135,7 +140,7 @@ class AutogradFrontEnd:
             if self is None:
                 return
             if not self.exchanges:
-                self.engine.local_gradient()
+                self.engine.local_gradient(parameter)
                 return
             self.begin()
             self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)

@@ -24,3 +24,5 @@ class Options:
     """Routes the user forces, by unit name or pattern."""
     defers: bool = False
     """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
+    tries: bool = False
+    """Plans may be tried in training, and the fastest kept; the front end can change plans between any two steps."""

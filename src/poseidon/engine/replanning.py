@@ -50,6 +50,11 @@ class Replanning:
         self._odd_batches = 0 if 1 / REPLAN_RATIO <= ratio <= REPLAN_RATIO else self._odd_batches + 1
         return self._odd_batches >= REPLAN_AFTER
 
+    @property
+    def is_odd(self) -> bool:
+        """Whether the last step's batch differed much from the planned one."""
+        return self._odd_batches > 0
+
     def scaled_loads(self, batch: float) -> dict[str, Load]:
         """Return the loads expected for another batch size."""
         ratio = self._ratio(batch)

@@ -106,7 +106,7 @@ class DeferredUpdates(Policy):
 
     def end_backward(self) -> None:
         """Let this backward's exchange continue in the background."""
-        if self.engine.plan is None or self._is_paused:
+        if self.engine.lands_at_once or self._is_paused:
             self.engine.end_backward()
             return
         forgotten = self.engine.close_backward()

@@ -163,13 +163,19 @@ class BroadcastRoute(Route):
         """Whether the parts travel by an all-gather instead."""
         return self.queue is not None
 
+    @property
+    def shares_messages(self) -> bool:  # type: ignore[override]
+        """Whether the parts travel by messages."""
+        return not self.is_collective
+
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
         """Return one leg, with the bytes that the planner counts."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
         own = wire_bytes / max(machines - 1, 1)
-        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1)
+        # Units that share messages share what these cost.
+        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1) / max(len(item.shipment), 1)
         return [
             Transfer(
                 name=item.name,

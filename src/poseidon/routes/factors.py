@@ -39,7 +39,8 @@ class FactorsExchanger(Exchanger):
         exchange = _FactorsExchange(self._team, unit, dtype, self._side_stream(unit.weight))
         settle = exchange.fill(host, pieces)
         exchange.flags = Flag.HAS_DENSE if mine.has_dense else Flag(0)
-        parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), exchange.flags, settle, exchange.land)
+        rows = host.view(torch.uint8)
+        parcel = Parcel(unit.index, unit.name, step, rows, exchange.flags, settle, exchange.land, item.item.shipment)
         exchange.future = self._pairs.start(parcel)
         return exchange
 

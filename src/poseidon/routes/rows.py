@@ -38,7 +38,7 @@ class RowsExchanger(Exchanger):
             flags, gradient = Flag.HAS_DENSE, None
         else:
             unit.weight.grad = None
-        parcel = Parcel(unit.index, unit.name, step, _pack(unit.weight, gradient), flags)
+        parcel = Parcel(unit.index, unit.name, step, _pack(unit.weight, gradient), flags, shipment=item.item.shipment)
         return _RowsExchange(self._team, unit, brought[0], self._pairs.start(parcel), flags)
 
 
