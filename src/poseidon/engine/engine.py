@@ -13,7 +13,6 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from poseidon.engine.backward import Backward, Flight, LiveSchedule
@@ -76,8 +75,6 @@ class Engine:
         """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
         self._local: set[int] = set()
         """Parameters with gradients that were not exchanged."""
-        self._factor_dtypes: dict[int, torch.dtype | None] = {}
-        """By unit: dtype of the last factors seen."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
         self._failure: BaseException | None = None
@@ -130,11 +127,9 @@ class Engine:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
         return self.plan is None
 
-    def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
-        """Record load on a unit in this backward, and the dtype its factors would have."""
+    def observe(self, unit: LiveUnit, load: Load) -> None:
+        """Record load on a unit in this backward."""
         self._schedules.observe(unit, load)
-        if factor_dtype is not None:
-            self._factor_dtypes[unit.index] = factor_dtype
 
     def local_gradient(self, parameter: nn.Parameter) -> None:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
@@ -226,8 +221,6 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        for unit, brought in zip(self.units, backward.brought, strict=True):
-            self._factor_dtypes[unit.index] = brought.factor_dtype
         self._local.clear()
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
@@ -311,7 +304,7 @@ class Engine:
     # One step.
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
-        brought = Brought(self._factor_dtypes.get(unit.index))
+        brought = Brought()
         if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
