@@ -134,6 +134,13 @@ SYNC_BATCHNORM = Variable(
     "tensorflow/batch_moments.py",
     "TensorFlow: batch normalisation uses the moments of all workers' rows.",
 )
+CHECK_REPLICAS = Variable(
+    "POSEIDON_CHECK_REPLICAS",
+    WHOLE,
+    8,
+    "api.py",
+    "Steps between two comparisons of a sixteenth of the parameters with the other workers'; 0: never.",
+)
 RESTART = Variable(
     "POSEIDON_RESTART",
     WHOLE,
@@ -200,6 +207,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CLUSTER,
     MACHINE,
     SECRET,
+    CHECK_REPLICAS,
     RESTART,
     SSH_OPTIONS,
     AUTO,
