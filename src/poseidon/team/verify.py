@@ -22,7 +22,7 @@ def find_differences(
     flat = (tensor.detach().contiguous().flatten() for _, tensor in named)
     sums = [zlib.crc32(values.view(torch.uint8).cpu().numpy().data) for values in flat]
     everybody = team.gather_ints(sums, "the comparison of replicas")
-    ranks = range(team.size) if members is None else members
+    ranks = range(len(everybody)) if members is None else members
     found = {
         name: [rank for rank in ranks if everybody[rank][place] != everybody[ranks[0]][place]]
         for place, (name, _) in enumerate(named)
@@ -33,7 +33,7 @@ def find_differences(
 def difference_text(team: Team, odd: Mapping[str, Sequence[int]], ranks: Sequence[int], step: int | None) -> str:
     """Return the message for replicas that differ: who, what, what to do."""
     ranks = sorted({rank for some in odd.values() for rank in some} or ranks)
-    first = next(rank for rank in range(team.size) if rank not in ranks)
+    first = next(rank for rank in range(len(team.watch.hosts)) if rank not in ranks)
     who = ", ".join(f"{rank} ({team.watch.hosts[rank]})" for rank in ranks)
     some = ", ".join([*odd][:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else "")
     when = "" if step is None else f", seen in backward {step}"
