@@ -303,12 +303,15 @@ class _FactorLinearFunction(torch.autograd.Function):
         unit: LiveUnit,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.front_end, ctx.unit = front_end, unit
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:  # this output has no part in what is differentiated
+            return None, None, None, None, None, None
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
