@@ -278,6 +278,11 @@ class DistributedDataParallel(TorchSurface):
         return None if self._engine is None else self._engine.plan
 
     @property
+    def is_choosing(self) -> bool:
+        """Whether plans are still being tried in the first steps; benchmarks should wait until this is false."""
+        return self._engine is not None and self._engine.is_choosing
+
+    @property
     def cluster(self) -> Cluster | None:
         """Machines, links and device rates behind the plan; None with one worker."""
         return None if self._engine is None else self._engine.cluster

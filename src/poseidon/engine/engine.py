@@ -94,6 +94,11 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def is_choosing(self) -> bool:
+        """Whether the first plan is still to be made, or other plans to be tried."""
+        return self._schedules.is_choosing
+
+    @property
     def lands_at_once(self) -> bool:
         """Whether the backward under way must land at its end, although the policy could defer that."""
         return self._schedules.plan is None or self._schedules.lands_at_once

@@ -79,6 +79,11 @@ class Schedules:
         return self._choosing.plan
 
     @property
+    def is_choosing(self) -> bool:
+        """Whether other plans may still be tried."""
+        return self._choosing.is_open
+
+    @property
     def lands_at_once(self) -> bool:
         """Whether the backward under way must land at its end, although landing could be deferred."""
         return not self._packing.defers or self._waits_for_landing or self._choosing.changes_next
