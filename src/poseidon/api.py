@@ -32,6 +32,7 @@ from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.job import settings
 from poseidon.job.world import World, init
 from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
@@ -87,6 +88,8 @@ class DistributedDataParallel(TorchSurface):
         **torch_only: Any,
     ) -> None:
         super().__init__()
+        bucket_caps_mb = torch_only.pop("bucket_cap_mb_list", None) or ()
+        process_group = _group_of(torch_only.pop("device_mesh", None), process_group)
         refuse_torch_only(torch_only)
         if dim != 0:
             raise UnsupportedError(f"dim={dim}: one worker drives one device, so there is no dimension to split along")
@@ -102,7 +105,10 @@ class DistributedDataParallel(TorchSurface):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._bucket_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_caps_mb]
+        # Torch's list says how large each bucket may be; the plan decides that, up to the largest.
+        asked_bytes = max(self.bucket_bytes_cap_list, default=None)
+        self._bucket_bytes = asked_bytes if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         """Whether the next forward synchronizes buffers: not while gradients are being accumulated."""
@@ -257,12 +263,24 @@ class DistributedDataParallel(TorchSurface):
         if self._front_end is not None:
             self._front_end.close()
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as any module does, and have the workers compare what they loaded."""
+        loaded = super().load_state_dict(*args, **kwargs)
+        if self._engine is not None:
+            self._engine.ask_for_comparison()
+        return loaded
+
     # Poseidon's own additions.
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward, and with one worker."""
         return None if self._engine is None else self._engine.plan
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether plans are still being tried in the first steps; benchmarks should wait until this is false."""
+        return self._engine is not None and self._engine.is_choosing
 
     @property
     def cluster(self) -> Cluster | None:
@@ -353,6 +371,7 @@ class DistributedDataParallel(TorchSurface):
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
             routes=self._routes,
+            check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
             tries=True,
         )
@@ -502,6 +521,21 @@ def _release(front_end: AutogradFrontEnd | None, turns: _Turns) -> None:
     if front_end is not None:
         front_end.close()
     turns.close()
+
+
+def _group_of(device_mesh: Any, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group to exchange in, given torch's two ways to name it."""
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise UnsupportedError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1 or device_mesh._get_root_mesh() != device_mesh:
+        raise UnsupportedError(
+            f"Only 1D device mesh is supported, but got {device_mesh}, or it is part of a larger one; pass the "
+            "process group of the workers that hold equal parameters"
+        )
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
 
 
 def _warn_of_broadcast_buffers(is_overruled: bool) -> None:

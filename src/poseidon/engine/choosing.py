@@ -51,9 +51,9 @@ class Choosing:
         return self._choices is not None and not self._is_ranked and len(self._candidates) > 1
 
     @property
-    def is_trying(self) -> bool:
-        """Whether a trial is under way."""
-        return self._trial is not None and not self._trial.is_over
+    def is_open(self) -> bool:
+        """Whether the plan may still change without a change of the batch."""
+        return self.plan is None or self.needs_times or (self._trial is not None and not self._trial.is_over)
 
     @property
     def changes_next(self) -> bool:

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from poseidon.engine.backward import Backward, Flight, LiveSchedule
 from poseidon.engine.options import Options
+from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.schedules import Schedules
-from poseidon.engine.step import Phase, Step
-from poseidon.errors import UnsupportedError
+from poseidon.engine.step import Phase, Step, Verdict
+from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
 from poseidon.planning.route import Route, Routes
 from poseidon.routes.base import Brought, LiveUnit
 from poseidon.team.team import Team
+from poseidon.team.verify import difference_text, find_differences
 from poseidon.units import Load
 
 
@@ -70,16 +72,17 @@ class Engine:
         """All parameters, in the order of the units."""
         self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
         self._schedules = Schedules(units, team, cluster, options, routes)
+        self._replicas = ReplicaCheck(self.parameters, options.check_interval)
         self._static_used: tuple[bool, ...] = ()
         """By parameter of a static graph: whether any worker uses it. Empty before the first backward."""
         self._static_additions: tuple[int, ...] | None = None
         """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
         self._local: set[int] = set()
         """Parameters with gradients that were not exchanged."""
-        self._factor_dtypes: dict[int, torch.dtype | None] = {}
-        """By unit: dtype of the last factors seen."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
+        self._complaint: UnsupportedError | None = None
+        """What was wrong with the last backward, for the next forward to raise."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
@@ -90,6 +93,11 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward."""
         return self._schedules.plan
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the first plan is still to be made, or other plans to be tried."""
+        return self._schedules.is_choosing
 
     @property
     def lands_at_once(self) -> bool:
@@ -130,11 +138,13 @@ class Engine:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
         return self.plan is None
 
-    def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
-        """Record load on a unit in this backward, and the dtype its factors would have."""
+    def observe(self, unit: LiveUnit, load: Load) -> None:
+        """Record load on a unit in this backward."""
         self._schedules.observe(unit, load)
-        if factor_dtype is not None:
-            self._factor_dtypes[unit.index] = factor_dtype
+
+    def ask_for_comparison(self) -> None:
+        """Have all workers compare their parameters soon: something but an update has changed them here."""
+        self._replicas.ask()
 
     def local_gradient(self, parameter: nn.Parameter) -> None:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
@@ -159,6 +169,9 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
+        complaint, self._complaint = self._complaint, None
+        if complaint is not None:
+            raise complaint
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -186,7 +199,7 @@ class Engine:
             stopwatch = self._schedules.make_stopwatch(live)
             step = Step(
                 live.schedule,
-                RollCall(self.step, is_dense, self.batch, is_joined),
+                RollCall(self.step, is_dense, self.batch, is_joined, *self._replicas.words(self.step, is_joined)),
                 is_static,
                 None if is_joined else self._static_additions,
                 takes_times=stopwatch is not None,
@@ -226,8 +239,6 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        for unit, brought in zip(self.units, backward.brought, strict=True):
-            self._factor_dtypes[unit.index] = brought.factor_dtype
         self._local.clear()
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
@@ -244,6 +255,10 @@ class Engine:
         verdict = backward.hear(self._static_used)
         if self.options.static_graph:
             self._learn_static(backward.step)
+        if verdict.differing:
+            self._explain(verdict)
+        active = [call for call in verdict.calls if not call.is_joined]
+        self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
         self.team.watch.note(self.step, "finished backward")
@@ -251,9 +266,13 @@ class Engine:
         return Landing(flights, verdict.must_land)
 
     def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
-        """Raise if some parameters got no gradient in a closed backward although they should have."""
+        """Complain in the next forward of parameters that got no gradient in a closed backward.
+
+        Not now: the exchange is complete and the replicas are equal, and torch's class does not complain earlier.
+        """
         if forgotten:
-            raise self._changed_error(forgotten) if self.options.static_graph else self._forgotten_error(forgotten)
+            is_static = self.options.static_graph
+            self._complaint = self._changed_error(forgotten) if is_static else self._forgotten_error(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
         """Take part in a backward for which this worker has no input, so that the others can proceed.
@@ -285,6 +304,8 @@ class Engine:
         options = replace(self.options, routes=None)
         self._schedules = Schedules(self.units, self.team, self.cluster, options, Routes([route]))
         self._is_scaled = False
+        # What a hook returns need not be equal on all workers: local SGD lets them drift apart.
+        self._replicas = ReplicaCheck(self.parameters, 0)
 
     def set_static(self) -> None:
         """Declare before the first step that all will be alike."""
@@ -294,8 +315,8 @@ class Engine:
     def _check_at_rest(self, what: str) -> None:
         if self.step > 0 or self._backward is not None:
             raise UnsupportedError(
-                f"rank {self.team.rank}: {what} was set in step {self.step}; set it before the training loop starts, "
-                "right after wrapping the model"
+                f"rank {self.team.rank}: {what} was set in step {self.step}; it should be called before training loop "
+                "starts, right after the model is wrapped"
             )
 
     def close(self) -> None:
@@ -311,7 +332,7 @@ class Engine:
     # One step.
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
-        brought = Brought(self._factor_dtypes.get(unit.index))
+        brought = Brought()
         if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
@@ -332,21 +353,39 @@ class Engine:
                 if parameter.grad is not None:
                     parameter.grad.mul_(len(verdict.calls) / verdict.active)
 
-    def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        names = [self._schedules.model.parameters[self._number_of[parameter]].name for parameter in parameters]
-        return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    def _explain(self, verdict: Verdict) -> None:
+        """Raise the error for replicas that differ, with the parameters' names. Collective."""
+        active = [rank for rank, call in enumerate(verdict.calls) if not call.is_joined]
+        specs = self._schedules.model.parameters
+        named = [(spec.name, parameter) for spec, parameter in zip(specs, self.parameters, strict=True)]
+        with torch._C.DisableTorchFunctionSubclass():  # to look at parameters whose update is due, as they are
+            odd = find_differences(self.team, named, active)
+        raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
+
+    def _shortfall(self, parameters: Sequence[nn.Parameter]) -> str:
+        """Say which parameters fell short in the last backward, as torch's class says it, so that help can be found."""
+        numbers = sorted(self._number_of[parameter] for parameter in parameters)
+        names = ", ".join(self._schedules.model.parameters[number].name for number in numbers)
+        return (
+            f"Parameters which did not receive grad for rank {self.team.rank}: {names}. Parameter indices which did "
+            f"not receive grad for rank {self.team.rank}: {' '.join(map(str, numbers))}"
+        )
 
     def _changed_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
-            f"rank {self.team.rank}: Your training graph has changed in this iteration: in step {self.step - 1}, "
-            f"{len(parameters)} parameter(s) got fewer gradients than in the first step: {self._names(parameters)}. "
-            "static_graph=True promises that every step does the same; remove static_graph"
+            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+            "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+            "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+            f"True. In step {self.step - 1}, {len(parameters)} parameter(s) got fewer gradients than in the first; "
+            f"remove static_graph.\n{self._shortfall(parameters)}"
         )
 
     def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
-            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: "
-            f"{self._names(parameters)}. "
-            "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
-            "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"{len(parameters)} parameter(s) got no gradient in step {self.step - 1}. Either some outputs of forward() "
+            "have no part in the loss: make sure that all `forward` function outputs participate in calculating loss. "
+            "Or parameters are unused on purpose: say so by passing the keyword argument "
+            "`find_unused_parameters=True`, or freeze them with requires_grad_(False) before wrapping.\n"
+            f"{self._shortfall(parameters)}"
         )

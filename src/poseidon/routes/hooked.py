@@ -105,7 +105,7 @@ class _HookedExchanger(Exchanger):
         flat, place = item.pack(), item.item.number
         bucket = HookBucket(place, place == self._count - 1, flat, item.parameters)
         future = self._route.hook(self._route.state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise UnsupportedError(
                 f"rank {self._team.rank}: the communication hook {name_of(self._route.hook)} callback must return a "
                 f"torch.futures.Future object, but got {type(future)} for bucket {place}"
@@ -114,7 +114,7 @@ class _HookedExchanger(Exchanger):
 
 
 class _HookedExchange(Exchange):
-    def __init__(self, flat: Tensor, future: torch.futures.Future[Any], hook: Hook) -> None:
+    def __init__(self, flat: Tensor, future: torch._C.Future[Any], hook: Hook) -> None:
         self._flat = flat
         self._future = future
         self._hook = hook
