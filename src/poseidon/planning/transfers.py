@@ -62,7 +62,7 @@ class Conditions:
     compacts: bool = False
     """Devices compact what goes through the parameter server, without loss."""
     precision: str = "float32"
-    """What gradients are computed in: autocast leaves fewer bits in them than in their dtype. A name of a dtype."""
+    """What gradients are computed in: autocast, "bf16" or "fp16", leaves fewer bits in them than their dtype has."""
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0

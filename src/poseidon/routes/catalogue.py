@@ -136,7 +136,7 @@ class ShardedRoute(Route):
         if conditions.compacts and is_worth_compacting(chunks):
             part, total = compacted_bits(conditions.precision, conditions.cluster.machines)
             return part / 32, total / 32
-        return (HALVES_SHARE if conditions.precision == "bfloat16" else 1.0), 1.0
+        return (HALVES_SHARE if conditions.precision == "bf16" else 1.0), 1.0
 
     def _round(
         self, item: Item, chunks: tuple[Chunk, ...], shares: tuple[float, float], conditions: Conditions

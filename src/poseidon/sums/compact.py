@@ -59,9 +59,9 @@ ENTRY_BYTES = 8
 """Of the directory."""
 KINDS_AT, TOP_AT = 32, 56
 """Bits of a directory's entry."""
-_BITS = {"float32": 28.3, "bfloat16": 12.3, "float16": 16.3}
+_BITS = {"float32": 28.3, "bf16": 12.3, "fp16": 16.3}
 """Of a gradient's value, by what it was computed in."""
-_SUM_BITS = {"bfloat16": (15.4, 1.5), "float16": (18.6, 1.4)}
+_SUM_BITS = {"bf16": (15.4, 1.5), "fp16": (18.6, 1.4)}
 """Of a sum: bits, and more of them each time the number of workers doubles."""
 FEWEST_COMPACTED = 4096
 """Shorter chunks travel plain."""
@@ -125,7 +125,7 @@ class ChunkRows:
 def compacted_bits(precision: str, workers: int) -> tuple[float, float]:
     """Return about how many of 32 bits a gradient's value takes as a part, and as the sum of all parts.
 
-    ``precision`` is what it was computed in: the name of torch's dtype.
+    ``precision`` is what it was computed in: float32, or under autocast bf16 or fp16.
     """
     part = _BITS[precision]
     if precision not in _SUM_BITS or workers == 1:

@@ -103,9 +103,9 @@ def test_transfers_carry_what_the_costs_count() -> None:
     [
         (False, "float32", 32, 32),
         (True, "float32", 28.3, 28.3),
-        (True, "bfloat16", 12.3, 16.9),
-        (True, "float16", 16.3, 20.0),
-        (False, "bfloat16", 16, 32),
+        (True, "bf16", 12.3, 16.9),
+        (True, "fp16", 16.3, 20.0),
+        (False, "bf16", 16, 32),
     ],
 )
 def test_parts_and_sums_travel_in_the_bits_that_their_precision_leaves(
