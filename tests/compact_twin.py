@@ -103,10 +103,10 @@ class HostCompactor:
         for memory in into:
             memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
 
-    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor) -> str:
+    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor, divisor: int) -> str:
         for chunk in rows.chunks:
             values = self._read(memory[chunk.index], encodings[chunk.index], chunk, rows.layout)
-            flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
+            flat[chunk.start : chunk.stop] = torch.from_numpy(values / np.float32(divisor))
         return "restored"
 
     def _compact(self, flat: Tensor, chunk: Chunk, layout: CompactLayout, into: Sequence[Tensor]) -> None:

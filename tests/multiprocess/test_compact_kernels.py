@@ -85,6 +85,17 @@ def _add_up() -> None:
         assert same_bits(flat.cpu().numpy(), expected)
 
 
+def _divide() -> None:
+    from poseidon.sums import compact_kernels as kernels
+
+    values = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
+    values[:3] = np.inf, -0.0, 3e-45
+    for divisor in (3, 8):
+        flat = torch.from_numpy(values.copy()).to(DEVICE)
+        kernels.divide(flat, divisor)
+        assert same_bits(flat.cpu().numpy(), values / np.float32(divisor))
+
+
 def _main() -> None:
     for kind in ["normal", "zeros", "strays", "wide", "any bits"]:
         for chunks, quotient, longer in [(1, 4096, 0), (4, 5000, 3), (3, 8191, 2)]:
@@ -92,6 +103,8 @@ def _main() -> None:
             _compact_and_restore(kind, chunks, quotient, longer)
     print("adding up", flush=True)
     _add_up()
+    print("dividing", flush=True)
+    _divide()
 
 
 def test_kernels_compact_like_the_twin_restore_all_bits_and_add_in_the_order_of_ranks() -> None:

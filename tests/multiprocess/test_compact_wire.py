@@ -119,11 +119,7 @@ def _average_on_the_device() -> list[int]:
         for exchange, flat, slot in zip(exchanges, flats, slots, strict=True):
             exchange.finish(is_used=True)
             if flat.dtype == torch.float32:
-                # Workers are two or four, so that dividing first changes no bits unless the smallest numbers are left.
-                mean = functools.reduce(
-                    np.add,
-                    [_draw(rank, slot.number, step, len(flat)) / np.float32(team.size) for rank in range(team.size)],
-                )
+                mean = _expect(slot.number, step, len(flat)) / np.float32(team.size)
                 assert same_bits(flat.cpu().numpy(), mean), (step, slot.number)
     compacted = [int(route.compacts(slot)) for slot in slots]
     team.gather_ints([0])
@@ -133,7 +129,7 @@ def _average_on_the_device() -> list[int]:
 
 
 @needs_cuda
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("compact", ["0", "1"])
 def test_means_on_the_device_have_the_bits_of_the_order_of_ranks(workers: int, compact: str) -> None:
     pytest.importorskip("triton", reason="Triton comes with PyTorch for CUDA; here it does not")

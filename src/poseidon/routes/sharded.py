@@ -88,12 +88,13 @@ class ShardedExchanger(Exchanger):
 
     def average(self, flat: Tensor, slot: Slot, step: int, name: str) -> Exchange:
         """Replace ``flat`` by its mean over the team, in place."""
-        flat.div_(self._team.size)
         if self.compacts(slot):
             return StagedExchange(self._team, self._server.start(flat, slot, step), name, flat.device)
         # Reserved now, because a later plan may be booked before the values are ready.
         between = _Between(self._server.reserve(slot, step))
         if self._levels is not None:
+            # Inside a machine sums keep their dtype and must not overflow; between machines the server divides.
+            flat.div_(self._team.size // len(self._members))
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
         if self._stager is not None:
             return self._stager.start(flat, slot.number, between.start, self._team, name)
@@ -118,9 +119,9 @@ class ShardedExchanger(Exchanger):
         on_host = [(slot, _FORMATS[dtype][0]) for slot, dtype in kinds if not self.compacts(slot)]
         host = [slot for slot, _ in on_host]
         booked: list[tuple[Slot, Adder]] = []
-        booked += zip(host, host_adders(host, [name for _, name in on_host], rank), strict=True)
+        booked += zip(host, host_adders(host, [name for _, name in on_host], rank, divisor=size), strict=True)
         if device is not None:
-            booked += [(slot, DeviceAdder(slot, rank, size, device)) for slot in on_device]
+            booked += [(slot, DeviceAdder(slot, rank, size, device, divisor=size)) for slot in on_device]
         self._server.book(booked)
 
     def _agree_on_device(self, is_cuda: bool) -> DeviceArithmetic | None:

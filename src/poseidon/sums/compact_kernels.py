@@ -65,6 +65,11 @@ def add_up(parts: Tensor, own: Tensor, place: int) -> None:
     _add_up[triton.cdiv(values, _ADDED),](parts, own, values, place, others=others, block=_ADDED)
 
 
+def divide(values: Tensor, divisor: int) -> None:
+    """Divide float32 values in place, rounded as a processor does; PyTorch multiplies by a reciprocal here."""
+    _divide[triton.cdiv(values.numel(), _ADDED),](values, values.numel(), float(divisor), block=_ADDED)
+
+
 @triton.jit(do_not_specialize=["bits", "rows", "quotient", "longer", "stride", "groups", "strays_at", "most_strays"])
 def _compact(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, group_count: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -168,3 +173,10 @@ def _add_up(parts, own, values, place, others: tl.constexpr, block: tl.constexpr
             before = tl.where(place < number, number - 1, number)
             total += tl.load(parts + before.to(tl.int64) * values + index, mask=is_there)
     tl.store(own + index, total, mask=is_there)
+
+
+@triton.jit(do_not_specialize=["values", "count", "divisor"])
+def _divide(values, count, divisor, block: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(values + index, mask=index < count)
+    tl.store(values + index, tl.div_rn(value, divisor), mask=index < count)

@@ -81,8 +81,10 @@ class CudaCompactor:
                 memory[: 4 * chunk.length].view(torch.float32).copy_(flat[chunk.start : chunk.stop], non_blocking=True)
             record(sums).synchronize()
 
-    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor) -> torch.cuda.Event:
-        """Copy the chunks in and restore those that are compacted."""
+    def restore(
+        self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor, divisor: int
+    ) -> torch.cuda.Event:
+        """Copy the chunks in, restore those that are compacted, and divide."""
         back = self._streams_of(flat.device).back
         with torch.cuda.device(flat.device), torch.cuda.stream(back):
             there = memory.to(flat.device, non_blocking=True)
@@ -90,6 +92,8 @@ class CudaCompactor:
             for index in plain_rows(encodings):
                 chunk = rows.chunks[index]
                 flat[chunk.start : chunk.stop].copy_(there[index, : 4 * chunk.length].view(torch.float32))
+            if divisor != 1:
+                kernels.divide(flat, divisor)
             return record(back)
 
     def _streams_of(self, device: torch.device) -> _Streams:
@@ -108,10 +112,10 @@ class CudaCompactor:
         self.compact(flat, rows, memory).synchronize()
         encodings = [Encoding.BITS_28] * workers
         self.add(memory[1:], encodings[1:], flat, chunks[0], rows.layout, [memory[0]]).synchronize()
-        self.restore(memory, encodings, rows, flat).synchronize()
+        self.restore(memory, encodings, rows, flat, 2).synchronize()
         total = flat.sum().item()
-        if total != (2 * workers - 1) * size:
-            raise RuntimeError(f"{workers * size} ones, compacted and added up, make {total:g}")
+        if total != (2 * workers - 1) * size / 2:
+            raise RuntimeError(f"{workers * size} ones, compacted, added up and halved, make {total:g}")
 
 
 def plain_rows(encodings: Sequence[int]) -> list[int]:

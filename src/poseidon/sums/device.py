@@ -59,8 +59,8 @@ class Compactor(Protocol):
     def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
         """Leave a plain chunk in each of ``into``, and wait for it."""
 
-    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor) -> Any:
-        """Fill ``flat`` from ``memory``; return what tells when that is done."""
+    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor, divisor: int) -> Any:
+        """Fill ``flat`` from ``memory``, divided by ``divisor``; return what tells when that is done."""
 
 
 class DeviceArithmetic:
@@ -81,15 +81,17 @@ class DeviceArithmetic:
 class DeviceAdder:
     """Adds up one slot of float32 on a device, an :class:`~poseidon.sums.arithmetic.Adder`.
 
-    Its future brings what the compactor's ``restore`` returns.
+    Sums travel as they are, and whoever receives one divides it by ``divisor``: quotients have more bits than sums. Its
+    future brings what the compactor's ``restore`` returns.
     """
 
-    def __init__(self, slot: Slot, rank: int, size: int, device: DeviceArithmetic) -> None:
+    def __init__(self, slot: Slot, rank: int, size: int, device: DeviceArithmetic, divisor: int = 1) -> None:
         self._slot = slot
         self._rows = ChunkRows.of(slot.chunks)
         self._layout = self._rows.layout
         self.layouts: Layouts = {Encoding.PLAIN: PlainLayout(4), Encoding.BITS_28: self._layout}
         self.together = size
+        self._divisor = divisor
         self._device = device
         self._compactor = device.compactor
         row_bytes = self._layout.row_bytes
@@ -159,7 +161,7 @@ class DeviceAdder:
         """Let the device restore all sums."""
         # Not kept: the gradient may be freed before the next step.
         flat, self._flat = self._values, None
-        return self._compactor.restore(self._memory, self._encodings, self._rows, flat)
+        return self._compactor.restore(self._memory, self._encodings, self._rows, flat, self._divisor)
 
     @property
     def _values(self) -> Tensor:

@@ -50,6 +50,19 @@ def test_many_slots_and_chunks_in_random_order(kind: str, workers: int, seed: in
             assert all(same_bits(one, total) for one in ones)
 
 
+@both
+@pytest.mark.parametrize("workers", [3, 4])
+def test_means_are_sums_divided_once_everywhere(kind: str, workers: int) -> None:
+    size = CHUNK_VALUES * 5 + 1
+    team, (slot,), network = make_team(kind, workers, [size], divisor=workers)
+    values = [draw([rank], size) for rank in range(workers)]
+    mean = in_rank_order(values) / np.float32(workers)
+    for worker, mine in zip(team, values, strict=True):
+        worker.start(mine, slot, 0)
+    network.pump()
+    assert all(same_bits(mine, mean) for mine in values)
+
+
 def test_an_empty_slot_is_done_at_once() -> None:
     team, (slot,), _ = make_team("host", 2, [0])
     assert team[0].start(np.empty(0, np.float32), slot, 0).result(0) is None
