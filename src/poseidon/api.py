@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
-from poseidon.engine.discover import find_units, tensors_of
+from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
@@ -245,6 +245,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
+        if self._policy.serves:
+            units = [only_dense(unit) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
@@ -286,6 +288,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             gather_factors=self._gather_factors,
             routes=self._routes,
             defers=self._policy.defers,
+            serves=self._policy.serves,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:

@@ -96,6 +96,15 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def planned(self) -> LiveSchedule | None:
+        """The schedule of that plan."""
+        return self._schedules.planned
+
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
+        self._schedules.mark_rounded(parameters)
+
+    @property
     def short_units(self) -> frozenset[str]:
         """Names of the units whose planned route carries factors or rows instead of full gradients."""
         planned = self._schedules.planned
@@ -107,6 +116,14 @@ class Engine:
     def phase(self) -> Phase:
         """Phase of the last backward; ``LANDED`` before the first one."""
         return Phase.LANDED if self._backward is None else self._backward.step.phase
+
+    @property
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters for which no worker has a gradient in the last backward, once that is settled."""
+        verdict = None if self._backward is None else self._backward.step.verdict
+        if verdict is None:
+            return []
+        return [parameter for number, parameter in enumerate(self.parameters) if not verdict.is_used(number)]
 
     @property
     def failure(self) -> BaseException | None:

@@ -24,3 +24,5 @@ class Options:
     """Routes the user forces, by unit name or pattern."""
     defers: bool = False
     """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
+    serves: bool = False
+    """The owners of the parameter server's chunks take the optimizer's step (``served.py``)."""

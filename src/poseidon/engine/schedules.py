@@ -6,7 +6,7 @@ collective where they say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, standard_routes
+from poseidon.routes.served import ServedRoute
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
@@ -51,7 +52,8 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         specs = [unit.spec for unit in units]
         self.model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self._parameters])
-        self._planning = Replanning(specs, cluster, self.routes, options.routes)
+        overrides = {"*": ServedRoute.name} if options.serves else options.routes
+        self._planning = Replanning(specs, cluster, self.routes, overrides)
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
         self.dense = self._make_live([self.routes.first_for(spec).name for spec in specs])
@@ -86,7 +88,16 @@ class Schedules:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan."""
+        self._context.rounded.update(parameters)
+        kinds = [(kind, p in parameters) for kind, p in zip(self.model.kinds, self._parameters, strict=True)]
+        self.model = Model.of(self.model.units, kinds)
+
     def _choose_routes(self, is_cuda: bool) -> Routes:
+        if self._options.serves:
+            # The first backward travels by the first route that accepts everything.
+            return Routes([*standard_routes().values(), ServedRoute()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
@@ -108,7 +119,7 @@ class Schedules:
         if self.plan is None:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._adopt(self._planning.make(self._common_loads(), batch))
-        elif self._planning.is_due(batch):
+        elif self._planning.is_due(batch) and not self._options.serves:
             self._adopt(self._planning.make(self._planning.scaled_loads(batch), batch))
 
     def _common_loads(self) -> dict[str, Load]:
@@ -127,7 +138,7 @@ class Schedules:
         self._backwards = 0
         self.planned = self._make_live([entry.route for entry in plan.entries])
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
-        self.dense = self._make_live(self.dense.schedule.route_of)
+        self.dense = self.planned if self._options.serves else self._make_live(self.dense.schedule.route_of)
 
     def _make_live(self, route_of: Sequence[str]) -> LiveSchedule:
         """Make a schedule and bind it to tensors and exchangers. Collective."""
@@ -146,9 +157,13 @@ class Schedules:
         return LiveSchedule(schedule, items, exchangers)
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
-        item = schedule.items[number]
+        item, options = schedule.items[number], self._options
         parameters = tuple(self._parameters[p] for p in item.parameters)
-        bucket = Bucket(parameters, self._options.keep_views) if item.is_packed else None
+        bucket = (
+            Bucket(parameters, options.keep_views and not options.serves, not options.serves)
+            if item.is_packed
+            else None
+        )
         return LiveItem(item, tuple(self._units[unit] for unit in item.units), parameters, bucket)
 
     def _exchanger(self, name: str) -> Exchanger:
