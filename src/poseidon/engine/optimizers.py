@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from poseidon.errors import ConfigError, UnsupportedError
@@ -70,6 +70,15 @@ def check_elementwise(optimizer: Optimizer) -> None:
             f"{known}, and with classes of your own that set is_elementwise = True because they treat every value by "
             "itself. Or leave update out"
         )
+
+
+_MEMBERS = ("params", "state", "param_groups", "_poseidon_policy", "step")
+
+
+def freeze_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, or an optimizer's attributes, as they are now: schedulers write into tensors."""
+    kept = {key: value for key, value in options.items() if key not in _MEMBERS}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
 
 
 def make_stand_in(plain: type[Optimizer], attributes: Mapping[str, Any]) -> Optimizer:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
-from poseidon.engine.backward import Flight
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_elementwise,
@@ -30,6 +29,7 @@ from poseidon.engine.optimizers import (
     check_optimizer,
     clip_before_steps,
     defer,
+    freeze_options,
     give_back,
     make_stand_in,
     step_groups,
@@ -43,7 +43,6 @@ from poseidon.job.closing import Stage, at_exit
 from poseidon.routes.base import LiveItem, can_be_served
 from poseidon.routes.served import ServedExchanger, ServedRoute
 from poseidon.routes.shard import Order, Piece, State, flat_memory
-from poseidon.sums.fetching import Ask
 
 
 class ServedUpdates(Policy):
@@ -67,8 +66,6 @@ class ServedUpdates(Policy):
         """None before the first plan."""
         self._item_of: dict[nn.Parameter, LiveItem] = {}
         self._lock = threading.RLock()
-        self._flights: dict[nn.Parameter, Flight] = {}
-        """By parameter: how to get the mean gradients of the last backward, once it is settled."""
         self._lazy: dict[nn.Parameter, None] = {}
         """Parameters whose mean gradient is at its owners only."""
         self._due: set[LiveItem] = set()
@@ -230,27 +227,26 @@ class ServedUpdates(Policy):
         """Hear the others' roll calls, once in a step."""
         if self.engine.phase is not Phase.CLOSED:
             return
-        landing = self.engine.settle()
-        self._flights = {p: flight for flight in landing.flights for p in flight.parameters}
+        self.engine.settle()
         for parameter in self.engine.unused:
             # No worker has a gradient of it, so what its .grad was counts.
             self._lazy.pop(parameter, None)
 
     def _show_gradient(self, parameter: nn.Parameter) -> None:
-        """Put the means of a parameter's flight into ``.grad``, except where it was replaced."""
+        """Put the means of all that travels with a parameter into ``.grad``, except where it was replaced."""
         if parameter not in self._lazy:
             return
         self._settle()
         if parameter not in self._lazy:
             return
-        flight = self._flights[parameter]
-        self._land(self._item_of[parameter])  # the means come where the weights lie
-        replaced = [(p, _gradient(p)) for p in flight.parameters if p not in self._lazy]
+        item = self._item_of[parameter]
+        assert item.bucket is not None
         with _in_private():
-            flight.land()
-            for other, gradient in replaced:
-                other.grad = gradient
-        for other in flight.parameters:
+            means = item.bucket.views_of(self.exchanger.fetch_means(item))
+            for other, mean in zip(item.parameters, means, strict=True):
+                if other in self._lazy:
+                    other.grad = mean
+        for other in item.parameters:
             self._lazy.pop(other, None)
             self._unwatch_if_plain(other)
 
@@ -265,7 +261,7 @@ class ServedUpdates(Policy):
         if item is None or item not in self._due:
             return
         with _in_private():
-            self.exchanger.under_way.pop(item).arrive()
+            self.exchanger.under_way.pop(item).finish(is_used=True)
             self._write(item)
         self._due.remove(item)
         is_rounded = item.parameters[0] in self._candidates and item not in self._exact_items
@@ -281,10 +277,8 @@ class ServedUpdates(Policy):
     def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
         """Replace rounded values, of all parameters that travel with these, by the exact ones."""
         for item in {self._item_of[parameter]: None for parameter in parameters}:
-            assert item.bucket is not None
             with _in_private():
-                flat = item.bucket.flat
-                if self.exchanger.fetch_values(item, Ask.WEIGHTS, flat):
+                if self.exchanger.fetch_weights(item):
                     self._exact_items.add(item)
                 self._write(item)
             for parameter in item.parameters:
@@ -300,7 +294,7 @@ class ServedUpdates(Policy):
             self._settle()
             groups = self.optimizer.param_groups
             group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-            options = [_copied({key: value for key, value in group.items() if key != "params"}) for group in groups]
+            options = [freeze_options(group) for group in groups]
             if self._exchanger is None:
                 self._step_here(list(group_of), options, group_of)
                 return
@@ -366,8 +360,7 @@ class ServedUpdates(Policy):
             for piece in shard.pieces
             if piece.parameter not in self._lazy
         }
-        hidden = ("state", "param_groups", "_poseidon_policy", "step")
-        attributes = _copied({key: value for key, value in self.optimizer.__dict__.items() if key not in hidden})
+        attributes = freeze_options(self.optimizer.__dict__)
 
         def update(pieces: Sequence[Piece], state: State) -> None:
             members: list[list[nn.Parameter]] = [[] for _ in options]
@@ -442,7 +435,7 @@ class ServedUpdates(Policy):
                 # There was no step(): the owners send the weights as they are.
                 self.exchanger.order(Order(None, {}))
                 for item in list(self.exchanger.under_way):
-                    self.exchanger.under_way.pop(item).arrive()
+                    self.exchanger.under_way.pop(item).finish(is_used=True)
 
     def _agree_on_rounding(self) -> None:
         """Let all workers choose the same parameters to be sent rounded. Collective."""
@@ -503,13 +496,3 @@ def _in_private() -> Iterator[None]:
     """Touch parameters unwatched, and without the caller's context."""
     with aside(), torch._C.DisableTorchFunctionSubclass():
         yield
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
-
-
-def _copied(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options that no longer change: a scheduler may write into a tensor."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}

@@ -25,6 +25,7 @@ from poseidon.engine.optimizers import (
     clear_gradients,
     clip_before_steps,
     defer,
+    freeze_options,
     give_back,
     step_groups,
 )
@@ -177,7 +178,7 @@ class DeferredUpdates(Policy):
                 # step() was called twice in a row; or some gradients were read, and the norm needs all of them.
                 self.finish()
             groups = self.optimizer.param_groups
-            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            options = [freeze_options(group) for group in groups]
             self._group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
             self._due = options if self._pending else None
             self._clears = None

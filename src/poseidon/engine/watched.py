@@ -74,15 +74,17 @@ class Watched:
         """Prepare every watched parameter among the arguments, then run the operation."""
         kwargs = kwargs or {}
         if func not in HARMLESS:
-            found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Watched)}
+            found: dict[int, Any] = {
+                id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Watched)
+            }
             for parameter in found.values():
-                if not isinstance(parameter, Watched):  # one of the others has put this one in place too
+                watcher = getattr(parameter, "_poseidon_watcher", None)
+                if watcher is None:  # one of the others has put this one in place too
                     continue
-                watcher = parameter._poseidon_watcher
                 if all(issubclass(each, Watched) or each in (Tensor, nn.Parameter) for each in types):
-                    watcher.touch(parameter, _kind(func, parameter, args, kwargs))  # type: ignore[arg-type]
+                    watcher.touch(parameter, _kind(func, parameter, args, kwargs))
                 else:
-                    watcher.open(parameter)  # type: ignore[arg-type] # another class wants to see the operation too
+                    watcher.open(parameter)  # another class wants to see the operation too
             if not any(isinstance(parameter, Watched) for parameter in found.values()):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

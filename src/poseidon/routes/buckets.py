@@ -82,15 +82,15 @@ class Bucket:
             return None
         return parameter.grad.view(-1)
 
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return views of a flat tensor that are like the parameters."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return [_shaped_like(part, p) for part, p in zip(flat.split(sizes), self.parameters, strict=True)]
+
     def _allocate(self) -> None:
         first = self.parameters[0]
         self._flat = torch.empty(self.size, dtype=first.dtype, device=first.device)
-        self._views = []
-        start = 0
-        for parameter in self.parameters:
-            part = self._flat[start : start + parameter.numel()]
-            self._views.append(_shaped_like(part, parameter))
-            start += parameter.numel()
+        self._views = self.views_of(self._flat)
 
 
 def _shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
+from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import ShardedRoute
 from poseidon.routes.shard import Order, Shard, State, read_state
 from poseidon.routes.staging import Stager
@@ -119,7 +120,7 @@ class ServedExchanger(Exchanger):
             back = self._stager.start(flat, slot.number, lambda host: begin(_as_numpy(host)), self.team, name)
         else:
             back = _HostArrival(self.team, begin(_as_numpy(flat)), name)
-        exchange = StepExchange(self, item, flat, version, back)
+        exchange = StepExchange(version, back)
         self.under_way[item] = exchange
         return exchange
 
@@ -140,13 +141,21 @@ class ServedExchanger(Exchanger):
         asked = [(chunk, self._desk.fetch(chunk, what, version)) for chunk in self._slots[item].chunks]
         return [(chunk, self._result(future, item)) for chunk, future in asked]
 
-    def fetch_values(self, item: LiveItem, what: Ask, flat: Tensor) -> bool:
-        """Fill ``flat`` with means or exact weights; return whether the owners will go on sending exact weights."""
-        found = self.fetch(item, what)
-        for chunk, answer in found:
-            values = torch.frombuffer(answer.payload, dtype=flat.dtype)
-            flat[chunk.start : chunk.stop].copy_(values)
+    def fetch_means(self, item: LiveItem) -> Tensor:
+        """Return the mean gradients of an item, in new memory: weights may be arriving in the bucket's."""
+        flat = torch.empty_like(_bucket(item).flat)
+        self._fill(flat, self.fetch(item, Ask.MEAN))
+        return flat
+
+    def fetch_weights(self, item: LiveItem) -> bool:
+        """Leave the exact weights in the bucket; return whether the owners send exact ones from now on."""
+        found = self.fetch(item, Ask.WEIGHTS)
+        self._fill(_bucket(item).flat, found)
         return all(answer.is_exact_later for _, answer in found)
+
+    def _fill(self, flat: Tensor, found: Sequence[tuple[Chunk, Answer]]) -> None:
+        for chunk, answer in found:
+            flat[chunk.start : chunk.stop].copy_(torch.frombuffer(answer.payload, dtype=flat.dtype))
 
     def fetch_state(self, item: LiveItem, full: State) -> None:
         """Add the optimizer's state of an item's parameters to ``full``."""
@@ -176,21 +185,13 @@ class ServedExchanger(Exchanger):
 class StepExchange(Exchange):
     """Gradients on their way to the owners, or weights on their way back."""
 
-    def __init__(self, exchanger: ServedExchanger, item: LiveItem, flat: Tensor, version: int, back: Exchange) -> None:
-        self._exchanger = exchanger
-        self._item = item
-        self._flat = flat
-        self._back = back
+    def __init__(self, version: int, back: Exchange) -> None:
         self.version = version
+        self._back = back
 
-    def finish(self, is_used: bool) -> None:  # noqa: ARG002 - as in the contract
-        """Fetch the means. Afterwards :meth:`arrive` can still bring the weights, unless they have been taken."""
-        # Free for them: whoever has a chunk's sum has had this worker's part of it.
-        self._exchanger.fetch_values(self._item, Ask.MEAN, self._flat)
-
-    def arrive(self) -> None:
-        """Wait for the weights, which then lie where the gradients lay."""
-        self._back.finish(is_used=True)
+    def finish(self, is_used: bool) -> None:
+        """Wait for the weights, which then lie where the gradients lay; they come only after an order to step."""
+        self._back.finish(is_used)
 
 
 class _HostArrival(Exchange):
@@ -228,6 +229,11 @@ def runs(item: LiveItem, chunk: Chunk) -> Iterable[tuple[nn.Parameter, int, int]
         if first < last:
             yield parameter, first - begin, last - begin
         begin = end
+
+
+def _bucket(item: LiveItem) -> Bucket:
+    assert item.bucket is not None
+    return item.bucket
 
 
 def _as_numpy(flat: Tensor) -> Array:

@@ -229,6 +229,8 @@ def read_state(view: memoryview, pieces: Sequence[tuple[nn.Parameter, int, int]]
     """Put what :func:`write_state` returned into the state of whole parameters; pieces as (parameter, start, stop)."""
     at = 8 + int.from_bytes(view[:8], "little")
     for (parameter, start, stop), head in zip(pieces, json.loads(bytes(view[8:at])), strict=True):
+        if not head:
+            continue
         entry = full[parameter]
         for key, what in head.items():
             if not isinstance(what, list):
