@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import poseidon
 import twins
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.sums.fetching import FetchDesk
 from ranks import run_ranks
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
@@ -527,3 +528,128 @@ def test_alone_it_is_the_plain_loop() -> None:
     wrapped(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert torch.equal(model.weight, before - 0.1)
+
+
+# Weights that the model only uses rounded.
+
+
+class _Mixed(nn.Module):
+    """Uses some weights only under autocast, and others exactly: an embedding, a norm, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 48)
+        self.norm = nn.LayerNorm(48)
+        self.attention = nn.MultiheadAttention(48, 3, batch_first=True)
+        self.up = nn.Linear(48, 190)
+        self.down = nn.Linear(190, 48)
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(self.norm(x), x, x, need_weights=False)[0]
+        x = x + self.down(nn.functional.gelu(self.up(x))) * self.scale
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+ROUNDED = {
+    *("attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj.weight", "attention.out_proj.bias"),
+    *("up.weight", "up.bias", "down.weight", "down.bias"),
+}
+
+
+def _autocast_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    tokens = torch.randint(0, 50, (2, 9), generator=twins.seed_of_rank(number))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def _looking(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _autocast_step(model, optimizer, number)
+    inner = model.module
+    if number == 1:
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, 3, dtype=torch.long))  # without autocast
+        model.train()
+    if number == 3 and dist.get_rank() == 0:
+        assert inner.up.weight.abs().sum() > 0
+    if number == 5:
+        with torch.no_grad():
+            inner.up.weight.mul_(1.001)
+            inner.down.weight.data = inner.down.weight.data * 1.001
+        inner.up.bias.data.clamp_(-0.01, 0.01)
+    if number == 4:
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(1, 3, dtype=torch.long))
+        model.train()
+
+
+def _holding(model: nn.Module) -> set[str]:
+    """Return the names of the parameters whose memory holds rounded values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            name
+            for name, p in model.named_parameters()
+            if not (p.detach().view(torch.int32) & 0xFFFF).any() and bool((p.detach() != 1).any())
+        }
+
+
+def _train_mixed(update: str, loop: Loop, steps: int = 8) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = _Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped, optimizer = _distribute(model, optimizer, update)
+    for number in range(steps):
+        loop(wrapped, optimizer, number)
+    wrapped.finish_step()
+    if update == "server":
+        assert _holding(model) == ROUNDED
+    found = [value.clone() for value in model.state_dict().values()]
+    wrapped.verify_replicas()
+    assert not _holding(model) & ROUNDED
+    for _, entry in sorted(optimizer.state_dict()["state"].items()):
+        found += [value.clone() for value in entry.values()]
+    wrapped.close()
+    return found
+
+
+def _rounded() -> None:
+    twins.quiet()
+    for loop in (_autocast_step, _looking):
+        plain, ours = (_train_mixed(update, loop) for update in ("worker", "server"))
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_weights_used_under_autocast_only_are_rounded_and_exact_when_looked_at() -> None:
+    run_ranks(_rounded, 2)
+
+
+def _often() -> None:
+    """A weight that is looked at step after step is sent exactly after a while."""
+    torch.manual_seed(5)
+    model = _Mixed()
+    wrapped, optimizer = _distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "server")
+    fetches = []
+    fetch = FetchDesk.fetch
+
+    def counting(self: Any, *what: Any) -> Any:
+        fetches.append(what)
+        return fetch(self, *what)
+
+    FetchDesk.fetch = counting  # type: ignore[method-assign]
+    for number in range(8):
+        _autocast_step(wrapped, optimizer, number)
+        before = len(fetches)
+        assert model.up.weight.sum() != 0
+        assert (len(fetches) > before) == (number < 2)
+    FetchDesk.fetch = fetch  # type: ignore[method-assign]
+    wrapped.close()
+
+
+def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
+    run_ranks(_often, 2)
