@@ -51,6 +51,8 @@ class ServedUpdates(Policy):
     defers = True
     serves = True
     syncs_buffers_early = True
+    holds_replicas = False
+    """A worker may hold exact weights where another one holds rounded ones."""
     is_copyable = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
@@ -162,7 +164,6 @@ class ServedUpdates(Policy):
                         parameter.grad = None
         if forgotten:
             self._settle()
-            self._end_step()
             self.engine.check_forgotten(forgotten)
 
     def finish(self) -> None:

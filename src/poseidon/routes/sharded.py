@@ -4,8 +4,8 @@ Every worker owns some chunks of each bucket. A worker sends its part of each ch
 in rank order and sends the sum to all workers (``sums/``, step 5, over ``wire/``, step 4). It moves as many bytes as a
 ring, but messages need no common order, so what the next forward needs first overtakes what it needs last.
 
-On CUDA devices, the devices sum large buckets of float32 if all workers support it (``sums/device.py``); the rest goes
-through pinned memory (``staging.py``).
+On CUDA devices, the devices sum large buckets of float32 and bf16 if all workers support it (``sums/device.py``); the
+rest goes through pinned memory (``staging.py``).
 """
 
 from __future__ import annotations
@@ -114,19 +114,19 @@ class ShardedExchanger(Exchanger):
         """Assign each slot an adder on the device or the host."""
         rank, size, device = self._transport.rank, self._transport.size, self._device
         kinds = list(zip(slots, dtypes, strict=True))
-        on_device = [slot for slot, dtype in kinds if device is not None and is_compacted(slot, dtype)]
-        self._compacted = frozenset(slot.number for slot in on_device)
+        on_device = [kind for kind in kinds if device is not None and is_compacted(*kind)]
+        self._compacted = frozenset(slot.number for slot, _ in on_device)
         on_host = [(slot, _FORMATS[dtype][0]) for slot, dtype in kinds if not self.compacts(slot)]
         host = [slot for slot, _ in on_host]
         booked: list[tuple[Slot, Adder]] = []
-        booked += zip(host, host_adders(host, [name for _, name in on_host], rank, divisor=size), strict=True)
+        booked += zip(host, host_adders(host, [name for _, name in on_host], rank, size), strict=True)
         if device is not None:
-            booked += [(slot, DeviceAdder(slot, rank, size, device, divisor=size)) for slot in on_device]
+            booked += [(slot, DeviceAdder(slot, rank, size, device, size, dtype)) for slot, dtype in on_device]
         self._server.book(booked)
 
     def _agree_on_device(self, is_cuda: bool) -> DeviceArithmetic | None:
         """Let buckets travel compacted if all workers support it. Collective."""
-        compactor = find_compactor(len(self._members), self._transport.settings) if is_cuda else None
+        compactor = find_compactor(self._transport.settings) if is_cuda else None
         all_can = all(row[0] for row in self._team.gather_ints([int(compactor is not None)], "the parameter server"))
         return DeviceArithmetic(compactor) if compactor is not None and all_can else None
 

@@ -128,8 +128,8 @@ class StepAdder:
         """The mean of each chunk's last sum."""
         self._waiting: dict[int, _Waiting] = {}
         self._asks: list[tuple[Chunk, Ask, int, Reply]] = []
-        self._looked: dict[int, int] = {}
-        """Version at which a chunk's exact weights were last fetched."""
+        self._looked: dict[int, set[int]] = {}
+        """Versions at which a chunk's exact weights were fetched."""
         self._all_summed: dict[int, Future[None]] = {}
 
     # What this worker's own user does.
@@ -175,9 +175,9 @@ class StepAdder:
         if what is Ask.STATE:
             return Answer(self._stepper.state_of(chunk))
         # Rounding saves nothing where somebody looks at the exact weights step after step.
-        last = self._looked.get(chunk.index, -2)
-        self._looked[chunk.index] = version
-        is_frequent = last in (version - 1, version)
+        looked = self._looked.setdefault(chunk.index, set())
+        looked.add(version)
+        is_frequent = version - 1 in looked
         if is_frequent:
             self._stepper.stop_rounding(chunk)
         return Answer(self._stepper.exact(chunk), is_frequent)
