@@ -8,10 +8,11 @@ or at the optimizer's state, fetches it from the owners (``sums/fetching.py``).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,16 @@ from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import ShardedRoute
 from poseidon.routes.shard import Order, Shard, State, read_state
-from poseidon.routes.staging import Stager
+from poseidon.routes.sharded import agree_on_device
+from poseidon.routes.staging import StagedExchange, Stager
+from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
+from poseidon.sums.device import DeviceAdder, is_compacted
 from poseidon.sums.fetching import Answer, Ask, FetchDesk
 from poseidon.sums.host import host_adders
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.sums.stepping import HostMeans, StepAdder, StepThread
+from poseidon.sums.stepping import DeviceMeans, HostMeans, Lane, Means, StepAdder, StepThread
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array, find_format
@@ -70,12 +74,15 @@ class ServedExchanger(Exchanger):
         self._server = SumServer(self._transport)
         self._desk = FetchDesk(self._transport)
         self._transport.listen_lost(self._lose)
-        self._thread = StepThread()
+        stream = torch.cuda.Stream(priority=-1) if context.is_cuda else None
+        self._lane: Lane = contextlib.nullcontext if stream is None else lambda: torch.cuda.stream(stream)
+        self._thread = StepThread(self._lane)
+        self._device = agree_on_device(team, self._transport.settings, context.is_cuda)
         self._stager = Stager() if context.is_cuda else None
         self._slots: dict[LiveItem, Slot] = {}
         self._adders: dict[LiveItem, StepAdder] = {}
         self._versions: dict[LiveItem, int] = {}
-        """Of the last exchange of each item; -1 before the first."""
+        """Of the last exchange of each item; 0 before the first."""
         self.shard = Shard([], team.rank, self._rounded)
         self.under_way: dict[LiveItem, StepExchange] = {}
         """Exchanges whose weights have not been taken."""
@@ -92,19 +99,39 @@ class ServedExchanger(Exchanger):
         dtypes = [item.parameters[0].dtype for item in items]
         itemsizes = [dtype.itemsize for dtype in dtypes]
         cut = make_slots(0, [item.item.numel for item in items], itemsizes, team.size, self._chunk_bytes)
-        slots = [align(slot, [p.numel() for p in item.parameters]) for item, slot in zip(items, cut, strict=True)]
-        self._slots = dict(zip(items, slots, strict=True))
-        self._versions = dict.fromkeys(items, -1)
+        for item, slot, dtype in zip(items, cut, dtypes, strict=True):
+            self._slots[item] = (
+                slot if self._is_on_device(slot, dtype) else align(slot, [p.numel() for p in item.parameters])
+            )
+        self._versions = dict.fromkeys(items, 0)
         self.shard = Shard(self._slots.items(), team.rank, self._rounded)
-        inner = host_adders(slots, [_NAMES[dtype] for dtype in dtypes], team.rank)
-        for item, slot, adder, dtype in zip(items, slots, inner, dtypes, strict=True):
-            means = HostMeans(adder, find_format(_NAMES[dtype]), dtype, team.size)
-            self._adders[item] = StepAdder(adder, slot, team.rank, means, self.shard, self._thread)
+        self._adders = dict(zip(items, self._make_adders(dtypes), strict=True))
         booked = [(slot, self._adders[item]) for item, slot in self._slots.items()]
         self._server.book(booked)
         self._desk.book(booked)
         # Nobody may send before all workers know the slots.
-        team.gather_ints([len(slots)], "the parameter server")
+        team.gather_ints([len(items)], "the parameter server")
+
+    def _make_adders(self, dtypes: Sequence[torch.dtype]) -> Iterator[StepAdder]:
+        rank, size, device = self.team.rank, self.team.size, self._device
+        kinds = list(zip(self._slots.values(), dtypes, strict=True))
+        names = [_NAMES[dtype] for slot, dtype in kinds if not self._is_on_device(slot, dtype)]
+        on_host = iter(host_adders([slot for slot, dtype in kinds if not self._is_on_device(slot, dtype)], names, rank))
+        for slot, dtype in kinds:
+            adder: Adder
+            means: Means
+            if self._is_on_device(slot, dtype):
+                assert device is not None
+                # The owner divides: what others restore is weights. Halves are divided as they are rounded.
+                adder = DeviceAdder(slot, rank, size, device, 1 if dtype is torch.float32 else size, dtype)
+                means = DeviceMeans(adder, dtype, size, self._lane)
+            else:
+                adder = next(on_host)
+                means = HostMeans(adder, find_format(_NAMES[dtype]), dtype, size)
+            yield StepAdder(adder, slot, rank, means, self.shard, self._thread)
+
+    def _is_on_device(self, slot: Slot, dtype: torch.dtype) -> bool:
+        return self._device is not None and is_compacted(slot, dtype)
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> StepExchange:  # noqa: ARG002
         """Send the gradients of an item to the owners of its chunks."""
@@ -116,7 +143,10 @@ class ServedExchanger(Exchanger):
         name = item.name
         # Reserved now, because the values come later where they are on a device.
         begin = self._server.reserve(slot, version)
-        if self._stager is not None:
+        back: Exchange
+        if self._is_on_device(slot, flat.dtype):
+            back = StagedExchange(self.team, begin(flat), name, flat.device)
+        elif self._stager is not None:
             back = self._stager.start(flat, slot.number, lambda host: begin(_as_numpy(host)), self.team, name)
         else:
             back = _HostArrival(self.team, begin(_as_numpy(flat)), name)
@@ -126,6 +156,8 @@ class ServedExchanger(Exchanger):
 
     def order(self, order: Order) -> None:
         """Let the chunks owned here be stepped, of everything under way."""
+        if self._stager is not None:
+            order = replace(order, ready=torch.cuda.current_stream().record_event())
         for item, exchange in self.under_way.items():
             self._adders[item].order(exchange.version, order)
 
@@ -170,6 +202,8 @@ class ServedExchanger(Exchanger):
         """Stop the threads and close the connections."""
         if self._stager is not None:
             self._stager.close()
+        if self._device is not None:
+            self._device.close()
         self._thread.close()
         self._transport.close()
 

@@ -61,6 +61,8 @@ class Order:
     """Gradients that the user has seen, and may have changed, instead of the means; None: no gradient."""
     scale: Tensor | None = None
     """Multiplies the means, to clip them."""
+    ready: torch.cuda.Event | None = None
+    """On a CUDA device: when the model's computation no longer needs the old weights."""
 
 
 class Shard:
@@ -103,10 +105,12 @@ class Shard:
         """Update a chunk's weights."""
         if order.update is None:
             return
-        if order.scale is not None:
-            mean *= order.scale.to(mean.device)
         pieces = self.pieces_of(chunk)
         device = pieces[0].held.device
+        if order.ready is not None:
+            torch.cuda.current_stream(device).wait_event(order.ready)
+        if order.scale is not None:
+            mean *= order.scale.to(mean.device)
         gradient = mean.to(device)
         for piece in pieces:
             own = gradient[piece.at : piece.at + piece.length]

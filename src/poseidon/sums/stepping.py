@@ -7,6 +7,7 @@ program, so an owner need not ask the others whether to step, or with which lear
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -21,6 +22,7 @@ from torch import Tensor
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
+from poseidon.sums.device import DeviceAdder
 from poseidon.sums.encodings import Encoded, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
 from poseidon.sums.host import HostAdder
@@ -55,14 +57,22 @@ class Means(Protocol):
     def mean(self, chunk: Chunk, total: Any) -> Tensor:
         """Return the mean gradient, given a finished sum."""
 
-    def encode(self, chunk: Chunk, weights: Tensor, total: Any) -> Encoded:
+    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
+        """Return a mean as it is fetched."""
+
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
         """Return weights as they travel."""
+
+
+Lane = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes what runs inside use another stream of the device than the model's computation does."""
 
 
 class StepThread:
     """Runs steps one after the other, the most urgent first."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane = contextlib.nullcontext) -> None:
+        self._lane = lane
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._work, name="poseidon-stepping", daemon=True)
@@ -78,8 +88,9 @@ class StepThread:
         self._thread.join(timeout=CLOSE_S)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()[2]) is not None:
-            job()
+        with self._lane():
+            while (job := self._jobs.get()[2]) is not None:
+                job()
 
 
 @dataclass(eq=False)
@@ -106,7 +117,7 @@ class _Waiting:
 class StepAdder:
     """An :class:`~poseidon.sums.arithmetic.Adder` around another; also keeps what workers may fetch.
 
-    Versions count the sums of this slot, from 0; the order for each is given once.
+    Versions count the sums of this slot, from 1; the order for each is given once.
     """
 
     def __init__(self, inner: Adder, slot: Slot, rank: int, means: Means, stepper: Stepper, thread: StepThread) -> None:
@@ -120,10 +131,10 @@ class StepAdder:
         self._thread = thread
         self._lock = threading.Lock()
         self._order: tuple[int, Any] | None = None
-        self._summed = dict.fromkeys((chunk.index for chunk in self._owned), -1)
+        self._summed = dict.fromkeys((chunk.index for chunk in self._owned), 0)
         """Version of each chunk's last finished sum..."""
         self._stepped = dict(self._summed)
-        """... and of its weights; -1: as they were at first."""
+        """... and of its weights; 0: as they were at first."""
         self._kept: dict[int, Tensor] = {}
         """The mean of each chunk's last sum."""
         self._waiting: dict[int, _Waiting] = {}
@@ -171,7 +182,7 @@ class StepAdder:
 
     def _answer(self, chunk: Chunk, what: Ask, version: int) -> Answer:
         if what is Ask.MEAN:
-            return Answer(bytes_of(self._kept[chunk.index]))
+            return Answer(self._means.payload(chunk, self._kept[chunk.index]))
         if what is Ask.STATE:
             return Answer(self._stepper.state_of(chunk))
         # Rounding saves nothing where somebody looks at the exact weights step after step.
@@ -264,7 +275,7 @@ class StepAdder:
         total, chunk = waiting.total, waiting.total.chunk
         try:
             self._stepper.step(chunk, waiting.mean, order)
-            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk), total.values)
+            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
             with self._lock:
                 self._stepped[chunk.index] = version
             waiting.then()
@@ -287,10 +298,42 @@ class HostMeans:
         total /= self._workers
         return torch.from_numpy(self._format.narrow(total)).view(self._dtype)
 
-    def encode(self, chunk: Chunk, weights: Tensor, total: Array) -> Encoded:  # noqa: ARG002 - as in the contract
+    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
+        """Return the mean where it lies."""
+        return bytes_of(mean)
+
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
         """Let the adder encode them as it does sums."""
         stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
         return self._inner.encode(chunk, self._format.widen(stored))
+
+
+class DeviceMeans:
+    """Sums on a device."""
+
+    def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
+        self._inner = inner
+        self._dtype = dtype
+        self._workers = workers
+        self._lane = lane
+
+    def mean(self, chunk: Chunk, total: Any) -> Tensor:  # noqa: ARG002 - it lies on the device
+        """Divide, in new memory: the weights come where the sum lies."""
+        with self._lane():
+            own = self._inner.sum_of(chunk)
+            if self._dtype is not torch.float32:  # divided as it was rounded
+                return own.clone()
+            # Not by a number, which CUDA would multiply by the inverse of.
+            return own / torch.full((), self._workers, dtype=own.dtype, device=own.device)
+
+    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
+        """Return a copy in host memory."""
+        with self._lane():
+            return bytes_of(mean)
+
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+        """Compact them."""
+        return self._inner.encode_instead(chunk, weights)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
