@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -51,6 +52,13 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         spec = Unit(name or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
         units.append(LiveUnit(len(units), spec, module, tuple(p for _, p in mine)))
     return units
+
+
+def only_dense(unit: LiveUnit) -> LiveUnit:
+    """Return a unit whose gradient travels in full only."""
+    if unit.spec.is_sparse:
+        raise UnsupportedError(f'{unit.name}: sparse=True makes sparse gradients, which update="server" does not take')
+    return replace(unit, spec=replace(unit.spec, kind="dense"))
 
 
 def _trainable(path: str, module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:

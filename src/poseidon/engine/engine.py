@@ -95,6 +95,15 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def planned(self) -> LiveSchedule | None:
+        """The schedule of that plan."""
+        return self._schedules.planned
+
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
+        self._schedules.mark_rounded(parameters)
+
+    @property
     def is_choosing(self) -> bool:
         """Whether the first plan is still to be made, or other plans to be tried."""
         return self._schedules.is_choosing
@@ -116,6 +125,14 @@ class Engine:
     def phase(self) -> Phase:
         """Phase of the last backward; ``LANDED`` before the first one."""
         return Phase.LANDED if self._backward is None else self._backward.step.phase
+
+    @property
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters for which no worker has a gradient in the last backward, once that is settled."""
+        verdict = None if self._backward is None else self._backward.step.verdict
+        if verdict is None:
+            return []
+        return [parameter for number, parameter in enumerate(self.parameters) if not verdict.is_used(number)]
 
     @property
     def failure(self) -> BaseException | None:
@@ -294,6 +311,8 @@ class Engine:
 
     def use_only(self, route: Route) -> None:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
+        if self.options.serves:
+            raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
         odd = [unit.name for unit in self.units if not route.accepts(unit.spec)]
         if odd:
             raise UnsupportedError(
