@@ -172,12 +172,12 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return self._schedules.delivers(backward.live, unit) == "factors"
+        return "factors" in self._schedules.delivers(backward.live, unit)
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and self._schedules.delivers(planned, unit) == "rows"
+        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -352,7 +352,7 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
+        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

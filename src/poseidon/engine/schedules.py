@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Collection, Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -209,13 +210,13 @@ class Schedules:
         """
         special = [unit for unit in self._units if unit.spec.kind != "dense"]
         mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
-        everybody = self._team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
+        words = [word for load in mine for word in (round(load.rows), load.value_bytes, round(load.touched))]
+        everybody = self._team.gather_ints(words)
         loads = {}
         for i, unit in enumerate(special):
-            seen = [(words[2 * i], words[2 * i + 1]) for words in everybody if words[2 * i] > 0]
+            seen = [Load(*words[3 * i : 3 * i + 3]) for words in everybody if words[3 * i] or words[3 * i + 2]]
             if seen:
-                rows = sum(count for count, _ in seen) / self._team.size
-                loads[unit.name] = Load(rows, max(value_bytes for _, value_bytes in seen))
+                loads[unit.name] = reduce(Load.plus, seen).scaled(1 / self._team.size)
         return loads
 
     def _adopt(self, candidate: Candidate) -> None:

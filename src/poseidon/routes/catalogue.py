@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost, tied_cost
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
@@ -258,6 +258,30 @@ class RowsRoute(BroadcastRoute):
         return RowsExchanger(context)
 
 
+@dataclass(frozen=True)
+class TiedRoute(BroadcastRoute):
+    """The gradient of a table that is a linear layer's weight too, as touched rows and factors."""
+
+    name = "tied"
+    summary = "a table's touched rows, and the factors of the linear layer that has the same weight"
+    delivers = "rows and factors"
+    shares_messages = False
+
+    def accepts(self, unit: Unit) -> bool:
+        """Tables that are a linear layer's weight too."""
+        return unit.kind == "tied"
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count the rows and both factors to all workers, and one product of everyone's factors."""
+        return None if load is None or load.rows + load.touched <= 0 else tied_cost(unit, load, cluster)
+
+    def open(self, context: Context) -> Exchanger:
+        """See ``tied.py``."""
+        from poseidon.routes.tied import TiedExchanger
+
+        return TiedExchanger(context)
+
+
 _ADDED: list[Route] = []
 
 
@@ -285,5 +309,6 @@ def standard_routes(
         ShardedRoute(offers_server, combines_first, chunk_bytes),
         FactorsRoute(gathers_factors),
         RowsRoute(),
+        TiedRoute(),
     )
     return Routes([*built_in, *_ADDED])
