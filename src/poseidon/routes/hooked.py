@@ -138,15 +138,18 @@ def check_hook(hook: Any) -> None:
     """Refuse what cannot be a communication hook, as torch's class does."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. It is {hook!r}")
-    signature = inspect.signature(hook)
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except NameError:  # an annotation written as text, with names that only a type checker knows
+        signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ConfigError(f"Communication hook {name_of(hook)}: it must take a state and an argument named bucket")
     seen = signature.parameters["bucket"].annotation
     torch_bucket = dist.GradBucket  # type: ignore[attr-defined]
-    if seen not in (inspect.Parameter.empty, torch_bucket, HookBucket) and not isinstance(seen, str):
+    if seen not in (inspect.Parameter.empty, torch_bucket, HookBucket, Any) and not isinstance(seen, str):
         raise ConfigError(f"Communication hook: bucket annotation should be dist.GradBucket. It is {seen!r}")
     returned = signature.return_annotation
-    if returned not in (inspect.Signature.empty, torch.futures.Future[Tensor]) and not isinstance(returned, str):
+    if returned not in (inspect.Signature.empty, torch.futures.Future[Tensor], Any) and not isinstance(returned, str):
         raise ConfigError(
             f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. It is {returned!r}"
         )
