@@ -94,6 +94,52 @@ def outputs_without_a_part_in_the_loss() -> None:
     compare_twins(Two, step, find_unused_parameters=True)
 
 
+def outputs_with_a_backward_each() -> None:
+    class Two(Mlp):
+        def forward(self, x: Tensor) -> Any:
+            return self.first(x), self.last(self.second(x[:, :16]))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = batch(number)
+        optimizer.zero_grad()
+        first, second = model(x)
+        F.cross_entropy(first, y).backward()
+        F.cross_entropy(second, y).backward()
+        optimizer.step()
+
+    compare_twins(Two, step)
+
+
+def forwards_that_use_different_parts() -> None:
+    """Two forwards before one backward, and one whose output nobody uses."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = batch(number)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, number % 2), y) + F.cross_entropy(model(x, 2), y)
+        loss.backward()
+        assert model.module.heads[1 - number % 2].weight.grad is None
+        optimizer.step()
+        model(x, 1 - number % 2)
+
+    # Torch's class raises here: it only looks at the last forward.
+    torch.manual_seed(7)
+    ours = train(wrap(Heads(), find_unused_parameters=True), step, 4)
+    torch.manual_seed(7)
+    alone = Heads()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for number in range(4):
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            generator = torch.Generator().manual_seed(1000 * rank + number)
+            x, y = torch.randn(6, 20, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+            loss = F.cross_entropy(alone(x, number % 2), y) + F.cross_entropy(alone(x, 2), y)
+            (loss / dist.get_world_size()).backward()
+        optimizer.step()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(ours[f"module.{name}"], parameter.detach(), msg=name)
+
+
 def two_forwards_of_a_normalized_model() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         x, y = batch(number)
@@ -230,6 +276,36 @@ def torchs_hooks() -> None:
             found.append(train(model, plain_step, 6))
         for key, value in found[1].items():
             torch.testing.assert_close(found[0][key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
+
+
+def hooks_with_sparse_gradients() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(10, 20, sparse=True)
+            self.last = nn.Linear(20, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.table((x[:, :2].abs() * 3).long().clamp(max=9)))
+
+    def hook(_, bucket):  # torch's class does not understand annotations that are evaluated late
+        bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = batch(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        assert model.module.table.weight.grad.is_sparse
+
+    found = []
+    for make in (wrap, wrap_torch):
+        torch.manual_seed(7)
+        model = make(Table())
+        model.register_comm_hook(None, hook)
+        found.append(train(model, step, 3))
+    for key, value in found[1].items():
+        torch.testing.assert_close(found[0][key], value, msg=key)
 
 
 def hooks_see_all_buckets_in_one_order() -> None:
@@ -453,6 +529,8 @@ def the_check_can_be_switched_off() -> None:
 ALONE = [
     layers_used_only_without_an_exchange,
     outputs_without_a_part_in_the_loss,
+    outputs_with_a_backward_each,
+    forwards_that_use_different_parts,
     two_forwards_of_a_normalized_model,
     a_checkpointed_wrapper,
     a_static_graph_that_changes,
@@ -460,6 +538,7 @@ ALONE = [
     gradients_kept_through_join,
     buffers_after_rank_0_has_finished,
     torchs_hooks,
+    hooks_with_sparse_gradients,
     hooks_see_all_buckets_in_one_order,
     hooks_that_are_refused,
     ignored_tensors_are_not_compared,

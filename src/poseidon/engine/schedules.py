@@ -50,7 +50,10 @@ class Schedules:
         self._exchangers: dict[str, Exchanger] = {}
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         specs = [unit.spec for unit in units]
-        self.model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self._parameters])
+        # A sparse gradient shares no bucket with others.
+        lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
+        kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
+        self.model = Model.of(specs, kinds)
         self._planning = Replanning(specs, cluster, self.routes, options.routes)
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""

@@ -54,6 +54,8 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return views of the flat tensor, one per parameter, in its shape."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
@@ -77,9 +79,9 @@ class HookedRoute(Route):
         """One order on all workers: hooks use collectives."""
         return COLLECTIVES
 
-    def accepts(self, unit: Unit) -> bool:
-        """Return true for everything but sparse gradients."""
-        return not unit.is_sparse
+    def accepts(self, unit: Unit) -> bool:  # noqa: ARG002
+        """Return true: a sparse gradient is a bucket of its own."""
+        return True
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
         """Count what an allreduce would take; nobody knows what the hook sends."""
@@ -102,7 +104,8 @@ class _HookedExchanger(Exchanger):
 
     @torch.no_grad()
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
-        flat, place = item.pack(), item.item.number
+        is_sparse = item.unit.spec.is_sparse
+        flat, place = _sparse_gradient(item.unit.weight) if is_sparse else item.pack(), item.item.number
         bucket = HookBucket(place, place == self._count - 1, flat, item.parameters)
         future = self._route.hook(self._route.state, bucket)
         if not isinstance(future, torch._C.Future):
@@ -110,6 +113,8 @@ class _HookedExchanger(Exchanger):
                 f"rank {self._team.rank}: the communication hook {name_of(self._route.hook)} callback must return a "
                 f"torch.futures.Future object, but got {type(future)} for bucket {place}"
             )
+        if is_sparse:
+            return _SparseExchange(item.unit.weight, future)
         return _HookedExchange(flat, future, self._route.hook)
 
 
@@ -132,6 +137,25 @@ class _HookedExchange(Exchange):
             )
         if value.data_ptr() != self._flat.data_ptr() or value.dtype is not self._flat.dtype:
             self._flat.copy_(value.view(-1))
+
+
+class _SparseExchange(Exchange):
+    def __init__(self, weight: nn.Parameter, future: torch._C.Future[Any]) -> None:
+        self._weight = weight
+        self._future = future
+
+    def finish(self, is_used: bool) -> None:
+        value = self._future.wait()
+        if is_used:
+            self._weight.grad = value[0] if isinstance(value, list | tuple) else value
+
+
+def _sparse_gradient(weight: nn.Parameter) -> Tensor:
+    if weight.grad is not None:
+        return weight.grad
+    indices = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
+    values = torch.empty(0, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    return torch.sparse_coo_tensor(indices, values, weight.shape)
 
 
 def check_hook(hook: Any) -> None:
