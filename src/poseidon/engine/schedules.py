@@ -61,7 +61,10 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = self._make_choosing(is_cuda)
         specs = [unit.spec for unit in units]
-        self.model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self._parameters])
+        # A sparse gradient shares no bucket with others.
+        lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
+        kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
+        self.model = Model.of(specs, kinds)
         overrides = {"*": ServedRoute.name} if options.serves else options.routes
         self._planning = Replanning(specs, cluster, self.routes, overrides)
         self._order = list(reversed(range(len(units))))
