@@ -143,6 +143,7 @@ class ShardedRoute(Route):
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
+            messages=leg.out_bytes / self.chunk_bytes_on(conditions.cluster),
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -169,7 +170,7 @@ class BroadcastRoute(Route):
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
         own = wire_bytes / max(machines - 1, 1)
-        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1)
+        message_s = 0.0 if self.is_collective else conditions.message_s * (conditions.cluster.workers - 1)
         return [
             Transfer(
                 name=item.name,
@@ -180,6 +181,7 @@ class BroadcastRoute(Route):
                 staged_bytes=0.0 if self.is_collective else own * machines,
                 hops=machines - 1 if self.is_collective else 2,
                 inside_s=conditions.inside_s(own) + message_s,
+                message_s=message_s,
             )
         ]
 
