@@ -23,7 +23,7 @@ class Replanning:
     ) -> None:
         self.plan: Plan | None = None
         self.loads: dict[str, Load] = {}
-        """By unit; this worker's own until the first plan, then the largest of any worker."""
+        """By unit; this worker's own until the first plan, then the mean of all workers."""
         self._units = units
         self._cluster = cluster
         self._routes = routes

@@ -190,15 +190,20 @@ class Schedules:
         self._adopt(self._choosing.begin(candidates, describe_job(specs, loads, self._cluster, others)))
 
     def _common_loads(self) -> dict[str, Load]:
-        """Return the largest load of any worker for each unit. Collective."""
+        """Return the workers' mean load for each unit, in values of the widest type that any of them used. Collective.
+
+        The mean, because workers' rows may differ in each step, as those of a mixture's experts do, and over the steps
+        every worker has the most rows now and then.
+        """
         special = [unit for unit in self._units if unit.spec.kind != "dense"]
         mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
         everybody = self._team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
         loads = {}
         for i, unit in enumerate(special):
-            rows = max(words[2 * i] for words in everybody)
-            if rows > 0:
-                loads[unit.name] = Load(rows, max(words[2 * i + 1] for words in everybody))
+            seen = [(words[2 * i], words[2 * i + 1]) for words in everybody if words[2 * i] > 0]
+            if seen:
+                rows = sum(count for count, _ in seen) / self._team.size
+                loads[unit.name] = Load(rows, max(value_bytes for _, value_bytes in seen))
         return loads
 
     def _adopt(self, candidate: Candidate) -> None:

@@ -36,6 +36,8 @@ class Route(ABC):
     """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, or touched rows."""
     has_flags: bool = False
     """Items carry a flag word that all workers must know before any item lands (:class:`routes.base.Flag`)."""
+    shares_messages: bool = False
+    """Small units may leave in one message per peer (``shipments.py``); their exchanger then sends parcels."""
     note: str = ""
     """Why the planner prefers it to the first route that accepts the same units, if it saves no bytes."""
 

@@ -125,7 +125,7 @@ class ShardedRoute(Route):
         (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
         # Values that were shortened are no longer float32.
         can_be = conditions.compacts and conditions.wire_share == 1
-        share = COMPACT_SHARE if can_be and is_worth_compacting(item.itemsize, slot.chunks) else 1.0
+        share = COMPACT_SHARE if can_be and item.itemsize == 4 and is_worth_compacting(slot.chunks) else 1.0
         rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
         return [self._round(item, chunks, share, conditions) for chunks in rounds]
 
@@ -164,13 +164,20 @@ class BroadcastRoute(Route):
         """Whether the parts travel by an all-gather instead."""
         return self.queue is not None
 
+    @property
+    def shares_messages(self) -> bool:  # type: ignore[override]
+        """Whether the parts travel by messages."""
+        return not self.is_collective
+
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
         """Return one leg, with the bytes that the planner counts."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
         own = wire_bytes / max(machines - 1, 1)
-        message_s = 0.0 if self.is_collective else conditions.message_s * (conditions.cluster.workers - 1)
+        # Units that share messages share what these cost.
+        peers = 0 if self.is_collective else conditions.cluster.workers - 1
+        message_s = conditions.message_s * peers / max(len(item.shipment), 1)
         return [
             Transfer(
                 name=item.name,

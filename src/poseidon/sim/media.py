@@ -40,9 +40,6 @@ LEAST_HOST = 0.8
 fitted to 2 and 4 machines on 16 cores at 25 Gbit/s."""
 STALL_S_PER_BYTE = 4e-9
 """Additional time per byte while one worker computes on each core."""
-CROWDED_MESSAGE = 2.0
-"""How many times as long a unit's direct messages take where workers compute on the same cores; fitted to the
-recommender there."""
 
 _CORNER = 3.0
 
@@ -97,8 +94,7 @@ class Medium:
     def crowded(self, cores_per_worker: float) -> Medium:
         """Return the transport where workers compute on the same cores, one thread each."""
         stall = _taken(cores_per_worker) * STALL_S_PER_BYTE * max(1.0, 1 / cores_per_worker) ** self.stall_power
-        message = 1 + (CROWDED_MESSAGE - 1) * _taken(cores_per_worker)
-        return replace(self, stall_s_per_byte=stall, message_s=self.message_s * message)
+        return replace(self, stall_s_per_byte=stall)
 
 
 def _taken(cores_per_worker: float) -> float:
@@ -146,8 +142,8 @@ def host_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> Host:
     messages = MEDIA["messages"].on_cores(cores_per_worker)
     if not computes:
         return Host(collectives, messages, 0.0)
-    crowded = (medium.crowded(cores_per_worker) for medium in (collectives, messages))
-    return Host(*crowded, contention=contention_on(cores_per_worker))
+    contention = contention_on(cores_per_worker)
+    return Host(collectives.crowded(cores_per_worker), messages.crowded(cores_per_worker), contention)
 
 
 def find_medium(name: str) -> Medium:
