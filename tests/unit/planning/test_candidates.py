@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 
-from poseidon.planning.candidates import AS_TORCH, AT_ONCE, CLOSE, CLOSE_S, GUARD_CLOSE, Candidate, make_candidates, shortlist
+from poseidon.planning.candidates import (
+    AS_TORCH,
+    AT_ONCE,
+    CLOSE,
+    CLOSE_S,
+    GUARD_CLOSE,
+    Candidate,
+    make_candidates,
+    shortlist,
+)
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import LAYER_BY_LAYER, make_plan
 from poseidon.planning.route import Routes
