@@ -320,7 +320,7 @@ class Engine:
             raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
         self._check_at_rest(f"the route {route.name!r}")
         self._schedules.close()
-        options = replace(self.options, routes=None)
+        options = replace(self.options, routes=None, tries=False)
         self._schedules = Schedules(self.units, self.team, self.cluster, options, Routes([route]))
         self._is_scaled = False
         # What a hook returns need not be equal on all workers: local SGD lets them drift apart.

@@ -161,6 +161,7 @@ class Schedules:
             is_nccl=is_cuda and self._team.is_nccl,
             compacts=is_cuda and importlib.util.find_spec("triton") is not None,
             cores=(os.cpu_count() or 1) / max(map(len, topology.machines)),
+            uses_cores=not is_cuda,
         )
         mode = settings.TRIALS.read()
         # Which plan is fastest may differ from run to run, and plans round differently.

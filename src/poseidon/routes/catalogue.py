@@ -154,6 +154,7 @@ class ShardedRoute(Route):
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
+            messages=leg.out_bytes / self.chunk_bytes_on(conditions.cluster),
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -186,7 +187,8 @@ class BroadcastRoute(Route):
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
-        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1) / max(len(item.shipment), 1)
+        peers = 0 if self.is_collective else conditions.cluster.workers - 1
+        message_s = conditions.message_s * peers / max(len(item.shipment), 1)
         return [
             Transfer(
                 name=item.name,
@@ -197,6 +199,7 @@ class BroadcastRoute(Route):
                 staged_bytes=0.0 if self.is_collective else own * machines,
                 hops=machines - 1 if self.is_collective else 2,
                 inside_s=conditions.inside_s(own) + message_s,
+                message_s=message_s,
             )
         ]
 
