@@ -18,7 +18,8 @@ from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, 
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.planning.schedule import Schedule
 from poseidon.routes.base import Brought, Exchange, Exchanger, LiveItem
-from poseidon.team.team import PendingGather, Team
+from poseidon.team.gathering import PendingGather
+from poseidon.team.team import Team
 
 
 @dataclass(frozen=True, eq=False)
