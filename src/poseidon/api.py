@@ -8,6 +8,7 @@ decides when they take effect. ``docs/journey.md`` follows one gradient through 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd
+import torch.distributed.rpc
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
-from poseidon.engine.buffers import BufferSync
+from poseidon.engine.buffers import BufferHook, BufferSync
 from poseidon.engine.discover import find_units, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -28,6 +32,7 @@ from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.job import settings
 from poseidon.job.world import World, init
 from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
@@ -35,14 +40,17 @@ from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
+from poseidon.routes.hooked import Hook, HookedRoute, check_hook, name_of
+from poseidon.surface import TorchSurface, refuse_torch_only
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
+from poseidon.team.verify import check_same_bits
 
 __all__ = ["DistributedDataParallel", "World", "init", "plan"]
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface):
     """Drop-in for :class:`torch.nn.parallel.DistributedDataParallel` that picks the cheapest exact route per layer.
 
     When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of them.
@@ -79,21 +87,32 @@ class DistributedDataParallel(nn.Module, Joinable):
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
-        nn.Module.__init__(self)
-        Joinable.__init__(self)
-        _refuse_torch_only(torch_only)
+        super().__init__()
+        bucket_caps_mb = torch_only.pop("bucket_cap_mb_list", None) or ()
+        process_group = _group_of(torch_only.pop("device_mesh", None), process_group)
+        refuse_torch_only(torch_only)
         if dim != 0:
             raise UnsupportedError(f"dim={dim}: one worker drives one device, so there is no dimension to split along")
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
         self.module = module
-        self.broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
-        self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        if broadcast_buffers is not None:
+            _warn_of_broadcast_buffers(forward_sync_buffers is not None)
+        follows_old = broadcast_buffers is not None and forward_sync_buffers is None
+        self.forward_sync_buffers = bool(broadcast_buffers) if follows_old else forward_sync_buffers is not False
+        self._has_common_buffers = self.forward_sync_buffers or not follows_old
+        """Whether all workers start with rank 0's buffers."""
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._bucket_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_caps_mb]
+        # Torch's list says how large each bucket may be; the plan decides that, up to the largest.
+        asked_bytes = max(self.bucket_bytes_cap_list, default=None)
+        self._bucket_bytes = asked_bytes if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        """Whether the next forward synchronizes buffers: not while gradients are being accumulated."""
+        self.batched_grad_copy = bool(torch_only.get("batched_grad_copy"))
         self.device_ids = device_ids
         self.output_device = output_device
         self.dim = dim
@@ -112,10 +131,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._team: Team | None = None
         self._buffer_sync: BufferSync | None = None
         """None where each worker keeps its own buffers."""
-        self._will_sync_buffers = True
+        self._buffer_hook: BufferHook | None = None
+        self._buffer_hook_is_late = False
+        """The buffer hook runs after the forward instead of before."""
+        self._comm_hooks: list[tuple[Hook, object]] = []
+        self._steps_in_backward: list[nn.Parameter] | None = None
+        """Parameters with an optimizer of their own that runs in backward; None before the first forward."""
         self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
+        self.process_group = process_group
+        if process_group is None and dist.is_initialized():
+            self.process_group = dist.group.WORLD
         self._connect(process_group, init_sync)
+        if static_graph and find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, with static_graph the first "
+                "backward shows which parameters are unused; leave find_unused_parameters out",
+                stacklevel=2,
+            )
 
     # The interface of torch's class.
 
@@ -126,7 +159,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""
-        if self._engine is None:
+        if self._engine is None or self._is_recomputing():
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
         self._before_forward(torch.compiler.is_compiling())
@@ -169,25 +202,73 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        """Part of torch's generic join protocol."""
-        return self.device
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Average all gradients by ``hook(state, bucket)``, one bucket after the other, instead of by the plan.
 
-    @property
-    def join_process_group(self) -> Any:
-        """Part of torch's generic join protocol."""
-        return self._team.group if self._team is not None else None
+        ``hook`` is called as torch's class calls it, with a :class:`~poseidon.routes.hooked.HookBucket`, and returns a
+        ``torch.futures.Future`` of the bucket's new values. Collective; once, before the first backward.
+        """
+        check_hook(hook)
+        if self._policy.defers or not self._policy.uses_engine:
+            raise UnsupportedError(
+                "register_comm_hook with poseidon.distribute: a hook's gradients are complete when backward() returns; "
+                "use poseidon.DistributedDataParallel"
+            )
+        if self._comm_hooks:
+            raise UnsupportedError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once; this model has "
+                f"{name_of(self._comm_hooks[0][0])}"
+            )
+        if self._routes:
+            raise ConfigError(f"routes={self._routes!r} with a communication hook: all gradients go through the hook")
+        if self._engine is not None:
+            self._engine.use_only(HookedRoute(state, hook))
+        self._comm_hooks.append((hook, state))
 
-    def register_comm_hook(self, state: object, hook: object) -> None:  # noqa: ARG002
-        """Raise: the plan chooses the routes, and all of them are exact."""
-        raise UnsupportedError(
-            "register_comm_hook: Poseidon chooses an exact route for every layer; for hooks use torch's own class"
-        )
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: list[str]) -> None:
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Any, comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD
+    ) -> None:
+        if not callable(hook):
+            raise TypeError(f"the buffer hook must be callable; it is {hook!r}")
+        if self._policy.syncs_buffers_early:
+            raise UnsupportedError(
+                "buffer hooks with poseidon.distribute: it sends buffers while the wire is idle; use "
+                "poseidon.DistributedDataParallel"
+            )
+        self._buffer_hook = lambda buffers: hook(state, buffers)
+        self._buffer_hook_is_late = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self._engine is not None:
+            self._engine.set_static()
+        self.static_graph = True
+
+    def _check_reducer_finalized(self) -> None:
+        if self._engine is not None and self._engine.in_backward:
+            raise UnsupportedError(
+                f"Expected to have finished reduction in the prior iteration: backward {self._engine.step} has begun "
+                "and not ended; was it interrupted by an error?"
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        if self._front_end is not None:
+            self._front_end.close()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as any module does, and have the workers compare what they loaded."""
+        loaded = super().load_state_dict(*args, **kwargs)
+        if self._engine is not None:
+            self._engine.ask_for_comparison()
+        return loaded
 
     # Poseidon's own additions.
 
@@ -195,6 +276,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward, and with one worker."""
         return None if self._engine is None else self._engine.plan
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether plans are still being tried in the first steps; benchmarks should wait until this is false."""
+        return self._engine is not None and self._engine.is_choosing
 
     @property
     def cluster(self) -> Cluster | None:
@@ -208,9 +294,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def verify_replicas(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective."""
         if self._team is not None:
-            from poseidon.team.verify import check_same_bits
-
-            check_same_bits(self._team, [*self.module.named_parameters()])
+            named = [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+            check_same_bits(self._team, named)
 
     def close(self) -> None:
         """Finish the step under way, stop exchanging, and restore model and optimizer.
@@ -224,11 +309,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     # Inside.
 
     def _find_device(self) -> torch.device:
-        parameters = list(self.module.parameters())
+        parameters = self._module_parameters
         if not any(p.requires_grad for p in parameters):
             raise UnsupportedError(
-                f"{type(self.module).__name__} has no parameter that requires a gradient: nothing to exchange; "
-                "use it without DistributedDataParallel"
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+                f"gradient; use {type(self.module).__name__} without it"
             )
         devices = sorted({str(p.device) for p in parameters})
         if self.device_ids:
@@ -255,7 +340,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 team.close()
                 raise
         self._policy.connect(self.module, self._engine)
-        turns = _Turns(self._policy, self._buffer_sync)
+        turns = self._turns = _Turns(self._policy, self._buffer_sync)
         if self._engine is not None:
             self._front_end = AutogradFrontEnd(self._engine, turns)
         # Threads and hooks must not outlive the wrapper, however it is destroyed.
@@ -274,9 +359,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _start_exchange(self, team: Team, units: list[LiveUnit], init_sync: bool) -> None:
         self._team = team
-        check_same_model(team, describe([*self.module.named_parameters(), *self.module.named_buffers()]))
+        everything = (*self.module.named_parameters(), *self.module.named_buffers())
+        check_same_model(team, describe([(name, tensor) for name, tensor in everything if name not in self._ignored]))
         if init_sync:
-            tensors = tensors_of(self.module, self._ignored, with_buffers=self.broadcast_buffers)
+            tensors = tensors_of(self.module, self._ignored, with_buffers=self._has_common_buffers)
             mirror_all(team, tensors, 0, "the initial parameters")
         options = Options(
             bucket_bytes=self._bucket_bytes,
@@ -285,11 +371,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
             routes=self._routes,
+            check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
+            tries=True,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:
             self._buffer_sync = BufferSync(self.module, team, self._ignored)
+
+    @torch.compiler.disable
+    def _is_recomputing(self) -> bool:
+        """Whether this forward only recomputes activations, in a backward of the model's own outputs."""
+        assert self._front_end is not None
+        return torch._C._current_graph_task_id() != -1 and self._front_end.is_in_backward
 
     @torch.compiler.disable
     def _before_forward(self, is_compiling: bool) -> None:
@@ -303,24 +397,31 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._engine is not None
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            _refuse_distributed_autograd()
+            if self._steps_in_backward is None:
+                self._steps_in_backward = self._find_steps_in_backward()
+        source = 0
         if self._join_config.enable:
             Join.notify_join_context(self)
-            ShadowHook(self).announce(is_synced)
+            source = ShadowHook(self).announce(is_synced)
         inputs, kwargs = self._moved(inputs, kwargs)
         if torch.is_grad_enabled():
             # A forward without gradients (evaluation, a target network) must not affect a backward still to come.
             batch = sum(tensor.numel() for tensor in tensors_in((inputs, kwargs)))
             self._engine.arm(is_synced, batch)
-        if self._will_sync_buffers:
-            self.sync_buffers(0)
-        # Like torch: again after a forward that may have changed them, unless gradients are being accumulated.
-        self._will_sync_buffers = is_synced
+        if self.require_forward_param_sync and not self._buffer_hook_is_late:
+            self.sync_buffers(source)
         return inputs, kwargs
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
         assert self._engine is not None
         assert self._front_end is not None
+        if self.require_forward_param_sync and self._buffer_hook_is_late:
+            self.sync_buffers(0)
+        # Like torch: again after a forward that may have changed them, unless gradients are being accumulated.
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not (torch.is_grad_enabled() and self._engine.is_armed):
             return
         tensors = list(tensors_in(outputs))
@@ -333,7 +434,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._policy.finish()
             if self._buffer_sync is not None:
                 self._buffer_sync.start(0)
-            self._will_sync_buffers = False
+            self.require_forward_param_sync = False
 
     def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.device_ids:
@@ -343,8 +444,33 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def sync_buffers(self, source: int) -> None:
         """Copy ``source``'s buffers to all workers, as torch's DDP does before each forward. Collective."""
-        if self._buffer_sync is not None:
+        if self._buffer_sync is None:
+            return
+        if self._buffer_hook is None:
             self._buffer_sync.sync(source)
+        else:
+            self._buffer_sync.run(self._buffer_hook)
+
+    def _find_steps_in_backward(self) -> list[nn.Parameter]:
+        """Take over the optimizers that ``_apply_optimizer_in_backward`` attached to parameters.
+
+        Their own hooks would step before the gradient is the mean.
+        """
+        found = [parameter for parameter in self._module_parameters if hasattr(parameter, "_in_backward_optimizers")]
+        if not found:
+            return []
+        if self._policy.defers:
+            raise UnsupportedError(
+                "poseidon.distribute takes the optimizer's steps itself, but parameters have optimizers of their own "
+                "(_apply_optimizer_in_backward); use poseidon.DistributedDataParallel"
+            )
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+        for parameter in found:
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+                handle.remove()
+        self._turns.steps_in_backward = found
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit process-local state: the copy creates its own, collectively, on the default group."""
@@ -352,11 +478,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UnsupportedError(
                 "a distributed model cannot be copied with its optimizer; copy model.module, or save model.state_dict()"
             )
-        here = ("_engine", "_front_end", "_team", "_buffer_sync", "_release")
+        if self._team is not None and self.process_group is not dist.group.WORLD:
+            raise UnsupportedError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group; copy "
+                "model.module and wrap the copy"
+            )
+        here = ("_engine", "_front_end", "_team", "_buffer_sync", "_release", "_turns", "process_group")
         return {**self.__dict__, **dict.fromkeys(here), "_policy": UpdateNow()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = dist.group.WORLD if dist.is_initialized() else None
         self._connect(None, init_sync=True)
 
 
@@ -366,6 +498,7 @@ class _Turns:
     def __init__(self, policy: Policy, buffers: BufferSync | None) -> None:
         self._policy = policy
         self._buffers = buffers
+        self.steps_in_backward: list[nn.Parameter] = []
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         self._policy.begin_backward(unused)
@@ -375,6 +508,10 @@ class _Turns:
             if self._buffers is not None:
                 self._buffers.complete()
             self._policy.end_backward()
+        for parameter in self.steps_in_backward:
+            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+            parameter.grad = None
 
     def close(self) -> None:
         self._policy.close()
@@ -386,22 +523,37 @@ def _release(front_end: AutogradFrontEnd | None, turns: _Turns) -> None:
     turns.close()
 
 
-_TORCH_ONLY = {
-    "mixed_precision": "use torch.autocast",
-    "device_mesh": "pass process_group",
-    "delay_all_reduce_named_params": "the plan orders all exchanges",
-    "param_to_hook_all_reduce": "the plan orders all exchanges",
-    "skip_all_reduce_unused_params": "unused parameters cost only their share of a bucket",
-    "bucket_cap_mb_list": "use bucket_cap_mb",
-    "batched_grad_copy": "gradients are always copied in batches",
-}
+def _group_of(device_mesh: Any, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group to exchange in, given torch's two ways to name it."""
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise UnsupportedError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1 or device_mesh._get_root_mesh() != device_mesh:
+        raise UnsupportedError(
+            f"Only 1D device mesh is supported, but got {device_mesh}, or it is part of a larger one; pass the "
+            "process group of the workers that hold equal parameters"
+        )
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
 
 
-def _refuse_torch_only(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name not in _TORCH_ONLY:
-            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
-        if value:
-            raise UnsupportedError(
-                f"{name}={value!r} is not available in poseidon.DistributedDataParallel; {_TORCH_ONLY[name]}"
-            )
+def _warn_of_broadcast_buffers(is_overruled: bool) -> None:
+    text = "`broadcast_buffers` is deprecated, as in PyTorch: use `forward_sync_buffers`"
+    if is_overruled:
+        text = "Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former is ignored"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+def _refuse_distributed_autograd() -> None:
+    """Raise in a forward whose gradients a distributed autograd context would collect, instead of ``.grad``."""
+    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
+        return
+    try:
+        context = dist.autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:  # this thread is in none
+        return
+    raise UnsupportedError(
+        f"the model runs in a distributed autograd context ({context._context_id()}): its gradients go to that context "
+        "and would not be averaged; run forward and backward outside dist_autograd.context(), or use torch's own class"
+    )

@@ -172,3 +172,15 @@ def test_replicas_share_frozen_parameters_and_buffers_too_each_once() -> None:
     assert len(tensors_of(model, {"norm.running_mean", "scale"})) == len(expected) - 2
     assert len(tensors_of(Tied())) == 2
     assert not any(tensor.requires_grad for tensor in tensors_of(model))
+
+
+def test_the_names_of_units_do_not_tell_whether_a_model_is_compiled() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1] = torch.compile(model[1], backend="eager")
+    assert kinds(model) == kinds(torch.compile(model, backend="eager")) == {"0": "linear", "1": "linear"}
+    assert kinds(torch.compile(nn.Linear(3, 2), backend="eager")) == {ROOT: "linear"}
+
+
+def test_a_model_compiled_as_one_graph_has_no_short_forms() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True))
+    assert kinds(model) == {"0": "linear", "1": "dense"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from poseidon.engine.aside import aside
-from poseidon.engine.rollcall import RollCall
-from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, Verdict
+from poseidon.engine.rollcall import RollCall, pack_flags, unpack_flags
+from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, Tell, Verdict
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.planning.schedule import Schedule
 from poseidon.routes.base import Brought, Exchange, Exchanger, LiveItem
@@ -66,6 +66,7 @@ class Backward:
         self._exchanges: dict[int, Exchange] = {}
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
+        self._used: PendingGather | None = None
 
     def begin(self, unused: Collection[int]) -> None:
         """Send the roll call and start; ``unused`` are parameters that get no gradient on this worker."""
@@ -73,21 +74,27 @@ class Backward:
 
     def gradient(self, parameter: int, is_dense: bool) -> None:
         """Record that a parameter's gradient is final; ``is_dense``: autograd left a full gradient in ``.grad``."""
-        self.brought[self.live.schedule.model.unit_of[parameter]].has_dense |= is_dense
-        self._perform(self.step.gradient(parameter))
+        brought = self.brought[self.live.schedule.model.unit_of[parameter]]
+        brought.has_dense |= is_dense
+        self._perform(self.step.gradient(parameter, is_dense or bool(brought.pieces)))
 
     def close(self) -> list[int]:
-        """Start all remaining items; return the parameters that received no gradient."""
+        """Start all remaining items; return the parameters that fell short (:meth:`Step.close`)."""
         actions, forgotten = self.step.close()
         self._perform(actions)
+        self._perform(self.step.tell())
         return forgotten
 
-    def hear(self, complete: Callable[[Sequence[RollCall]], Sequence[RollCall]]) -> Verdict:
-        """Wait for the others' roll calls and flags; ``complete`` may fill in what the calls leave out."""
+    def hear(self, used: Sequence[bool] = ()) -> Verdict:
+        """Wait for what the others told; ``used``: parameters that any worker uses, if known beforehand."""
         assert self._calls is not None
         calls = [RollCall.from_words(words) for words in self._calls("the others to start backward")]
         flags = self._flags("the others' flags") if self._flags is not None else ()
-        verdict = self.step.hear(complete(calls), flags, self._team.rank)
+        told = [used] if used else []
+        if self._used is not None:
+            words = self._used("the others' used parameters")
+            told = [unpack_flags(row, len(self.step.schedule.model.parameters)) for row in words]
+        verdict = self.step.hear(calls, flags, self._team.rank, told)
         for item, heard in verdict.flags.items():
             self._exchanges[item].heed(heard)
         return verdict
@@ -119,9 +126,11 @@ class Backward:
                 self.stopwatch.mark_ready(action.item)
             elif isinstance(action, Call):
                 self._calls = self._team.start_gather(action.roll_call.words())
-            else:
-                assert isinstance(action, Compare)
+            elif isinstance(action, Compare):
                 self._flags = self._team.start_gather(action.flags)
+            else:
+                assert isinstance(action, Tell)
+                self._used = self._team.start_gather(pack_flags(action.used))
 
     def _start(self, number: int) -> list[Action]:
         live = self.live.items[number]

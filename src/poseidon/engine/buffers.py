@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from poseidon.team.mirror import Mirror, mirrors_of
 from poseidon.team.team import Team
+
+BufferHook = Callable[[dict[str, Tensor]], Any]
+"""Takes the buffers by name and exchanges them; may return futures to wait for at the end of backward."""
 
 
 class BufferSync:
@@ -22,6 +27,11 @@ class BufferSync:
         """``id()`` of each mirrored buffer."""
         self._under_way: list[Callable[[], None]] = []
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The buffers as they are now; any may have been replaced by assignment."""
+        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+
     def sync(self, source: int) -> None:
         """Make the buffers equal to ``source``'s."""
         self.start(source)
@@ -29,14 +39,34 @@ class BufferSync:
 
     def start(self, source: int) -> None:
         """Start copying ``source``'s buffers as they are now; :meth:`complete` applies the copy."""
-        named = [(name, buffer) for name, buffer in self._module.named_buffers() if name not in self._ignored]
-        if [id(buffer) for _, buffer in named] != self._mirrored:  # a buffer was replaced by assignment
-            self._mirrored = [id(buffer) for _, buffer in named]
-            self._mirrors = mirrors_of([buffer for _, buffer in named])
+        buffers = list(self.named.values())
+        if [id(buffer) for buffer in buffers] != self._mirrored:
+            self._mirrored = [id(buffer) for buffer in buffers]
+            self._mirrors = mirrors_of(buffers)
         self._under_way = [mirror.start_copy(self._team, source, "the buffers") for mirror in self._mirrors]
 
     def complete(self) -> None:
         """Apply the copy that was started, if any."""
         completions, self._under_way = self._under_way, []
-        for complete in completions:
-            complete()
+        if not completions:
+            return
+        with _unnoticed(self.named.values()):
+            for complete in completions:
+                complete()
+
+    def run(self, hook: BufferHook) -> None:
+        """Let a hook exchange the buffers instead; futures that it returns are waited for by :meth:`complete`."""
+        buffers = self.named
+        with torch.no_grad(), _unnoticed(buffers.values()):
+            futures = hook(buffers)
+        self._under_way = [future.wait for future in futures or ()]
+
+
+def _unnoticed(buffers: Collection[Tensor]) -> Any:
+    """Return a context in which autograd does not notice that buffers change.
+
+    Batch normalization saves its running statistics for backward but does not read them there in training, so a second
+    forward before the backward must not invalidate the first.
+    """
+    versioned = tuple(buffer for buffer in buffers if not buffer.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(versioned)  # type: ignore[attr-defined]

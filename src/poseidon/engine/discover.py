@@ -20,7 +20,8 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
     """Return the model's units with at least one trainable parameter, in the order of ``model.modules()``.
 
     A parameter that several modules share belongs to the first of them, and its unit is dense: its gradient is a sum
-    over different uses, which has no known short form. ``ignored`` names parameters to skip.
+    over different uses, which has no known short form. So is every unit in a module compiled as one graph
+    (``fullgraph=True``), in which no layer can hand over anything else. ``ignored`` names parameters to skip.
     """
     uses = Counter(
         id(parameter)
@@ -28,6 +29,7 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         for parameter in module._parameters.values()
         if parameter is not None
     )
+    whole_graphs = {id(part) for module in model.modules() if _is_one_graph(module) for part in module.modules()}
     seen: set[int] = set()
     units: list[LiveUnit] = []
     for path, module in model.named_modules():
@@ -35,8 +37,8 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         seen.update(id(p) for _, p in mine)
         if not mine:
             continue
-        is_shared = any(uses[id(p)] > 1 for _, p in mine)
-        kind: Kind = "dense" if is_shared else _kind(module, [p for _, p in mine])
+        is_plain = id(module) in whole_graphs or any(uses[id(p)] > 1 for _, p in mine)
+        kind: Kind = "dense" if is_plain else _kind(module, [p for _, p in mine])
         specs = tuple(ParameterSpec(name, tuple(p.shape), p.element_size()) for name, p in mine)
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and len(mine) > 1:
@@ -44,7 +46,9 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
                 f"{path or ROOT}: an embedding with sparse=True must have exactly one parameter; it has {len(mine)}. "
                 "Use sparse=False: only touched rows travel anyway"
             )
-        spec = Unit(path or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
+        # A compiled module holds the real one: a unit's name does not depend on that.
+        name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+        spec = Unit(name or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
         units.append(LiveUnit(len(units), spec, module, tuple(p for _, p in mine)))
     return units
 
@@ -71,6 +75,10 @@ def _kind(module: nn.Module, parameters: list[nn.Parameter]) -> Kind:
         has_rows = not module.scale_grad_by_freq and getattr(module, "mode", "") != "max"
         return "embedding" if has_rows else "dense"
     return "dense"
+
+
+def _is_one_graph(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
 
 
 def _owns_only(module: nn.Module, *names: str) -> bool:

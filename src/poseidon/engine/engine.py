@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from poseidon.engine.backward import Backward, Flight, LiveSchedule
 from poseidon.engine.options import Options
+from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.schedules import Schedules
-from poseidon.engine.step import Phase, Step
-from poseidon.errors import UnsupportedError
+from poseidon.engine.step import Phase, Step, Verdict
+from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
-from poseidon.planning.route import Routes
+from poseidon.planning.route import Route, Routes
 from poseidon.routes.base import Brought, LiveUnit
 from poseidon.team.team import Team
+from poseidon.team.verify import difference_text, find_differences
 from poseidon.units import Load
 
 
@@ -38,16 +40,6 @@ class Landing:
     flights: Sequence[Flight]
     must_land: bool
     """Some landing is collective, so all workers must land everything now, in this order."""
-
-
-@dataclass(frozen=True)
-class _StaticGraph:
-    """What the first backward of a static graph showed."""
-
-    additions: tuple[int, ...]
-    """By parameter: how often its gradient accumulates."""
-    used: tuple[bool, ...]
-    """By parameter: whether any worker uses it."""
 
 
 class Engine:
@@ -74,16 +66,23 @@ class Engine:
         """Whether the next backward exchanges gradients (false under no_sync and before any forward)."""
         self.divide_by_active = False
         """Under join(): average over the workers that still have input, not over all."""
+        self._is_scaled = True
+        """Whether the routes divide by the number of workers; a user's hook decides by itself."""
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for unit in units for p in unit.parameters)
         """All parameters, in the order of the units."""
         self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
         self._schedules = Schedules(units, team, cluster, options, routes)
-        self._static: _StaticGraph | None = None
-        self._has_local_gradients = False
-        self._factor_dtypes: dict[int, torch.dtype | None] = {}
-        """By unit: dtype of the last factors seen."""
+        self._replicas = ReplicaCheck(self.parameters, options.check_interval)
+        self._static_used: tuple[bool, ...] = ()
+        """By parameter of a static graph: whether any worker uses it. Empty before the first backward."""
+        self._static_additions: tuple[int, ...] | None = None
+        """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
+        self._local: set[int] = set()
+        """Parameters with gradients that were not exchanged."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
+        self._complaint: UnsupportedError | None = None
+        """What was wrong with the last backward, for the next forward to raise."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
@@ -94,6 +93,16 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward."""
         return self._schedules.plan
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the first plan is still to be made, or other plans to be tried."""
+        return self._schedules.is_choosing
+
+    @property
+    def lands_at_once(self) -> bool:
+        """Whether the backward under way must land at its end, although the policy could defer that."""
+        return self._schedules.plan is None or self._schedules.lands_at_once
 
     @property
     def short_units(self) -> frozenset[str]:
@@ -129,15 +138,17 @@ class Engine:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
         return self.plan is None
 
-    def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
-        """Record load on a unit in this backward, and the dtype its factors would have."""
+    def observe(self, unit: LiveUnit, load: Load) -> None:
+        """Record load on a unit in this backward."""
         self._schedules.observe(unit, load)
-        if factor_dtype is not None:
-            self._factor_dtypes[unit.index] = factor_dtype
 
-    def local_gradient(self) -> None:
-        """Record that a backward without an exchange accumulated local gradients."""
-        self._has_local_gradients = True
+    def ask_for_comparison(self) -> None:
+        """Have all workers compare their parameters soon: something but an update has changed them here."""
+        self._replicas.ask()
+
+    def local_gradient(self, parameter: nn.Parameter) -> None:
+        """Record that a backward without an exchange accumulated into a parameter's gradient."""
+        self._local.add(self._number_of[parameter])
 
     def collects(self, unit: LiveUnit) -> bool:
         """Whether this backward wants the unit's factors instead of its gradient."""
@@ -158,6 +169,9 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
+        complaint, self._complaint = self._complaint, None
+        if complaint is not None:
+            raise complaint
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -169,7 +183,7 @@ class Engine:
 
     def will_be_dense(self) -> bool:
         """Whether the next backward sends full gradients only: before the first plan, and after no_sync."""
-        return self._schedules.planned is None or self._has_local_gradients
+        return self._schedules.planned is None or bool(self._local)
 
     def begin_backward(
         self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None, is_joined: bool = False
@@ -181,12 +195,17 @@ class Engine:
             is_dense = self.will_be_dense() if is_dense is None else is_dense
             live = self._schedules.dense if is_dense or self._schedules.planned is None else self._schedules.planned
             left_out = {self._number_of[parameter] for parameter in unused}
-            tells_used = self.options.allow_unused and not self.options.static_graph
-            used = tuple(number not in left_out for number in range(len(self.parameters))) if tells_used else ()
-            call = RollCall(self.step, is_dense, self.batch, is_joined, used)
+            is_static = self.options.static_graph
             stopwatch = self._schedules.make_stopwatch(live)
-            expected = None if self._static is None else self._static.additions
-            step = Step(live.schedule, call, self.options.static_graph, expected, takes_times=stopwatch is not None)
+            step = Step(
+                live.schedule,
+                RollCall(self.step, is_dense, self.batch, is_joined, *self._replicas.words(self.step, is_joined)),
+                is_static,
+                None if is_joined else self._static_additions,
+                takes_times=stopwatch is not None,
+                tells_used=not self._static_used if is_static else self.options.allow_unused,
+                kept=self._local,
+            )
             brought = [self._prepare(unit, live) for unit in self.units]
             backward = Backward(live, step, self.team, brought, stopwatch)
             # Not earlier: once it is visible, another autograd thread gives its factors without taking the lock.
@@ -211,7 +230,7 @@ class Engine:
         self.check_forgotten(forgotten)
 
     def close_backward(self) -> list[nn.Parameter]:
-        """Start all remaining items; return the parameters that received no gradient.
+        """Start all remaining items; return the parameters that received no gradient although they should have.
 
         The exchange continues in the background; call :meth:`settle` before the next backward begins.
         """
@@ -220,9 +239,10 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        for unit, brought in zip(self.units, backward.brought, strict=True):
-            self._factor_dtypes[unit.index] = brought.factor_dtype
-        self._has_local_gradients = False
+        self._local.clear()
+        is_excused = self.options.static_graph and self._static_additions is None
+        if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
+            return []
         return [self.parameters[number] for number in forgotten]
 
     def settle(self) -> Landing:
@@ -232,7 +252,13 @@ class Engine:
         """
         backward = self._backward
         assert backward is not None
-        verdict = backward.hear(self._complete_calls)
+        verdict = backward.hear(self._static_used)
+        if self.options.static_graph:
+            self._learn_static(backward.step)
+        if verdict.differing:
+            self._explain(verdict)
+        active = [call for call in verdict.calls if not call.is_joined]
+        self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
         self.team.watch.note(self.step, "finished backward")
@@ -240,17 +266,58 @@ class Engine:
         return Landing(flights, verdict.must_land)
 
     def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
-        """Raise if some parameters got no gradient in a closed backward although they should have."""
-        assert self._backward is not None
-        if forgotten and not (self._backward.step.call.is_joined or self.options.static_graph):
-            raise self._forgotten_error(forgotten)
+        """Complain in the next forward of parameters that got no gradient in a closed backward.
+
+        Not now: the exchange is complete and the replicas are equal, and torch's class does not complain earlier.
+        """
+        if forgotten:
+            is_static = self.options.static_graph
+            self._complaint = self._changed_error(forgotten) if is_static else self._forgotten_error(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
-        """Take part in a backward for which this worker has no input, so that the others can proceed."""
+        """Take part in a backward for which this worker has no input, so that the others can proceed.
+
+        Its own gradients stay what they were: the others' means are for the others' next update.
+        """
+        kept = [parameter.grad for parameter in self.parameters]
+        if self.options.keep_views:  # the exchange writes into the buckets that they are parts of
+            kept = [None if gradient is None else gradient.clone() for gradient in kept]
         for parameter in self.parameters:
             parameter.grad = None
+        local = set(self._local)
+        self._local.clear()
         self.begin_backward(unused=self.parameters, is_dense=is_dense, is_joined=True)
         self.end_backward()
+        self._local = local
+        for parameter, gradient in zip(self.parameters, kept, strict=True):
+            parameter.grad = gradient
+
+    def use_only(self, route: Route) -> None:
+        """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
+        odd = [unit.name for unit in self.units if not route.accepts(unit.spec)]
+        if odd:
+            raise UnsupportedError(
+                f"{odd[0]}: its sparse gradient cannot travel by {route.name!r}; use sparse=False, which is exact too"
+            )
+        self._check_at_rest(f"the route {route.name!r}")
+        self._schedules.close()
+        options = replace(self.options, routes=None)
+        self._schedules = Schedules(self.units, self.team, self.cluster, options, Routes([route]))
+        self._is_scaled = False
+        # What a hook returns need not be equal on all workers: local SGD lets them drift apart.
+        self._replicas = ReplicaCheck(self.parameters, 0)
+
+    def set_static(self) -> None:
+        """Declare before the first step that all will be alike."""
+        self._check_at_rest("static_graph")
+        self.options = replace(self.options, static_graph=True)
+
+    def _check_at_rest(self, what: str) -> None:
+        if self.step > 0 or self._backward is not None:
+            raise UnsupportedError(
+                f"rank {self.team.rank}: {what} was set in step {self.step}; it should be called before training loop "
+                "starts, right after the model is wrapped"
+            )
 
     def close(self) -> None:
         """Stop the background threads of this engine and its team."""
@@ -265,38 +332,60 @@ class Engine:
     # One step.
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
-        brought = Brought(self._factor_dtypes.get(unit.index))
+        brought = Brought()
         if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 
-    def _complete_calls(self, calls: Sequence[RollCall]) -> Sequence[RollCall]:
-        """Fill in which parameters are used, if a static graph's first backward recorded them. Collective then."""
-        if not self.options.static_graph:
-            return calls
-        if self._static is None:
-            assert self._backward is not None
-            counted = self._backward.step.additions
-            additions = tuple(counted[number] for number in range(len(self.parameters)))
-            everybody = self.team.gather_ints([int(count > 0) for count in additions])
-            used = tuple(any(column) for column in zip(*everybody, strict=True))
-            self._static = _StaticGraph(additions, used)
-        return [replace(call, used=self._static.used) for call in calls]
+    def _learn_static(self, step: Step) -> None:
+        """Record what the first backward of a static graph showed."""
+        assert step.verdict is not None
+        self._static_used = step.verdict.used
+        if self._static_additions is None and not step.call.is_joined:
+            self._static_additions = tuple(step.additions[number] for number in range(len(self.parameters)))
 
     def _rescale(self) -> None:
         assert self._backward is not None
         verdict = self._backward.step.verdict
         assert verdict is not None
-        if self.divide_by_active and 0 < verdict.active < len(verdict.calls):
+        if self._is_scaled and self.divide_by_active and 0 < verdict.active < len(verdict.calls):
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(len(verdict.calls) / verdict.active)
 
-    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
-        names = [self._schedules.model.parameters[self._number_of[parameter]].name for parameter in parameters]
-        some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    def _explain(self, verdict: Verdict) -> None:
+        """Raise the error for replicas that differ, with the parameters' names. Collective."""
+        active = [rank for rank, call in enumerate(verdict.calls) if not call.is_joined]
+        specs = self._schedules.model.parameters
+        named = [(spec.name, parameter) for spec, parameter in zip(specs, self.parameters, strict=True)]
+        with torch._C.DisableTorchFunctionSubclass():  # to look at parameters whose update is due, as they are
+            odd = find_differences(self.team, named, active)
+        raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
+
+    def _shortfall(self, parameters: Sequence[nn.Parameter]) -> str:
+        """Say which parameters fell short in the last backward, as torch's class says it, so that help can be found."""
+        numbers = sorted(self._number_of[parameter] for parameter in parameters)
+        names = ", ".join(self._schedules.model.parameters[number].name for number in numbers)
+        return (
+            f"Parameters which did not receive grad for rank {self.team.rank}: {names}. Parameter indices which did "
+            f"not receive grad for rank {self.team.rank}: {' '.join(map(str, numbers))}"
+        )
+
+    def _changed_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
-            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: {some}. "
-            "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
-            "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+            "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+            "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+            f"True. In step {self.step - 1}, {len(parameters)} parameter(s) got fewer gradients than in the first; "
+            f"remove static_graph.\n{self._shortfall(parameters)}"
+        )
+
+    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+        return UnsupportedError(
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"{len(parameters)} parameter(s) got no gradient in step {self.step - 1}. Either some outputs of forward() "
+            "have no part in the loss: make sure that all `forward` function outputs participate in calculating loss. "
+            "Or parameters are unused on purpose: say so by passing the keyword argument "
+            "`find_unused_parameters=True`, or freeze them with requires_grad_(False) before wrapping.\n"
+            f"{self._shortfall(parameters)}"
         )

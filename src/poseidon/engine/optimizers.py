@@ -32,11 +32,22 @@ def check_max_norm(max_grad_norm: float | None) -> None:
 def clip_before_steps(optimizer: Optimizer, module: nn.Module, max_grad_norm: float) -> Callable[[], None]:
     """Clip the norm of a module's gradients before each optimizer step; return a function that undoes this."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    handle = optimizer.register_step_pre_hook(lambda *_: _clip(parameters, max_grad_norm))
+    handle = optimizer.register_step_pre_hook(lambda *_: clip(optimizer, parameters, max_grad_norm))
     return handle.remove
 
 
-def _clip(parameters: Sequence[nn.Parameter], max_grad_norm: float) -> None:
+def clip(optimizer: Any, parameters: Sequence[nn.Parameter], max_grad_norm: float) -> None:
+    """Clip the norm of gradients; unscale the optimizer's first, if a GradScaler leaves that to its step.
+
+    It does so with fused optimizers: the norm of gradients that are still scaled means nothing.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
+        optimizer.grad_scale = None
     nn.utils.clip_grad_norm_(parameters, max_grad_norm)
 
 

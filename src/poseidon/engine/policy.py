@@ -25,6 +25,8 @@ class Policy(ABC):
     """Means may land after ``backward()`` has returned."""
     syncs_buffers_early: bool = False
     """Buffers travel right after the forward that changed them instead of before the next one."""
+    holds_replicas: bool = True
+    """All workers hold the same bits of every parameter whenever a backward begins."""
     is_copyable: bool = True
     """Whether a copy of the wrapper can have its own policy."""
 

@@ -23,7 +23,7 @@ class Replanning:
     ) -> None:
         self.plan: Plan | None = None
         self.loads: dict[str, Load] = {}
-        """By unit; this worker's own until the first plan, then the largest of any worker."""
+        """By unit; this worker's own until the first plan, then the mean of all workers."""
         self._units = units
         self._cluster = cluster
         self._routes = routes
@@ -49,6 +49,11 @@ class Replanning:
         ratio = self._ratio(batch)
         self._odd_batches = 0 if 1 / REPLAN_RATIO <= ratio <= REPLAN_RATIO else self._odd_batches + 1
         return self._odd_batches >= REPLAN_AFTER
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether the last step's batch differed much from the planned one."""
+        return self._odd_batches > 0
 
     def scaled_loads(self, batch: float) -> dict[str, Load]:
         """Return the loads expected for another batch size."""

@@ -22,18 +22,23 @@ class RollCall:
     """Number of values in this step's inputs, as a measure of batch size."""
     is_joined: bool = False
     """This worker has run out of input and takes part only so that the others can proceed."""
-    used: tuple[bool, ...] = ()
-    """By parameter: whether it gets a gradient on this worker. Empty where every parameter must."""
+    digest: int = 0
+    """A sum of the bits of some parameters, equal on equal replicas; 0: none in this step (``replicas.py``)."""
+    changes: int = 0
+    """How often parameters changed since the last backward."""
+    asks: bool = False
+    """This worker wants all parameters compared."""
 
     def words(self) -> list[int]:
         """Encode for the wire."""
-        return [self.step, int(self.is_dense), self.batch, int(self.is_joined), *map(int, self.used)]
+        flags = int(self.is_dense) | int(self.is_joined) << 1 | int(self.asks) << 2
+        return [self.step, flags, self.batch, self.digest, self.changes]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> RollCall:
         """Decode what :meth:`words` returned on another worker."""
-        step, is_dense, batch, is_joined, *used = words
-        return cls(step, bool(is_dense), batch, bool(is_joined), tuple(map(bool, used)))
+        step, flags, batch, digest, changes = words
+        return cls(step, bool(flags & 1), batch, bool(flags & 2), digest, changes, bool(flags & 4))
 
     def check(self, other: RollCall, rank: int, other_rank: int) -> None:
         """Raise :class:`MismatchError` if the two workers are about to exchange different things."""
@@ -50,3 +55,18 @@ class RollCall:
 
     def _says(self) -> str:
         return "had gradients from no_sync()" if self.is_dense else "had none from no_sync()"
+
+
+_BITS = 62
+"""Flags per word of 64 bits: the sign stays out of it."""
+
+
+def pack_flags(flags: Sequence[bool]) -> list[int]:
+    """Encode flags for the wire, many in a word."""
+    parts = [flags[start : start + _BITS] for start in range(0, len(flags), _BITS)]
+    return [sum(flag << place for place, flag in enumerate(part)) for part in parts]
+
+
+def unpack_flags(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    """Decode ``count`` flags that :func:`pack_flags` encoded."""
+    return tuple(bool(words[place // _BITS] >> place % _BITS & 1) for place in range(count))

@@ -20,7 +20,8 @@ def plan(model: nn.Module, sample_inputs: Any, cluster: Cluster, routes: Mapping
     """Return the plan for training ``model`` on ``cluster`` with one worker's batch ``sample_inputs``.
 
     Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the model
-    in evaluation mode, without gradients.
+    in evaluation mode, without gradients. For training under autocast, call it under autocast: factors are then counted
+    in the short type.
     """
     from poseidon.engine.discover import find_units
 
@@ -33,16 +34,20 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
     """Return the load on each linear and embedding unit in one forward."""
     import torch
 
+    from poseidon.engine.hooks import linear_dtype
+
     loads: dict[str, Load] = {}
 
     def record(unit: LiveUnit, x: Tensor) -> None:
+        value_bytes = unit.weight.element_size()
         if unit.spec.kind == "linear":
             rows = x.numel() // max(x.shape[-1], 1)
+            value_bytes = linear_dtype(x, unit.weight).itemsize
         else:
             table_rows, _ = unit.spec.matrix
             rows = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
-        before = loads.get(unit.name, Load(0))
-        loads[unit.name] = Load(before.rows + rows)
+        before = loads.get(unit.name, Load(0, value_bytes))
+        loads[unit.name] = Load(before.rows + rows, max(before.value_bytes, value_bytes))
 
     handles = [
         unit.module.register_forward_pre_hook(

@@ -59,13 +59,20 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Tell:
+    """Send all workers which parameters got a gradient here; the replies go to :meth:`Step.hear`."""
+
+    used: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Completed:
     """An item has all its gradients; emitted only if the step is timed."""
 
     item: int
 
 
-Action = Start | Call | Compare | Completed
+Action = Start | Call | Compare | Tell | Completed
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,13 @@ class Verdict:
         """Number of workers that had input."""
         return sum(not call.is_joined for call in self.calls)
 
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """Workers whose parameters are not those of the first that compared any; a worker without input does not."""
+        compared = {rank: call.digest for rank, call in enumerate(self.calls) if call.digest and not call.is_joined}
+        first = next(iter(compared.values()), 0)
+        return tuple(rank for rank, digest in compared.items() if digest != first)
+
     def is_used(self, parameter: int) -> bool:
         """Return whether any worker uses a parameter in this step."""
         return self.used[parameter] if self.used else True
@@ -97,7 +111,8 @@ class Step:
     """One backward of a schedule, from its first gradient to its last landing.
 
     With a static graph, ``expected`` holds how often each parameter's gradient accumulates; None in the first step,
-    which learns this and therefore starts nothing before it is closed.
+    which learns this and therefore starts nothing before it is closed. ``tells_used``: parameters may stay without a
+    gradient, and the workers tell each other which do; ``kept`` are those with a gradient from ``no_sync()``.
     """
 
     def __init__(
@@ -107,6 +122,8 @@ class Step:
         is_static: bool = False,
         expected: Sequence[int] | None = None,
         takes_times: bool = False,
+        tells_used: bool = False,
+        kept: Collection[int] = (),
     ) -> None:
         self.schedule = schedule
         self.call = call
@@ -120,6 +137,9 @@ class Step:
         self._is_static = is_static
         self._expected = expected
         self._takes_times = takes_times
+        self._tells_used = tells_used
+        self._used = set(kept)
+        """Parameters with a gradient on this worker."""
         model = schedule.model
         self._waiting = dict.fromkeys(range(len(model.parameters)))
         """Parameters whose gradient is not final yet."""
@@ -153,10 +173,15 @@ class Step:
             actions += self._settle(parameter)
         return actions
 
-    def gradient(self, parameter: int) -> list[Action]:
-        """Record an accumulation into a gradient; it is final unless a static graph expects more."""
+    def gradient(self, parameter: int, is_used: bool = True) -> list[Action]:
+        """Record an accumulation into a gradient; it is final unless a static graph expects more.
+
+        Without ``is_used`` autograd reached the parameter, but with no gradient.
+        """
         assert self.phase is Phase.OPEN, f"a gradient came while the step is {self.phase.value}"
         self.additions[parameter] += 1
+        if is_used:
+            self._used.add(parameter)
         if self._is_static and (self._expected is None or self.additions[parameter] < self._expected[parameter]):
             return []
         if parameter not in self._waiting:
@@ -164,7 +189,10 @@ class Step:
         return self._settle(parameter)
 
     def close(self) -> tuple[list[Action], list[int]]:
-        """End backward on this worker; return what starts now, and the parameters that received no gradient."""
+        """End backward on this worker; return what starts now, and the parameters that fell short.
+
+        Those received no gradient, or with a static graph fewer accumulations than in the first step.
+        """
         assert self.phase is Phase.OPEN, f"a step was closed while it is {self.phase.value}"
         forgotten = [parameter for parameter in self._waiting if not self.additions[parameter]]
         # In order of arrival, while a static graph is still being learned.
@@ -172,7 +200,15 @@ class Step:
         actions = [action for parameter in left for action in self._settle(parameter)]
         assert not any(self._missing_of_item), "an item was never complete"
         self.phase = Phase.CLOSED
+        if self._expected is not None:
+            return actions, [number for number, count in enumerate(self._expected) if self.additions[number] < count]
         return actions, forgotten
+
+    def tell(self) -> list[Action]:
+        """Return what the others must know of a closed step; after all starts, so that messages keep one order."""
+        assert self.phase is Phase.CLOSED, f"a step told its end while it is {self.phase.value}"
+        used = tuple(number in self._used for number in range(len(self.schedule.model.parameters)))
+        return [Tell(used)] if self._tells_used else []
 
     def started(self, item: int, flags: int = 0) -> list[Action]:
         """Record that an item has started, with its flags.
@@ -191,8 +227,14 @@ class Step:
             return []
         return [Compare(tuple(self._flags[number] for number in self.schedule.flagged))]
 
-    def hear(self, calls: Sequence[RollCall], flags: Sequence[Sequence[int]] = (), rank: int = 0) -> Verdict:
-        """Process every worker's roll call and flags, by rank; items may land afterwards.
+    def hear(
+        self,
+        calls: Sequence[RollCall],
+        flags: Sequence[Sequence[int]] = (),
+        rank: int = 0,
+        used: Sequence[Sequence[bool]] = (),
+    ) -> Verdict:
+        """Process every worker's roll call, flags and used parameters, by rank; items may land afterwards.
 
         Raises :class:`~poseidon.errors.MismatchError` if a worker is out of step; ``rank`` is this worker's.
         """
@@ -200,8 +242,7 @@ class Step:
         for other, call in enumerate(calls):
             self.call.check(call, rank, other)
         by_item = dict(zip(self.schedule.flagged, map(tuple, zip(*flags, strict=True)), strict=True)) if flags else {}
-        used = tuple(any(column) for column in zip(*(call.used for call in calls), strict=True))
-        self.verdict = Verdict(tuple(calls), by_item, used)
+        self.verdict = Verdict(tuple(calls), by_item, tuple(any(column) for column in zip(*used, strict=True)))
         self.phase = Phase.SETTLED if self.schedule.items else Phase.LANDED
         return self.verdict
 
@@ -246,12 +287,16 @@ class Step:
             self._next[name] += 1
         return actions
 
+    def _expected_of(self, parameter: int) -> int:
+        return 0 if self._expected is None else self._expected[parameter]
+
     def _twice(self, parameter: int) -> UnsupportedError:
         name = self.schedule.model.units[self.schedule.model.unit_of[parameter]].name
         if self._is_static:
             return UnsupportedError(
-                f"{name}: a parameter's gradient accumulated more often than in the first step, but static_graph=True "
-                "promises that every step does the same; remove static_graph"
+                f"Your training graph has changed in this iteration: a parameter of {name} got a gradient "
+                f"{self.additions[parameter]} time(s) in step {self.number}, {self._expected_of(parameter)} in the "
+                "first, but static_graph=True promises that every step does the same; remove static_graph"
             )
         return UnsupportedError(
             f"{name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "

@@ -23,6 +23,7 @@ from poseidon.engine.optimizers import (
     check_max_norm,
     check_optimizer,
     clear_gradients,
+    clip,
     clip_before_steps,
     defer,
     give_back,
@@ -106,7 +107,7 @@ class DeferredUpdates(Policy):
 
     def end_backward(self) -> None:
         """Let this backward's exchange continue in the background."""
-        if self.engine.plan is None or self._is_paused:
+        if self.engine.lands_at_once or self._is_paused:
             self.engine.end_backward()
             return
         forgotten = self.engine.close_backward()
@@ -182,8 +183,8 @@ class DeferredUpdates(Policy):
             self._due = options if self._pending else None
             self._clears = None
             self._update([p for p in self._group_of if p not in self._pending], options)
-            if getattr(self.optimizer, "grad_scaler", None) is not None:
-                self.finish()  # the scale is valid only in this call
+            if getattr(self.optimizer, "found_inf", None) is not None:
+                self.finish()  # a GradScaler's verdict and scale are valid only in this call
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Clear gradients; those that a due update needs are cleared after it."""
@@ -230,7 +231,7 @@ class DeferredUpdates(Policy):
         """Step the user's optimizer for some parameters, with the options from the time of ``step()``."""
         if self._max_grad_norm is not None and not self._pending:
             with aside():
-                nn.utils.clip_grad_norm_(self.engine.parameters, self._max_grad_norm)
+                clip(self.optimizer, self.engine.parameters, self._max_grad_norm)
         members: list[list[nn.Parameter]] = [[] for _ in options]
         for parameter in parameters:
             if parameter in self._group_of:

@@ -237,7 +237,7 @@ class _Product(torch.autograd.Function):
             if front.exchanges:
                 front.begin()
             if engine.is_observing and engine.in_backward:
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()), x.dtype)
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller wants to differentiate once more, which factors cannot do.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 # The kernel is the transpose of what the engine takes: the factors swap.

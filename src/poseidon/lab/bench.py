@@ -30,7 +30,8 @@ from poseidon.sim.cells import Bench, predict_ms
 from poseidon.sums.device import can_compact
 from poseidon.version import __version__
 
-KEPT_LINES = 30
+KEPT_LINES = 400
+"""Enough for the stacks of all workers of a job that hung."""
 
 
 @dataclass(frozen=True)

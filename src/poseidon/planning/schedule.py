@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.packing import assign_buckets
+from poseidon.planning.packing import assign_buckets, even_buckets
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.shipments import Sending, share_messages
 from poseidon.units import Load, ParameterSpec, Unit
@@ -130,12 +130,15 @@ class Packing:
     """The user's limit; None: each route's default."""
     defers: bool = False
     """Landing may wait until the next forward needs it."""
+    is_even: bool = False
+    """Buckets are equally large, as in torch's class; otherwise they shrink towards the end of backward."""
 
     def pack(self, route: Route, sizes: Sequence[tuple[Hashable, int]], units: Sequence[int]) -> list[list[int]]:
         """Return which of a route's parameters, given as (kind, bytes) and by unit, share an item."""
         if not route.is_packed:
             return _by_unit(units)
-        return assign_buckets(sizes, route.limit_bytes(self.asked_bytes, self.defers, self.cluster))
+        limit_bytes = route.limit_bytes(self.asked_bytes, self.defers, self.cluster)
+        return even_buckets(sizes, limit_bytes) if self.is_even else assign_buckets(sizes, limit_bytes)
 
 
 def make_schedule(

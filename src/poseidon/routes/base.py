@@ -64,12 +64,10 @@ class LiveUnit:
 class Brought:
     """What one backward has brought for one unit so far, besides what is in ``.grad``."""
 
-    __slots__ = ("_pieces", "factor_dtype", "has_dense", "kept")
+    __slots__ = ("_pieces", "has_dense", "kept")
 
-    def __init__(self, factor_dtype: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         self._pieces: list[FactorPair] = []
-        self.factor_dtype = factor_dtype
-        """Dtype of the last factors seen, for a backward that brings none."""
         self.has_dense = False
         """``.grad`` holds a full gradient that autograd made in this backward."""
         self.kept: Tensor | None = None
@@ -77,7 +75,6 @@ class Brought:
 
     def give(self, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call."""
-        self.factor_dtype = x.dtype
         self._pieces.append((x, g))
 
     @property

@@ -125,7 +125,7 @@ class ShardedRoute(Route):
         (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
         # Values that were shortened are no longer float32.
         can_be = conditions.compacts and conditions.wire_share == 1
-        share = COMPACT_SHARE if can_be and is_worth_compacting(item.itemsize, slot.chunks) else 1.0
+        share = COMPACT_SHARE if can_be and item.itemsize == 4 and is_worth_compacting(slot.chunks) else 1.0
         rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
         return [self._round(item, chunks, share, conditions) for chunks in rounds]
 

@@ -17,18 +17,21 @@ from poseidon.sim.setting import Setting
 from poseidon.sim.workload import Workload, count_transfers, make_workload
 
 
-def simulate(setting: Setting, keep_spans: bool = False) -> Outcome:
-    """Return the steady-state step; ``keep_spans`` adds the first machine's timeline."""
-    return _Run(setting, keep_spans).outcome()
+def simulate(setting: Setting, keep_spans: bool = False, workload: Workload | None = None) -> Outcome:
+    """Return the steady-state step; ``keep_spans`` adds the first machine's timeline.
+
+    ``workload`` defaults to what the setting's system would send.
+    """
+    return _Run(setting, keep_spans, workload or make_workload(setting)).outcome()
 
 
 class _Run:
     """One simulation: machines, the transfers under way, and the agenda that drives them."""
 
-    def __init__(self, setting: Setting, keep_spans: bool) -> None:
+    def __init__(self, setting: Setting, keep_spans: bool, workload: Workload) -> None:
         self.setting = setting
         self.agenda = Agenda()
-        self.workload: Workload = make_workload(setting)
+        self.workload = workload
         self.spans: list[Span] | None = [] if keep_spans else None
         self.machines = [_Machine(self, index) for index in range(setting.simulated_machines)]
         self._travelling: dict[tuple[int, int], _Journey] = {}

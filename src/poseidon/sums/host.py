@@ -27,19 +27,21 @@ FEWEST_ADDED = 4
 class HostAdder:
     """Adds up one slot in host memory, an :class:`~poseidon.sums.arithmetic.Adder`.
 
-    Half precision is added in float32 and rounded once. Parts are read where they lie. Memory for sums comes from
-    ``pool`` and goes back by itself once it has been sent.
+    Sums travel as they are, and whoever receives one divides it by ``divisor``: quotients have more bits than sums.
+    Half precision is added in float32, divided by the owner and rounded once. Parts are read where they lie. Memory
+    for sums comes from ``pool`` and goes back by itself once it has been sent.
     """
 
     together = FEWEST_ADDED
 
-    def __init__(self, slot: Slot, rank: int, number_format: Format, pool: Pool) -> None:
+    def __init__(self, slot: Slot, rank: int, number_format: Format, pool: Pool, divisor: int = 1) -> None:
         self.layouts: Layouts = {Encoding.PLAIN: PlainLayout(number_format.stored.itemsize)}
         self._slot = slot
         self._size = slot.chunks[-1].stop if slot.chunks else 0
         self._rank = rank
         self._format = number_format
         self._pool = pool
+        self._divisor = divisor
         self._values: Array | None = None
 
     def open(self, values: Array, then: Then, fail: Fail) -> None:  # noqa: ARG002 - nothing happens on another thread
@@ -84,7 +86,9 @@ class HostAdder:
         then()
 
     def encode(self, chunk: Chunk, total: Array) -> Encoded:  # noqa: ARG002 - as in the contract
-        """Return a finished sum, rounded where values are stored in half precision."""
+        """Return a finished sum; in half precision, divided and rounded."""
+        if self._format.rounds and self._divisor != 1:
+            np.divide(total, self._divisor, out=total)
         return Encoded(Encoding.PLAIN, self._format.narrow(total))
 
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:  # noqa: ARG002 - as in the contract
@@ -92,16 +96,19 @@ class HostAdder:
         return self.own(chunk).data.cast("B")
 
     def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:  # noqa: ARG002 - as in the contract
-        """Copy a sum that was made here; any other already lies in its place."""
-        if chunk.owner == self._rank:
-            np.copyto(self.own(chunk), payload)
+        """Divide a sum, unless its owner did, and leave it in its place, where it lies unless it was made here."""
+        own = self.own(chunk)
+        if not self._format.rounds and self._divisor != 1:
+            np.divide(payload if chunk.owner == self._rank else own, self._divisor, out=own)
+        elif chunk.owner == self._rank:
+            np.copyto(own, payload)
 
     def close(self) -> None:
         """Let go of the values."""
         self._values = None
 
 
-def host_adders(slots: Sequence[Slot], formats: Sequence[str], rank: int) -> list[HostAdder]:
+def host_adders(slots: Sequence[Slot], formats: Sequence[str], rank: int, divisor: int = 1) -> list[HostAdder]:
     """Return an adder for each slot, given the names of their number formats; they share memory for sums."""
     found = [find_format(name) for name in formats]
     owned_bytes = sum(
@@ -112,7 +119,9 @@ def host_adders(slots: Sequence[Slot], formats: Sequence[str], rank: int) -> lis
     )
     # A pool rounds sizes up by a quarter at most. Every plan gets a pool of its own, which goes with it.
     pool = Pool(max(MOST_SPARE_BYTES, owned_bytes * 5 // 4))
-    return [HostAdder(slot, rank, number_format, pool) for slot, number_format in zip(slots, found, strict=True)]
+    return [
+        HostAdder(slot, rank, number_format, pool, divisor) for slot, number_format in zip(slots, found, strict=True)
+    ]
 
 
 def _sum_pieces(values: Sequence[Array], target: Array) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
-from poseidon.planning.packing import LARGEST_BUCKET_BYTES
+from poseidon.planning.packing import LARGEST_BUCKET_BYTES, even_buckets
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.planning.transfers import Conditions
@@ -96,3 +96,11 @@ def test_transfers_carry_what_the_costs_count() -> None:
         counted = sum(routes[item.route].cost(spec, item.load, CLUSTER).wire_bytes for spec in item.specs)
         moved = sum(transfer.out_bytes for transfer in routes[item.route].transfers(item, conditions))
         assert moved == pytest.approx(counted)
+
+
+def test_even_buckets_are_as_torch_makes_them() -> None:
+    mib = 2**20
+    sizes = [("float32", size) for size in (mib // 2, mib // 2, 10 * mib, 20 * mib, mib)]
+    assert even_buckets(sizes, 25 * mib) == [[0, 1], [2, 3], [4]]
+    assert even_buckets([], 25 * mib) == []
+    assert even_buckets([("float32", mib), ("float64", mib), ("float32", mib)], 25 * mib) == [[0], [1], [2]]

@@ -1,0 +1,156 @@
+"""What torch's class offers around training, for code that reads it: averagers, optimizers and other libraries.
+
+Nothing here takes part in an exchange; ``api.py`` does, and fills in the attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from poseidon.errors import UnsupportedError
+
+
+class TorchSurface(nn.Module, Joinable):
+    """Attributes and helpers of :class:`torch.nn.parallel.DistributedDataParallel`, beside its training."""
+
+    broadcast_bucket_size = 250 * 2**20
+    """Bytes in one message, for :meth:`_default_broadcast_coalesced`."""
+    module: nn.Module
+    device: torch.device
+    process_group: Any
+    """The group that exchanges gradients; None with one worker and no process group."""
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    _ignored: set[str]
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @property
+    def device_type(self) -> str:
+        """Such as "cuda"."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether the parameters are on several devices."""
+        return len({parameter.device for parameter in self._module_parameters}) > 1
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that each worker keeps to itself."""
+        return self._ignored
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronized, by name."""
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self._ignored}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronized."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether the next forward synchronizes buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Part of torch's generic join protocol."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Part of torch's generic join protocol."""
+        return self.process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Part of torch's generic join protocol."""
+        raise NotImplementedError
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return [parameter for name, parameter in self.module.named_parameters() if name not in self._ignored]
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        tensors, size = bufs or self.modules_buffers, bucket_size or self.broadcast_bucket_size
+        dist._broadcast_coalesced(self.process_group, tensors, size, authoritative_rank)  # type: ignore[attr-defined]
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Ignored: outputs are never cloned."""
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: list[nn.Parameter] | None = None, **kwargs: Any
+    ) -> None:
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim  # type: ignore[attr-defined]
+
+        try:
+            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"{optim.__name__} does not support overlapped DDP; call its step() after backward"
+            ) from error
+
+    def _update_process_group(self, new_process_group: Any) -> None:  # noqa: ARG002
+        raise UnsupportedError(
+            "the process group of a wrapped model cannot be replaced; call close() and wrap the module again with it"
+        )
+
+
+_TORCH_ONLY = {
+    "mixed_precision": "use torch.autocast",
+    "delay_all_reduce_named_params": "the plan orders all exchanges",
+    "param_to_hook_all_reduce": "the plan orders all exchanges",
+}
+_WITHOUT_EFFECT = {
+    "batched_grad_copy": "gradients are always copied in batches",
+    "skip_all_reduce_unused_params": "unused parameters cost only their share of a bucket",
+    "check_reduction": "every reduction is checked; torch's own class ignores it as well",
+}
+
+
+def refuse_torch_only(arguments: Mapping[str, Any]) -> None:
+    """Raise for options of torch's class that mean something here but cannot be had."""
+    for name, value in arguments.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name not in _TORCH_ONLY:
+            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+        if value:
+            raise UnsupportedError(
+                f"{name}={value!r} is not available in poseidon.DistributedDataParallel; {_TORCH_ONLY[name]}"
+            )
