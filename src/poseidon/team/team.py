@@ -79,13 +79,17 @@ class Team:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        self.group = dist.group.WORLD if group is None else group
-        assert self.group is not None
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        self.group: dist.ProcessGroup = whole
         self.timeout_s = timeout_s
         self._deadline = timedelta(seconds=timeout_s)
-        self._global_rank = dist.get_rank()
         # Known before anything blocks, so that the workers that arrive can name one that does not.
         self.membership = Membership.unnamed(dist.get_process_group_ranks(self.group))
+        self.rank = self.membership.rank_of(dist.get_rank())
+        """Rank of this worker in the team."""
+        self.size = self.membership.size
+        """Number of workers in the team."""
         name = self.group.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
@@ -114,16 +118,6 @@ class Team:
             self.membership.epoch,
             tuple(Member(member.global_rank, names["host"], names["machine"]) for member, names in members),
         )
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker in the team."""
-        return self.membership.rank_of(self._global_rank)
-
-    @property
-    def size(self) -> int:
-        """Number of workers in the team."""
-        return self.membership.size
 
     @property
     def topology(self) -> Topology:
