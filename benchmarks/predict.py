@@ -101,6 +101,7 @@ def _predict(data: dict[str, Any], cell: dict[str, Any], system: str) -> float:
         cores=cores,
         flops=flops,
         compacts=data["hardware"].get("compacts", False),
+        precision=worker.get("precision", "float32"),
     )
     predicted = predict_ms(bench, system)
     assert predicted is not None

@@ -95,6 +95,15 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def planned(self) -> LiveSchedule | None:
+        """The schedule of that plan."""
+        return self._schedules.planned
+
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
+        self._schedules.mark_rounded(parameters)
+
+    @property
     def is_choosing(self) -> bool:
         """Whether the first plan is still to be made, or other plans to be tried."""
         return self._schedules.is_choosing
@@ -116,6 +125,14 @@ class Engine:
     def phase(self) -> Phase:
         """Phase of the last backward; ``LANDED`` before the first one."""
         return Phase.LANDED if self._backward is None else self._backward.step.phase
+
+    @property
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters for which no worker has a gradient in the last backward, once that is settled."""
+        verdict = None if self._backward is None else self._backward.step.verdict
+        if verdict is None:
+            return []
+        return [parameter for number, parameter in enumerate(self.parameters) if not verdict.is_used(number)]
 
     @property
     def failure(self) -> BaseException | None:
@@ -156,12 +173,12 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return self._schedules.delivers(backward.live, unit) == "factors"
+        return "factors" in self._schedules.delivers(backward.live, unit)
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and self._schedules.delivers(planned, unit) == "rows"
+        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -295,6 +312,8 @@ class Engine:
 
     def use_only(self, route: Route) -> None:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
+        if self.options.serves:
+            raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
         odd = [unit.name for unit in self.units if not route.accepts(unit.spec)]
         if odd:
             raise UnsupportedError(
@@ -334,7 +353,7 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
+        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

@@ -164,16 +164,16 @@ class AutogradFrontEnd:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _specialise(self, unit: LiveUnit) -> None:
-        module = unit.module
-        if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
-            _LIVE[module] = (weakref.ref(self), unit.index)
-            module.__class__ = _SPECIAL[type(module)]
+        for module in (unit.module, unit.head):
+            if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
+                _LIVE[module] = (weakref.ref(self), unit.index)
+                module.__class__ = _SPECIAL[type(module)]
 
     def _restore(self, unit: LiveUnit) -> None:
-        module = unit.module
-        if module is not None and type(module) in _PLAIN:
-            _LIVE.pop(module, None)
-            module.__class__ = _PLAIN[type(module)]
+        for module in (unit.module, unit.head):
+            if module is not None and type(module) in _PLAIN:
+                _LIVE.pop(module, None)
+                module.__class__ = _PLAIN[type(module)]
 
 
 class _PlainOutside:
@@ -264,7 +264,8 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
                 if front_end.exchanges:
                     front_end.begin()
                 if front_end.engine.is_observing and front_end.engine.in_backward:
-                    front_end.engine.observe(unit, Load(rows=torch.unique(indices).numel()))
+                    count = torch.unique(indices).numel()
+                    front_end.engine.observe(unit, Load(0, 0, count) if unit.spec.kind == "tied" else Load(count))
 
             out.register_hook(observe)
         return out
