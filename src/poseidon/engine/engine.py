@@ -150,7 +150,8 @@ class Engine:
     @property
     def in_backward(self) -> bool:
         """Whether a backward that exchanges gradients is under way."""
-        return self.phase is Phase.OPEN
+        backward = self._backward  # asked for every gradient
+        return backward is not None and backward.step.phase is Phase.OPEN
 
     @property
     def is_observing(self) -> bool:

@@ -146,7 +146,8 @@ class AutogradFrontEnd:
             if not self.exchanges:
                 self.engine.local_gradient(parameter)
                 return
-            self.begin()
+            if not (self._is_end_queued and self.engine.in_backward):
+                self.begin()
             self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
 
         return accumulated
