@@ -45,8 +45,9 @@ class Immediately(Waiter):
 class SumWorker:
     """One rank's server and its device."""
 
-    def __init__(self, transport: MemoryTransport, kind: str, divisor: int = 1) -> None:
+    def __init__(self, transport: MemoryTransport, kind: str, divisor: int, dtype: torch.dtype) -> None:
         self.transport = transport
+        self.dtype = dtype
         self.divisor = divisor
         self.kind = kind
         self.compactor = HostCompactor()
@@ -60,7 +61,7 @@ class SumWorker:
         if self.kind == "host":
             self.adders = [*host_adders(slots, ["float32"] * len(slots), rank, self.divisor)]
         else:
-            self.adders = [DeviceAdder(slot, rank, size, self.device, self.divisor) for slot in slots]
+            self.adders = [DeviceAdder(slot, rank, size, self.device, self.divisor, self.dtype) for slot in slots]
         self.server.book(zip(slots, self.adders, strict=True))
 
     def start(self, values: Array, slot: Slot, step: int) -> Future[Any]:
@@ -75,11 +76,12 @@ def make_team(
     scheduler: Scheduler | None = None,
     chunk_values: int = CHUNK_VALUES,
     divisor: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[SumWorker], list[Slot], MemoryNetwork]:
     """Return workers that have booked slots of these sizes, the slots, and the network between them."""
     slots = make_slots(0, sizes, [4] * len(sizes), workers, 4 * chunk_values)
     transports = make_memory_network(workers, scheduler)
-    team = [SumWorker(transport, kind, divisor) for transport in transports]
+    team = [SumWorker(transport, kind, divisor, dtype) for transport in transports]
     for worker in team:
         worker.book(slots)
     return team, slots, transports[0].network

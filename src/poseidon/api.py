@@ -24,7 +24,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferHook, BufferSync
-from poseidon.engine.discover import find_units, tensors_of
+from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
@@ -32,6 +32,7 @@ from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.job import settings
 from poseidon.job.world import World, init
 from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
@@ -87,6 +88,8 @@ class DistributedDataParallel(TorchSurface):
         **torch_only: Any,
     ) -> None:
         super().__init__()
+        bucket_caps_mb = torch_only.pop("bucket_cap_mb_list", None) or ()
+        process_group = _group_of(torch_only.pop("device_mesh", None), process_group)
         refuse_torch_only(torch_only)
         if dim != 0:
             raise UnsupportedError(f"dim={dim}: one worker drives one device, so there is no dimension to split along")
@@ -102,7 +105,10 @@ class DistributedDataParallel(TorchSurface):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._bucket_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_caps_mb]
+        # Torch's list says how large each bucket may be; the plan decides that, up to the largest.
+        asked_bytes = max(self.bucket_bytes_cap_list, default=None)
+        self._bucket_bytes = asked_bytes if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         """Whether the next forward synchronizes buffers: not while gradients are being accumulated."""
@@ -129,6 +135,7 @@ class DistributedDataParallel(TorchSurface):
         self._buffer_hook_is_late = False
         """The buffer hook runs after the forward instead of before."""
         self._comm_hooks: list[tuple[Hook, object]] = []
+        self._hook_name = ""
         self._steps_in_backward: list[nn.Parameter] | None = None
         """Parameters with an optimizer of their own that runs in backward; None before the first forward."""
         self._release: weakref.finalize[Any, Any] | None = None
@@ -218,12 +225,14 @@ class DistributedDataParallel(TorchSurface):
         if self._engine is not None:
             self._engine.use_only(HookedRoute(state, hook))
         self._comm_hooks.append((hook, state))
+        self._hook_name = name_of(hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+        self._hook_name = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Any, comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD
@@ -237,6 +246,19 @@ class DistributedDataParallel(TorchSurface):
             )
         self._buffer_hook = lambda buffers: hook(state, buffers)
         self._buffer_hook_is_late = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets have their final order, which the first backward shows."""
+        return self.plan is not None
+
+    def _logged(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"comm_hook": self._hook_name} if self._hook_name else {}
+        if self._engine is not None:
+            found["iteration"] = self._engine.step
+            if self._engine.last_error:
+                found |= {"has_error": 1, "error": self._engine.last_error}
+        return found
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -257,12 +279,24 @@ class DistributedDataParallel(TorchSurface):
         if self._front_end is not None:
             self._front_end.close()
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as any module does, and have the workers compare what they loaded."""
+        loaded = super().load_state_dict(*args, **kwargs)
+        if self._engine is not None:
+            self._engine.ask_for_comparison()
+        return loaded
+
     # Poseidon's own additions.
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward, and with one worker."""
         return None if self._engine is None else self._engine.plan
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether plans are still being tried in the first steps; benchmarks should wait until this is false."""
+        return self._engine is not None and self._engine.is_choosing
 
     @property
     def cluster(self) -> Cluster | None:
@@ -300,9 +334,9 @@ class DistributedDataParallel(TorchSurface):
         devices = sorted({str(p.device) for p in parameters})
         if self.device_ids:
             if len(self.device_ids) > 1 or len(devices) > 1:
-                raise UnsupportedError(
-                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: one device per worker; "
-                    "start one worker per device"
+                raise ConfigError(
+                    "device_ids can only be None or contain a single element: it is "
+                    f"{self.device_ids}, with parameters on {', '.join(devices)}; start one worker per device"
                 )
             if parameters[0].device.type == "cpu":
                 raise ConfigError(
@@ -312,6 +346,8 @@ class DistributedDataParallel(TorchSurface):
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
+        if self._policy.serves:
+            units = [only_dense(unit) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
@@ -353,8 +389,10 @@ class DistributedDataParallel(TorchSurface):
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
             routes=self._routes,
+            check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
-            tries=True,
+            serves=self._policy.serves,
+            tries=not self._policy.serves,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:
@@ -408,7 +446,8 @@ class DistributedDataParallel(TorchSurface):
         tensors = list(tensors_in(outputs))
         unused: list[nn.Parameter] = []
         if self.find_unused_parameters and not self.static_graph:
-            unused = unreached(tensors, self._engine.parameters)
+            # Outputs hidden in an opaque object may depend on anything.
+            unused = unreached(tensors, self._engine.parameters) if tensors else []
         self._front_end.watch_outputs(tensors, unused)
         if self._policy.syncs_buffers_early and not self._join_config.enable:
             # The wire is idle here; in the next forward the buffers would queue behind gradients.
@@ -502,6 +541,21 @@ def _release(front_end: AutogradFrontEnd | None, turns: _Turns) -> None:
     if front_end is not None:
         front_end.close()
     turns.close()
+
+
+def _group_of(device_mesh: Any, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group to exchange in, given torch's two ways to name it."""
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise UnsupportedError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1 or device_mesh._get_root_mesh() != device_mesh:
+        raise UnsupportedError(
+            f"Only 1D device mesh is supported, but got {device_mesh}, or it is part of a larger one; pass the "
+            "process group of the workers that hold equal parameters"
+        )
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
 
 
 def _warn_of_broadcast_buffers(is_overruled: bool) -> None:

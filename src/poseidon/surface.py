@@ -19,6 +19,8 @@ from poseidon.errors import UnsupportedError
 class TorchSurface(nn.Module, Joinable):
     """Attributes and helpers of :class:`torch.nn.parallel.DistributedDataParallel`, beside its training."""
 
+    broadcast_bucket_size = 250 * 2**20
+    """Bytes in one message, for :meth:`_default_broadcast_coalesced`."""
     module: nn.Module
     device: torch.device
     process_group: Any
@@ -27,6 +29,7 @@ class TorchSurface(nn.Module, Joinable):
     require_forward_param_sync: bool
     static_graph: bool
     find_unused_parameters: bool
+    gradient_as_bucket_view: bool
     _ignored: set[str]
 
     def __init__(self) -> None:
@@ -102,6 +105,30 @@ class TorchSurface(nn.Module, Joinable):
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
+    def _default_broadcast_coalesced(
+        self, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        tensors, size = bufs or self.modules_buffers, bucket_size or self.broadcast_bucket_size
+        dist._broadcast_coalesced(self.process_group, tensors, size, authoritative_rank)  # type: ignore[attr-defined]
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return what is known of torch's entries; nothing is logged."""
+        return {
+            "module_name": type(self.module).__name__,
+            "rank": self._distributed_rank,
+            "world_size": dist.get_world_size(self.process_group),
+            "num_parameter_tensors": sum(p.requires_grad for p in self._module_parameters),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            **self._logged(),
+        }
+
+    def _logged(self) -> dict[str, Any]:
+        """Return what only the engine knows."""
+        return {}
+
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Ignored: outputs are never cloned."""
 
@@ -125,10 +152,8 @@ class TorchSurface(nn.Module, Joinable):
 
 _TORCH_ONLY = {
     "mixed_precision": "use torch.autocast",
-    "device_mesh": "pass process_group",
     "delay_all_reduce_named_params": "the plan orders all exchanges",
     "param_to_hook_all_reduce": "the plan orders all exchanges",
-    "bucket_cap_mb_list": "use bucket_cap_mb",
 }
 _WITHOUT_EFFECT = {
     "batched_grad_copy": "gradients are always copied in batches",

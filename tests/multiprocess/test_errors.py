@@ -68,7 +68,9 @@ def _unused() -> str:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used(x)
 
-    return _message(lambda: _step(wrap(Half())), UnsupportedError)
+    model = wrap(Half())
+    _step(model)
+    return _message(lambda: _step(model), UnsupportedError)
 
 
 def test_unused_parameters_are_named() -> None:

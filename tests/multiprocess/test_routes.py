@@ -34,6 +34,7 @@ def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: di
     plain = make()
     wrapped = wrap(make(), routes=routes, **options)
     wrapped.module.load_state_dict(plain.state_dict())
+    kept: list[tuple[Tensor, Tensor]] = []
     for number in range(steps):
         inputs = draw(number)
         expected = _mean_gradients(plain, plain(*inputs).square().sum())
@@ -46,6 +47,9 @@ def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: di
             everybody = [torch.empty_like(mine.grad) for _ in range(dist.get_world_size())]
             dist.all_gather(everybody, mine.grad)
             assert all(torch.equal(everybody[0], other) for other in everybody)
+            kept.append((mine.grad, mine.grad.clone()))
+    # Memory may be used again, but not while somebody holds a gradient of an earlier step.
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept)
     assert wrapped.plan is not None
     assert set(wrapped.plan.routes.values()) == set(routes.values())
     return wrapped

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Kind, ParameterSpec, Unit
 
@@ -58,12 +59,20 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
     return units
 
 
+def only_dense(unit: LiveUnit) -> LiveUnit:
+    """Return a unit whose gradient travels in full only."""
+    if unit.spec.is_sparse:
+        raise UnsupportedError(f'{unit.name}: sparse=True makes sparse gradients, which update="server" does not take')
+    return replace(unit, spec=replace(unit.spec, kind="dense"))
+
+
 def _trainable(path: str, module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
     for short, parameter in module.named_parameters(recurse=False):
         name = f"{path}.{short}" if path else short
         if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name} has no shape yet (a lazy module); run one batch through the model first"
+            raise UnsupportedError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`: parameter "
+                f"{name} has no shape yet (a lazy module); run one batch through the model first"
             )
         if parameter.requires_grad and name not in ignored:
             yield name, parameter

@@ -13,20 +13,23 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from poseidon.engine.backward import Backward, Flight, LiveSchedule
 from poseidon.engine.options import Options
+from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.schedules import Schedules
-from poseidon.engine.step import Phase, Step
-from poseidon.errors import UnsupportedError
+from poseidon.engine.step import Phase, Step, Verdict
+from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
 from poseidon.planning.route import Route, Routes
 from poseidon.routes.base import Brought, LiveUnit
 from poseidon.team.team import Team
+from poseidon.team.verify import difference_text, find_differences
 from poseidon.units import Load
 
 
@@ -69,6 +72,7 @@ class Engine:
         """All parameters, in the order of the units."""
         self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
         self._schedules = Schedules(units, team, cluster, options, routes)
+        self._replicas = ReplicaCheck(self.parameters, options.check_interval)
         self._static_used: tuple[bool, ...] = ()
         """By parameter of a static graph: whether any worker uses it. Empty before the first backward."""
         self._static_additions: tuple[int, ...] | None = None
@@ -77,6 +81,10 @@ class Engine:
         """Parameters with gradients that were not exchanged."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
+        self._forgotten: set[nn.Parameter] | None = None
+        """Parameters that got no gradient in any backward since the last forward; None: no backward yet."""
+        self.last_error = ""
+        """Text of the last error that this engine raised for the user's doing."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
@@ -87,6 +95,20 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward."""
         return self._schedules.plan
+
+    @property
+    def planned(self) -> LiveSchedule | None:
+        """The schedule of that plan."""
+        return self._schedules.planned
+
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
+        self._schedules.mark_rounded(parameters)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the first plan is still to be made, or other plans to be tried."""
+        return self._schedules.is_choosing
 
     @property
     def lands_at_once(self) -> bool:
@@ -107,6 +129,14 @@ class Engine:
         return Phase.LANDED if self._backward is None else self._backward.step.phase
 
     @property
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters for which no worker has a gradient in the last backward, once that is settled."""
+        verdict = None if self._backward is None else self._backward.step.verdict
+        if verdict is None:
+            return []
+        return [parameter for number, parameter in enumerate(self.parameters) if not verdict.is_used(number)]
+
+    @property
     def failure(self) -> BaseException | None:
         """The error that broke the exchange; the replicas may differ after it."""
         return self._failure
@@ -120,7 +150,8 @@ class Engine:
     @property
     def in_backward(self) -> bool:
         """Whether a backward that exchanges gradients is under way."""
-        return self.phase is Phase.OPEN
+        backward = self._backward  # asked for every gradient
+        return backward is not None and backward.step.phase is Phase.OPEN
 
     @property
     def is_observing(self) -> bool:
@@ -130,6 +161,10 @@ class Engine:
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit in this backward."""
         self._schedules.observe(unit, load)
+
+    def ask_for_comparison(self) -> None:
+        """Have all workers compare their parameters soon: something but an update has changed them here."""
+        self._replicas.ask()
 
     def local_gradient(self, parameter: nn.Parameter) -> None:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
@@ -154,6 +189,7 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
+        self._complain()
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -181,7 +217,7 @@ class Engine:
             stopwatch = self._schedules.make_stopwatch(live)
             step = Step(
                 live.schedule,
-                RollCall(self.step, is_dense, self.batch, is_joined),
+                RollCall(self.step, is_dense, self.batch, is_joined, *self._replicas.words(self.step, is_joined)),
                 is_static,
                 None if is_joined else self._static_additions,
                 takes_times=stopwatch is not None,
@@ -200,7 +236,11 @@ class Engine:
         """Record that a parameter's gradient is final; ``is_dense``: a full gradient is in ``.grad``."""
         with self._lock:
             assert self._backward is not None
-            self._backward.gradient(self._number_of[parameter], is_dense)
+            try:
+                self._backward.gradient(self._number_of[parameter], is_dense)
+            except UnsupportedError as error:
+                self.last_error = str(error)
+                raise
 
     def end_backward(self) -> None:
         """Complete the exchange; on return every ``.grad`` is the mean over all workers."""
@@ -237,6 +277,10 @@ class Engine:
         verdict = backward.hear(self._static_used)
         if self.options.static_graph:
             self._learn_static(backward.step)
+        if verdict.differing:
+            self._explain(verdict)
+        active = [call for call in verdict.calls if not call.is_joined]
+        self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
         self.team.watch.note(self.step, "finished backward")
@@ -244,9 +288,14 @@ class Engine:
         return Landing(flights, verdict.must_land)
 
     def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
-        """Raise if some parameters got no gradient in a closed backward although they should have."""
-        if forgotten:
-            raise self._changed_error(forgotten) if self.options.static_graph else self._forgotten_error(forgotten)
+        """Complain in the next forward of parameters that got no gradient in a closed backward.
+
+        Not now: the exchange is complete and the replicas are equal, and torch's class does not complain earlier.
+        """
+        if self._forgotten is None:
+            self._forgotten = set(forgotten)
+        else:  # outputs of one forward may have a backward each
+            self._forgotten &= set(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
         """Take part in a backward for which this worker has no input, so that the others can proceed.
@@ -268,16 +317,15 @@ class Engine:
 
     def use_only(self, route: Route) -> None:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
-        odd = [unit.name for unit in self.units if not route.accepts(unit.spec)]
-        if odd:
-            raise UnsupportedError(
-                f"{odd[0]}: its sparse gradient cannot travel by {route.name!r}; use sparse=False, which is exact too"
-            )
+        if self.options.serves:
+            raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
         self._check_at_rest(f"the route {route.name!r}")
         self._schedules.close()
-        options = replace(self.options, routes=None)
+        options = replace(self.options, routes=None, tries=False)
         self._schedules = Schedules(self.units, self.team, self.cluster, options, Routes([route]))
         self._is_scaled = False
+        # What a hook returns need not be equal on all workers: local SGD lets them drift apart.
+        self._replicas = ReplicaCheck(self.parameters, 0)
 
     def set_static(self) -> None:
         """Declare before the first step that all will be alike."""
@@ -286,10 +334,11 @@ class Engine:
 
     def _check_at_rest(self, what: str) -> None:
         if self.step > 0 or self._backward is not None:
-            raise UnsupportedError(
-                f"rank {self.team.rank}: {what} was set in step {self.step}; set it before the training loop starts, "
-                "right after wrapping the model"
+            self.last_error = (
+                f"rank {self.team.rank}: {what} was set in step {self.step}; it should be called before training loop "
+                "starts, right after the model is wrapped"
             )
+            raise UnsupportedError(self.last_error)
 
     def close(self) -> None:
         """Stop the background threads of this engine and its team."""
@@ -325,21 +374,47 @@ class Engine:
                 if parameter.grad is not None:
                     parameter.grad.mul_(len(verdict.calls) / verdict.active)
 
-    def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        names = [self._schedules.model.parameters[self._number_of[parameter]].name for parameter in parameters]
-        return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    def _explain(self, verdict: Verdict) -> None:
+        """Raise the error for replicas that differ, with the parameters' names. Collective."""
+        active = [rank for rank, call in enumerate(verdict.calls) if not call.is_joined]
+        specs = self._schedules.model.parameters
+        named = [(spec.name, parameter) for spec, parameter in zip(specs, self.parameters, strict=True)]
+        with torch._C.DisableTorchFunctionSubclass():  # to look at parameters whose update is due, as they are
+            odd = find_differences(self.team, named, active)
+        raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
 
-    def _changed_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
-        return UnsupportedError(
-            f"rank {self.team.rank}: Your training graph has changed in this iteration: in step {self.step - 1}, "
-            f"{len(parameters)} parameter(s) got fewer gradients than in the first step: {self._names(parameters)}. "
-            "static_graph=True promises that every step does the same; remove static_graph"
+    def _complain(self) -> None:
+        forgotten, self._forgotten = self._forgotten, None
+        if forgotten:
+            make = self._changed_error if self.options.static_graph else self._forgotten_error
+            error = make(forgotten)
+            self.last_error = str(error)
+            raise error
+
+    def _shortfall(self, parameters: Collection[nn.Parameter]) -> str:
+        """Say which parameters fell short in the last backward, as torch's class says it, so that help can be found."""
+        numbers = sorted(self._number_of[parameter] for parameter in parameters)
+        names = ", ".join(self._schedules.model.parameters[number].name for number in numbers)
+        return (
+            f"Parameters which did not receive grad for rank {self.team.rank}: {names}. Parameter indices which did "
+            f"not receive grad for rank {self.team.rank}: {' '.join(map(str, numbers))}"
         )
 
-    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+    def _changed_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
-            f"rank {self.team.rank}: {len(parameters)} parameter(s) got no gradient in step {self.step - 1}: "
-            f"{self._names(parameters)}. "
-            "Do all outputs of forward() take part in the loss? If some parameters are unused on purpose, pass "
-            "find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+            "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+            "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+            f"True. In step {self.step - 1}, {len(parameters)} parameter(s) got fewer gradients than in the first; "
+            f"remove static_graph.\n{self._shortfall(parameters)}"
+        )
+
+    def _forgotten_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
+        return UnsupportedError(
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"{len(parameters)} parameter(s) got no gradient in step {self.step - 1}. Either some outputs of forward() "
+            "have no part in the loss: make sure that all `forward` function outputs participate in calculating loss. "
+            "Or parameters are unused on purpose: say so by passing the keyword argument "
+            "`find_unused_parameters=True`, or freeze them with requires_grad_(False) before wrapping.\n"
+            f"{self._shortfall(parameters)}"
         )

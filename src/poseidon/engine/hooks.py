@@ -57,6 +57,8 @@ class AutogradFrontEnd:
         self._nodes: dict[nn.Parameter, Node] = {}
         self._handles: list[RemovableHandle] = []
         self._unused: set[nn.Parameter] = set()
+        self._is_due = False
+        """There was a forward since the last backward."""
         self._followed: Plan | None = None
         self._is_end_queued = False
         self._has_starts = True
@@ -69,7 +71,9 @@ class AutogradFrontEnd:
 
     def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
         """Watch the backward that will start from these outputs of the model; it does not reach ``unused``."""
-        self._unused = set(unused)
+        # A backward may pass through several forwards: what any of them uses may get a gradient.
+        self._unused = self._unused & set(unused) if self._is_due else set(unused)
+        self._is_due = True
         self._is_end_queued = False
         starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
         self._has_starts = bool(starts)
@@ -103,7 +107,7 @@ class AutogradFrontEnd:
             return False
 
     def _end(self) -> None:
-        self._is_end_queued = False
+        self._is_end_queued = self._is_due = False
         if not self.engine.in_backward:
             return
         self.turns.end_backward()
@@ -143,7 +147,8 @@ class AutogradFrontEnd:
             if not self.exchanges:
                 self.engine.local_gradient(parameter)
                 return
-            self.begin()
+            if not (self._is_end_queued and self.engine.in_backward):
+                self.begin()
             self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
 
         return accumulated
@@ -331,6 +336,7 @@ class _FactorLinearFunction(torch.autograd.Function):
         unit: LiveUnit,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.front_end, ctx.unit = front_end, unit
         with torch.autocast(x.device.type, enabled=False):
             if unit.is_transposed:
@@ -340,7 +346,9 @@ class _FactorLinearFunction(torch.autograd.Function):
             return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:  # this output has no part in what is differentiated
+            return None, None, None, None, None, None
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

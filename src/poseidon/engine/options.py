@@ -22,7 +22,11 @@ class Options:
     """Factors travel by a collective (True) or by direct messages (False); None: by a collective with NCCL."""
     routes: Mapping[str, str] | None = None
     """Routes the user forces, by unit name or pattern."""
+    check_interval: int = 0
+    """Steps between two comparisons of a part of the parameters with the other workers'; 0: none (``replicas.py``)."""
     defers: bool = False
     """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
+    serves: bool = False
+    """The owners of the parameter server's chunks take the optimizer's step (``served.py``)."""
     tries: bool = False
     """Plans may be tried in training, and the fastest kept; the front end can change plans between any two steps."""

@@ -23,8 +23,12 @@ class Policy(ABC):
     """Gradients are exchanged; if false, the policy connects the workers itself."""
     defers: bool = False
     """Means may land after ``backward()`` has returned."""
+    serves: bool = False
+    """The owners of the parameter server's chunks take the steps."""
     syncs_buffers_early: bool = False
     """Buffers travel right after the forward that changed them instead of before the next one."""
+    holds_replicas: bool = True
+    """All workers hold the same bits of every parameter whenever a backward begins."""
     is_copyable: bool = True
     """Whether a copy of the wrapper can have its own policy."""
 

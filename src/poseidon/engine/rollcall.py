@@ -22,16 +22,23 @@ class RollCall:
     """Number of values in this step's inputs, as a measure of batch size."""
     is_joined: bool = False
     """This worker has run out of input and takes part only so that the others can proceed."""
+    digest: int = 0
+    """A sum of the bits of some parameters, equal on equal replicas; 0: none in this step (``replicas.py``)."""
+    changes: int = 0
+    """How often parameters changed since the last backward."""
+    asks: bool = False
+    """This worker wants all parameters compared."""
 
     def words(self) -> list[int]:
         """Encode for the wire."""
-        return [self.step, int(self.is_dense), self.batch, int(self.is_joined)]
+        flags = int(self.is_dense) | int(self.is_joined) << 1 | int(self.asks) << 2
+        return [self.step, flags, self.batch, self.digest, self.changes]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> RollCall:
         """Decode what :meth:`words` returned on another worker."""
-        step, is_dense, batch, is_joined = words
-        return cls(step, bool(is_dense), batch, bool(is_joined))
+        step, flags, batch, digest, changes = words
+        return cls(step, bool(flags & 1), batch, bool(flags & 2), digest, changes, bool(flags & 4))
 
     def check(self, other: RollCall, rank: int, other_rank: int) -> None:
         """Raise :class:`MismatchError` if the two workers are about to exchange different things."""

@@ -95,6 +95,13 @@ class Verdict:
         """Number of workers that had input."""
         return sum(not call.is_joined for call in self.calls)
 
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """Workers whose parameters are not those of the first that compared any; a worker without input does not."""
+        compared = {rank: call.digest for rank, call in enumerate(self.calls) if call.digest and not call.is_joined}
+        first = next(iter(compared.values()), 0)
+        return tuple(rank for rank, digest in compared.items() if digest != first)
+
     def is_used(self, parameter: int) -> bool:
         """Return whether any worker uses a parameter in this step."""
         return self.used[parameter] if self.used else True
@@ -292,7 +299,8 @@ class Step:
                 "first, but static_graph=True promises that every step does the same; remove static_graph"
             )
         return UnsupportedError(
-            f"{name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "
-            "checkpointing of shared layers does this; use checkpoint(..., use_reentrant=False), or pass "
-            "static_graph=True if every step does the same"
+            f"{name}: a parameter's gradient was finished twice in one backward. Expected to mark a variable ready "
+            "only once. Re-entrant activation checkpointing of shared layers does this, or of any layer with "
+            "find_unused_parameters; use checkpoint(..., use_reentrant=False), or pass static_graph=True if every step "
+            "does the same"
         )

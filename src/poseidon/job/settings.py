@@ -150,6 +150,13 @@ SYNC_BATCHNORM = Variable(
     "tensorflow/batch_moments.py",
     "TensorFlow: batch normalisation uses the moments of all workers' rows.",
 )
+CHECK_REPLICAS = Variable(
+    "POSEIDON_CHECK_REPLICAS",
+    WHOLE,
+    8,
+    "api.py",
+    "Steps between two comparisons of a sixteenth of the parameters with the other workers'; 0: never.",
+)
 RESTART = Variable(
     "POSEIDON_RESTART",
     WHOLE,
@@ -217,6 +224,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     TRIALS,
     MACHINE,
     SECRET,
+    CHECK_REPLICAS,
     RESTART,
     SSH_OPTIONS,
     AUTO,

@@ -35,6 +35,8 @@ from poseidon.team.calibrate import measure_flops
 
 MARK = "@bench "
 PROFILED_STEPS = 2
+MOST_CHOOSING = 400
+"""Steps within which a system has chosen its plan; more than that are not waited for."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,27 @@ def _measure(settings: WorkerSettings, system: str, original: zoo.Network, devic
     batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
     trainer = make_trainer(system, network, batch, settings.optimizer, settings.precision)
     try:
+        _choose(trainer)
         return _time_steps(trainer, settings, device)
     finally:
         trainer.close()
+
+
+def _choose(trainer: Trainer) -> None:
+    """Train until a system that tries several plans has kept one; then begin anew from the same weights."""
+    if not getattr(trainer.module, "is_choosing", False):
+        return
+    initial = copy.deepcopy(trainer.network.model.state_dict())
+    for _ in range(MOST_CHOOSING):
+        trainer.step()
+        if not getattr(trainer.module, "is_choosing", False):
+            break
+    finish = getattr(trainer.module, "finish_step", None)
+    if callable(finish):
+        finish()
+    trainer.network.model.load_state_dict(initial)
+    trainer.optimizer.state.clear()
+    trainer.optimizer.zero_grad()
 
 
 def _own_copy(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> zoo.Network:

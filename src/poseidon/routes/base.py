@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -136,6 +136,8 @@ class Context:
     cluster: Cluster
     is_cuda: bool
     """Whether any parameter is on a CUDA device."""
+    rounded: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that the model only uses rounded to bf16 (``served.py``)."""
 
     @cached_property
     def pairs(self) -> Pairs:

@@ -47,6 +47,8 @@ class Parcel:
     """Called on another thread with the result; its return value replaces the :class:`Gathered` in the future."""
     shipment: tuple[int, ...] = ()
     """Units whose parcels leave together with this one, itself included, in one order on all workers; empty: alone."""
+    meanwhile: Callable[[], None] | None = None
+    """Called on another thread while the rows travel: a time to prepare for the result."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,9 @@ class Pairs:
             raise TimeoutError(f"{job.name} was not ready to be sent within {self._team.timeout_s:g} s")
         if job.payload is not None and job.payload.numel():
             messages[rank].copy_(job.payload)
+        for parcel in job.parcels:
+            if parcel.meanwhile is not None:
+                parcel.meanwhile()
         sends = list(job.sends)
         for origin, work, sender in works:
             self._team.wait(work, job.name, sender)

@@ -110,6 +110,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         message_s=setting.messages.message_s,
         wire_share=setting.wire_share,
         compacts=setting.compacts,
+        precision=setting.precision,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
     )
     sizes: Counter[str] = Counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,15 +12,42 @@ from poseidon.errors import MismatchError
 from poseidon.team.team import Team
 
 
-def check_same_bits(team: Team, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise :class:`MismatchError`, naming the first tensor and rank that differ, unless all agree. Collective."""
+def find_differences(
+    team: Team, named: Sequence[tuple[str, Tensor]], members: Sequence[int] | None = None
+) -> dict[str, list[int]]:
+    """Return the tensors that differ, each with the workers that do not hold what the first one holds. Collective.
+
+    Only ``members`` (ranks; default all) are compared.
+    """
     flat = (tensor.detach().contiguous().flatten() for _, tensor in named)
     sums = [zlib.crc32(values.view(torch.uint8).cpu().numpy().data) for values in flat]
     everybody = team.gather_ints(sums, "the comparison of replicas")
-    for rank, theirs in enumerate(everybody):
-        for (name, _), left, right in zip(named, everybody[0], theirs, strict=True):
-            if left != right:
-                raise MismatchError(
-                    f"replicas differ: {name} on rank {rank} ({team.watch.hosts[rank]}) is not what rank 0 "
-                    f"({team.watch.hosts[0]}) has. Was it changed outside the optimizer, or on one worker only?"
-                )
+    ranks = range(len(everybody)) if members is None else members
+    found = {
+        name: [rank for rank in ranks if everybody[rank][place] != everybody[ranks[0]][place]]
+        for place, (name, _) in enumerate(named)
+    }
+    return {name: odd for name, odd in found.items() if odd}
+
+
+def difference_text(team: Team, odd: Mapping[str, Sequence[int]], ranks: Sequence[int], step: int | None) -> str:
+    """Return the message for replicas that differ: who, what, what to do."""
+    ranks = sorted({rank for some in odd.values() for rank in some} or ranks)
+    first = next(rank for rank in range(len(team.watch.hosts)) if rank not in ranks)
+    who = ", ".join(f"{rank} ({team.watch.hosts[rank]})" for rank in ranks)
+    some = ", ".join([*odd][:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else "")
+    when = "" if step is None else f", seen in backward {step}"
+    return (
+        f"replicas differ{when}: {some or 'some parameters'} on rank {who} is not what rank {first} "
+        f"({team.watch.hosts[first]}) has. Was it changed or loaded on one worker only, or outside the optimizer? Does "
+        "the optimizer's own state differ (a checkpoint loaded in part, momentum after join())? Load parameters and "
+        "optimizer from one checkpoint on all workers. What differs on purpose belongs into "
+        "_set_params_and_buffers_to_ignore_for_model(); POSEIDON_CHECK_REPLICAS=0 ends the check during training"
+    )
+
+
+def check_same_bits(team: Team, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise :class:`MismatchError`, naming the tensors and ranks that differ, unless all agree. Collective."""
+    odd = find_differences(team, named)
+    if odd:
+        raise MismatchError(difference_text(team, odd, (), None))

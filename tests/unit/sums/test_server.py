@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from compact_twin import same_bits
+from compact_codec import same_bits
 from poseidon.errors import FrameError, ServerError, WorkerLostError
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.slots import Slot, make_slots

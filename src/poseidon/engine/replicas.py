@@ -1,0 +1,168 @@
+"""Checks during training that all workers hold the same parameters, so that no divergence stays unnoticed.
+
+Every few steps a worker adds up the bits of one part of its parameters, a sixteenth, and a later roll call carries the
+sum; unequal sums end the step with an error. The whole model is due in the first step and after a worker loaded a
+checkpoint or changed its parameters more often than another did. Sums are taken when a backward begins: the last update
+has landed by then, and the next one is not due. On CUDA nothing waits for them, because they are sent two steps later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PARTS = 16
+"""Parts of a model; one is due at a time."""
+_LAG = 2
+"""Steps between a sum and the roll call that carries it: enough for the device to have caught up."""
+_MASK = 2**62 - 1
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some bytes of one parameter."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+def stretches_of(sizes: Sequence[int], part: int, parts: int = PARTS) -> list[Stretch]:
+    """Return what one of ``parts`` equal parts covers, given the parameters' sizes in bytes. Pure.
+
+    Cuts are aligned, so that bits can be added in words of eight bytes.
+    """
+    total = sum(sizes)
+    first, last = (-(-total * place // parts // _ALIGNMENT) * _ALIGNMENT for place in (part, part + 1))
+    found, begin = [], 0
+    for parameter, size in enumerate(sizes):
+        start = max(first - begin, 0) // _ALIGNMENT * _ALIGNMENT
+        stop = max(last - begin, 0) // _ALIGNMENT * _ALIGNMENT if last - begin < size else size
+        if start < min(stop, size):
+            found.append(Stretch(parameter, start, min(stop, size)))
+        begin += size
+    return found
+
+
+class ReplicaCheck:
+    """Sums of a worker's parameters, step by step; ``interval`` steps apart, never if that is 0."""
+
+    def __init__(self, parameters: Sequence[Tensor], interval: int) -> None:
+        self._parameters = [p for p in parameters if p.layout is torch.strided]
+        self._sizes = [p.numel() * p.element_size() for p in self._parameters]
+        self._interval = interval
+        self._is_full_due = True
+        self._last_full = 0
+        self._asks = False
+        self._versions = self._version()
+        self._under_way: deque[Callable[[], int]] = deque([_nothing] * _LAG)
+
+    def ask(self) -> None:
+        """Ask all workers to compare the whole model soon."""
+        self._asks = True
+
+    def words(self, step: int, is_joined: bool) -> tuple[int, int, bool]:
+        """Return what the roll call of a step says of the replicas: a sum, a count of changes, whether all is due.
+
+        The sum is that of an earlier step, and 0 if there was none. A worker that has run out of input (``is_joined``)
+        holds old parameters, which it does not compare.
+        """
+        if not self._interval:
+            return 0, 0, False
+        stretches: list[Stretch] = []
+        if self._is_full_due:
+            stretches, self._last_full = stretches_of(self._sizes, 0, 1), step
+        elif step % self._interval == 0:
+            stretches = stretches_of(self._sizes, step // self._interval % PARTS)
+        if is_joined:
+            stretches = []
+        else:
+            self._is_full_due = False
+        self._under_way.append(self._start(stretches) if stretches else _nothing)
+        version, asks = self._version(), self._asks
+        changes, self._versions, self._asks = version - self._versions, version, False
+        return self._under_way.popleft()(), changes, asks
+
+    def hear(self, step: int, changes: Sequence[int], asks: Sequence[bool]) -> None:
+        """Read what the workers with input said: if they differ in how often parameters changed, look at all.
+
+        Not in every step, should one worker have a reason to change them more often than the others in every step.
+        """
+        if any(asks) or (len(set(changes)) > 1 and step - self._last_full >= self._interval):
+            self._is_full_due = True
+
+    def _version(self) -> int:
+        return sum(parameter._version for parameter in self._parameters) if self._interval else 0
+
+    @torch.no_grad()
+    def _start(self, stretches: Sequence[Stretch]) -> Callable[[], int]:
+        sums: dict[torch.device, list[Tensor]] = {}
+        for stretch in stretches:
+            tensor = self._parameters[stretch.parameter]
+            sums.setdefault(tensor.device, []).extend(_add_bits(_raw(tensor.detach()), stretch.start, stretch.stop))
+        return _combined([_fetch(torch.stack(some)) for some in sums.values()])
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as they lie in memory, flat, without a copy if they lie close together."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and stride != expected:
+            return tensor.reshape(-1)
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _add_bits(flat: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Return sums that depend on all bits between two bytes of a flat tensor; ``start`` is aligned."""
+    size = flat.element_size()
+    if size not in _WORDS:  # complex128
+        flat, size = torch.view_as_real(flat).flatten(), 8
+    part = flat[start // size : stop // size].view(_WORDS[size])
+    whole = part.numel() * size // _ALIGNMENT * _ALIGNMENT // size
+    if part.storage_offset() * size % _ALIGNMENT or whole * size < _ALIGNMENT:
+        return [part.sum(dtype=torch.int64)]
+    sums = [part[:whole].view(torch.int64).sum()]
+    return sums if whole == part.numel() else [*sums, part[whole:].sum(dtype=torch.int64)]
+
+
+def _fetch(sums: Tensor) -> Callable[[], list[int]]:
+    """Start to bring sums to the host; the result waits for them."""
+    if not sums.is_cuda:
+        return sums.tolist
+    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[int]:
+        done.synchronize()
+        values: list[int] = host.tolist()
+        return values
+
+    return wait
+
+
+def _combined(fetches: Sequence[Callable[[], list[int]]]) -> Callable[[], int]:
+    def combine() -> int:
+        total = 1
+        for fetch in fetches:
+            for value in fetch():
+                total = (total * 1000003 + value) & _MASK
+        return total or 1  # 0 says that there is none
+
+    return combine
+
+
+def _nothing() -> int:
+    return 0
