@@ -26,7 +26,7 @@ from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
-from poseidon.planning.route import Route, Routes
+from poseidon.planning.route import Delivery, Route, Routes
 from poseidon.routes.base import Brought, LiveUnit
 from poseidon.team.team import Team
 from poseidon.team.verify import difference_text, find_differences
@@ -179,8 +179,15 @@ class Engine:
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
+        return "rows" in self._will_deliver(unit)
+
+    def makes_factors(self, unit: LiveUnit) -> bool:
+        """Whether the next backward wants the unit's factors; :meth:`collects` tells for sure, once it is under way."""
+        return "factors" in self._will_deliver(unit)
+
+    def _will_deliver(self, unit: LiveUnit) -> Delivery:
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
+        return self._schedules.delivers(planned, unit) if self.is_armed and planned is not None else "gradients"
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""

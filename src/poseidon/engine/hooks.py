@@ -198,27 +198,16 @@ class FactorLinear(_PlainOutside, nn.Linear):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
-        found = _find(self)
-        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad or _has_hooks(self):
-            return F.linear(input, self.weight, self.bias)
-        return _factor_linear(input, self.weight, self.bias, *found)
+        return _apply(self, input, super().forward)
 
 
 class _FactorConv1D(_PlainOutside):
     """Mixed into transformers' Conv1D, which need not be installed: does for it what FactorLinear does."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter
-
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        module: Any = self
-        found = _find(module)
-        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad or _has_hooks(module):
-            out: Tensor = super().forward(x)  # type: ignore[misc]
-            return out
-        return _factor_linear(x, self.weight, self.bias, *found)
+        return _apply(self, x, super().forward)  # type: ignore[misc]
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -284,35 +273,52 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
         self._module.sparse = False
 
     def watch(self, out: Tensor) -> Tensor:
-        """Count the rows once the gradient of this forward's output arrives, while the engine observes.
-
-        Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows.
-        """
-        if self._found is not None and self._found[0].engine.is_observing and out.requires_grad:
-            (front_end, unit), indices = self._found, self._indices
-
-            def observe(_: Tensor) -> None:
-                if front_end.exchanges:
-                    front_end.begin()
-                if front_end.engine.is_observing and front_end.engine.in_backward:
-                    count = torch.unique(indices).numel()
-                    front_end.engine.observe(unit, Load(0, 0, count) if unit.spec.kind == "tied" else Load(count))
-
-            out.register_hook(observe)
+        """Count the rows, if the engine observes."""
+        if self._found is not None and self._found[0].engine.is_observing:
+            count = torch.unique(self._indices).numel()
+            is_tied = self._found[1].spec.kind == "tied"
+            _observe(out, self._found, Load(0, 0, count) if is_tied else Load(count))
         return out
 
 
-def _factor_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
-) -> Tensor:
-    # The function below saves the weight without touching it, so a deferred update must land first.
+def _observe(out: Tensor, found: tuple[AutogradFrontEnd, LiveUnit], load: Load) -> None:
+    """Record the load of one forward of a layer when its backward runs, if that exchanges gradients.
+
+    Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows.
+    """
+    front_end, unit = found
+
+    def observe(*_: Any) -> None:
+        if front_end.exchanges and front_end.will_accumulate(unit.weight):
+            front_end.begin()
+        if front_end.engine.is_observing and front_end.engine.in_backward:
+            front_end.engine.observe(unit, load)
+
+    if out.grad_fn is not None:
+        # After the node, and so after the hooks on the model's outputs, of which this may be one.
+        out.grad_fn.register_hook(observe)
+
+
+def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a linear layer: with a backward that hands over factors, if the engine wants them."""
+    weight, bias = module.weight, module.bias
+    found = _find(module) if torch.is_grad_enabled() and weight.requires_grad and not _has_hooks(module) else None
+    if found is None:
+        return plain(x)
+    # What the engine wants depends on the last step. And the function below saves the weight without touching it.
     land(weight, bias)
+    front_end, unit = found
     dtype = linear_dtype(x, weight)
-    if dtype is not weight.dtype:
-        # As autocast does for F.linear; done here so that the factors travel in the short type too.
-        x = x.to(dtype)
-    function: Any = _FactorLinearFunction
-    out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
+    if front_end.engine.makes_factors(unit):
+        function: Any = _FactorLinearFunction
+        if torch.is_autocast_enabled(x.device.type):
+            # As autocast does it; done here so that the factors travel in the short type too.
+            x = x.to(dtype)
+        out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
+        return out
+    out = plain(x)
+    if front_end.engine.is_observing:
+        _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize))
     return out
 
 
@@ -359,8 +365,6 @@ class _FactorLinearFunction(torch.autograd.Function):
         if needs_weight and front_end.will_accumulate(unit.weight):
             if front_end.exchanges:
                 front_end.begin()
-            if engine.is_observing and engine.in_backward:
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 engine.give(unit, first.detach(), second.detach())

@@ -404,6 +404,9 @@ class ServedUpdates(Policy):
         everybody = self.engine.team.gather_ints([int(words)], "the norm of the gradients")
         squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64).view(torch.float64)
         norm = squares.sum().sqrt().to(torch.float32)
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None:  # a GradScaler leaves it to a fused optimizer to unscale gradients
+            norm = norm / scale.to(norm)
         coefficient = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
         for parameter in self._item_of:
             if parameter not in self._lazy and parameter.grad is not None:
