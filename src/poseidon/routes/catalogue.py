@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost, tied_cost
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import compacted_bits, is_worth_compacting
-from poseidon.sums.halves import HALVES_SHARE
+from poseidon.sums.compact import HALVES_SHARE, compacted_bits, is_worth_compacting
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
@@ -154,6 +153,7 @@ class ShardedRoute(Route):
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
+            messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -186,7 +186,8 @@ class BroadcastRoute(Route):
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
-        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1) / max(len(item.shipment), 1)
+        peers = 0 if self.is_collective else conditions.cluster.workers - 1
+        message_s = conditions.message_s * peers / max(len(item.shipment), 1)
         return [
             Transfer(
                 name=item.name,
@@ -197,6 +198,7 @@ class BroadcastRoute(Route):
                 staged_bytes=0.0 if self.is_collective else own * machines,
                 hops=machines - 1 if self.is_collective else 2,
                 inside_s=conditions.inside_s(own) + message_s,
+                message_s=message_s,
             )
         ]
 
@@ -258,6 +260,30 @@ class RowsRoute(BroadcastRoute):
         return RowsExchanger(context)
 
 
+@dataclass(frozen=True)
+class TiedRoute(BroadcastRoute):
+    """The gradient of a table that is a linear layer's weight too, as touched rows and factors."""
+
+    name = "tied"
+    summary = "a table's touched rows, and the factors of the linear layer that has the same weight"
+    delivers = "rows and factors"
+    shares_messages = False
+
+    def accepts(self, unit: Unit) -> bool:
+        """Tables that are a linear layer's weight too."""
+        return unit.kind == "tied"
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count the rows and both factors to all workers, and one product of everyone's factors."""
+        return None if load is None or load.rows + load.touched <= 0 else tied_cost(unit, load, cluster)
+
+    def open(self, context: Context) -> Exchanger:
+        """See ``tied.py``."""
+        from poseidon.routes.tied import TiedExchanger
+
+        return TiedExchanger(context)
+
+
 _ADDED: list[Route] = []
 
 
@@ -285,5 +311,6 @@ def standard_routes(
         ShardedRoute(offers_server, combines_first, chunk_bytes),
         FactorsRoute(gathers_factors),
         RowsRoute(),
+        TiedRoute(),
     )
     return Routes([*built_in, *_ADDED])
