@@ -236,8 +236,8 @@ def _encode(a, b, chunk, group, groups, capacity):
     far_b = tl.where(code_b == 0, exponent_b, 0)
     codes = code_a | (code_b << 4)
 
-    kinds = 0
-    size = 0
+    kinds = tl.zeros_like(top)
+    size = tl.zeros_like(top)
     for number in tl.static_range(_PLANES):
         plane = _plane(a, b, codes, far_a, far_b, number)
         count = tl.sum((plane != 0).to(tl.int32), axis=0)
