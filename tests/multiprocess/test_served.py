@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 
 import poseidon
 import twins
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
 from poseidon.sums.fetching import FetchDesk
 from ranks import run_ranks
 
@@ -238,6 +242,14 @@ def _never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: 
         model.zero_grad()
 
 
+def _adding_a_group(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    if number == 0:
+        optimizer.param_groups[0]["params"] = [*model.parameters()][2:]
+    if number == 2:
+        optimizer.add_param_group({"params": [*model.parameters()][:2], "lr": 0.01})
+    _plain_loop(model, optimizer, number)
+
+
 def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
     _loss(model, number).backward()
@@ -280,6 +292,7 @@ LOOPS: dict[str, Loop] = {
     "editing_state": _editing_state,
     "stepping_twice": _stepping_twice,
     "never_clearing": _never_clearing,
+    "adding_a_group": _adding_a_group,
     "backward_twice": _backward_twice,
     "skipping": _skipping,
     "scaling": _scaling,
@@ -485,6 +498,64 @@ def test_owners_share_the_state_and_give_it_back(workers: int) -> None:
     run_ranks(_give_back, workers)
 
 
+# Workers that go.
+
+
+def _die_in_the_middle() -> str:
+    torch.manual_seed(3)
+    model = _net()
+    wrapped, optimizer = _distribute(model, OPTIMIZERS["adam"](model), "server", timeout_s=20)
+
+    def train() -> None:
+        for number in range(10):
+            if number == 4 and dist.get_rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _plain_loop(wrapped, optimizer, number)
+
+    with pytest.raises(WorkerLostError) as caught:
+        train()
+    with pytest.raises(UnsupportedError, match="restart from a checkpoint"):
+        optimizer.step()
+    wrapped.close()
+    return str(caught.value)
+
+
+def test_a_death_is_named() -> None:
+    for message in run_ranks(_die_in_the_middle, 3, lost=[2])[:2]:
+        assert "rank 2" in message
+
+
+_LATE = """
+import pathlib, sys, torch, poseidon
+from torch import nn
+world = poseidon.init()
+torch.manual_seed(0)
+model = nn.Linear(300, 300)
+wrapped, optimizer = poseidon.distribute(model, torch.optim.Adam(model.parameters()), update="server")
+for _ in range(3):
+    optimizer.zero_grad()
+    wrapped(torch.ones(2, 300)).square().mean().backward()
+    optimizer.step()
+last_word = pathlib.Path(sys.argv[1])
+if world.rank == 1:
+    last_word.touch()
+else:
+    # The other one has nothing left to do and ends; what it owns is still needed here.
+    while not last_word.exists():
+        pass
+    print("saved", len(optimizer.state_dict()["state"]), round(float(model.weight.detach().abs().sum()), 3) > 0)
+"""
+
+
+def test_a_worker_that_has_ended_first_still_answers(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(_LATE)
+    command = [sys.executable, "-m", "poseidon.cli", "run", "--nproc", "2", str(script), str(tmp_path / "last")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "saved 2 True" in done.stdout
+
+
 # Refusals.
 
 
@@ -582,7 +653,7 @@ def _looking(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
             inner.up.weight.mul_(1.001)
             inner.down.weight.data = inner.down.weight.data * 1.001
         inner.up.bias.data.clamp_(-0.01, 0.01)
-    if number == 4:
+    if number == 7:
         model.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(1, 3, dtype=torch.long))
@@ -599,7 +670,7 @@ def _holding(model: nn.Module) -> set[str]:
         }
 
 
-def _train_mixed(update: str, loop: Loop, steps: int = 8) -> list[Tensor]:
+def _train_mixed(update: str, loop: Loop, steps: int = 9) -> list[Tensor]:
     torch.manual_seed(5)
     model = _Mixed()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

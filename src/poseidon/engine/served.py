@@ -12,6 +12,7 @@ for the optimizer's state. All workers run the same program, so all change them 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from poseidon.engine.optimizers import (
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
 from poseidon.engine.update import has_compiled_parts
-from poseidon.engine.watched import Touch, is_rounding, unwatch, watch
+from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.routes.base import LiveItem, can_be_served
@@ -125,9 +126,8 @@ class ServedUpdates(Policy):
                 watch(parameter, self)
         if not asks or is_opaque:
             self.finish()
-            if is_opaque or not is_rounding(self.engine.parameters[0].device.type):
-                with self._lock, self._broken_by_errors():
-                    self._fetch_exact(self._rounded)
+            with self._lock, self._broken_by_errors():
+                self._fetch_exact(self._rounded)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -473,9 +473,11 @@ class ServedUpdates(Policy):
             self.exchanger.leave()
 
     def _leave_unless_broken(self) -> None:
-        if self._engine is not None and self.engine.failure is None and self._exchanger is not None:
-            self._end_step()
-            self.exchanger.leave()
+        is_failing = getattr(sys, "last_value", None) is not None  # the launcher waits for this worker to end
+        if self._engine is None or self._exchanger is None or self.engine.failure is not None or is_failing:
+            return
+        self._end_step()
+        self.exchanger.leave()
 
     @contextlib.contextmanager
     def _broken_by_errors(self) -> Iterator[None]:

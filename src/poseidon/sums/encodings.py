@@ -19,6 +19,8 @@ class Encoding(IntEnum):
     """Value after value, in the slot's number format."""
     COMPACT = 1
     """float32 or bf16 in as many bits as they need, without loss: ``compact.py``."""
+    UPPER = 2
+    """The upper halves of float32 values whose lower halves are zero."""
 
 
 Payload = Array | memoryview
