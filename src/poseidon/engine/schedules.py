@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Collection, Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -60,7 +61,10 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = self._make_choosing(is_cuda)
         specs = [unit.spec for unit in units]
-        self.model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self._parameters])
+        # A sparse gradient shares no bucket with others.
+        lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
+        kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
+        self.model = Model.of(specs, kinds)
         overrides = {"*": ServedRoute.name} if options.serves else options.routes
         self._planning = Replanning(specs, cluster, self.routes, overrides)
         self._order = list(reversed(range(len(units))))
@@ -157,6 +161,7 @@ class Schedules:
             is_nccl=is_cuda and self._team.is_nccl,
             compacts=is_cuda and importlib.util.find_spec("triton") is not None,
             cores=(os.cpu_count() or 1) / max(map(len, topology.machines)),
+            uses_cores=not is_cuda,
         )
         mode = settings.TRIALS.read()
         # Which plan is fastest may differ from run to run, and plans round differently.
@@ -209,13 +214,13 @@ class Schedules:
         """
         special = [unit for unit in self._units if unit.spec.kind != "dense"]
         mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
-        everybody = self._team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
+        words = [word for load in mine for word in (round(load.rows), load.value_bytes, round(load.touched))]
+        everybody = self._team.gather_ints(words)
         loads = {}
         for i, unit in enumerate(special):
-            seen = [(words[2 * i], words[2 * i + 1]) for words in everybody if words[2 * i] > 0]
+            seen = [Load(*words[3 * i : 3 * i + 3]) for words in everybody if words[3 * i] or words[3 * i + 2]]
             if seen:
-                rows = sum(count for count, _ in seen) / self._team.size
-                loads[unit.name] = Load(rows, max(value_bytes for _, value_bytes in seen))
+                loads[unit.name] = reduce(Load.plus, seen).scaled(1 / self._team.size)
         return loads
 
     def _adopt(self, candidate: Candidate) -> None:

@@ -49,6 +49,8 @@ class LiveUnit:
     module: nn.Module | None
     parameters: tuple[nn.Parameter, ...]
     """In the order of ``spec.parameters``."""
+    head: nn.Module | None = None
+    """Tied: the linear layer; ``module`` is the table."""
 
     @property
     def name(self) -> str:
@@ -57,7 +59,7 @@ class LiveUnit:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight of a linear or embedding unit."""
+        """The weight of a unit that is not dense."""
         return self.parameters[0]
 
 

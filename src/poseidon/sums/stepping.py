@@ -11,13 +11,11 @@ import contextlib
 import itertools
 import queue
 import threading
-import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.device import DeviceAdder
-from poseidon.sums.encodings import Encoded, Encoding, Payload, PlainLayout
+from poseidon.sums.encodings import Encoded, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
 from poseidon.sums.host import HostAdder
 from poseidon.sums.messages import Layouts
@@ -41,10 +39,7 @@ class Stepper(Protocol):
         """Update a chunk's weights with its mean gradient, as ``order`` says. May change ``mean``."""
 
     def outgoing(self, chunk: Chunk) -> Tensor:
-        """Return the weights of a chunk as workers get them."""
-
-    def rounds(self, chunk: Chunk) -> bool:
-        """Return whether workers get a chunk's weights rounded to bf16, because they only use them so."""
+        """Return the weights of a chunk as workers get them: exact, or rounded where they only use them so."""
 
     def exact(self, chunk: Chunk) -> memoryview:
         """Return the exact weights."""
@@ -59,20 +54,14 @@ class Stepper(Protocol):
 class MeanMaker(Protocol):
     """How an adder's sums become gradients, and weights what it sends: on the host or on a device."""
 
-    layouts: Layouts
-    """How weights may be encoded besides the ways in which the adder encodes sums."""
-
     def mean(self, chunk: Chunk, total: Any) -> Tensor:
         """Return the mean gradient, given a finished sum."""
 
     def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
         """Return a mean as it is fetched."""
 
-    def encode(self, chunk: Chunk, weights: Tensor, is_rounded: bool) -> Encoded:
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
         """Return weights as they travel."""
-
-    def land(self, chunk: Chunk, payload: Payload) -> None:
-        """Put weights in place that came in one of :attr:`layouts`."""
 
 
 Lane = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -134,7 +123,7 @@ class StepAdder:
     def __init__(
         self, inner: Adder, slot: Slot, rank: int, means: MeanMaker, stepper: Stepper, thread: StepThread
     ) -> None:
-        self.layouts: Layouts = {**inner.layouts, **means.layouts}
+        self.layouts: Layouts = inner.layouts
         self.together = inner.together
         self._inner = inner
         self._slot = slot
@@ -233,8 +222,6 @@ class StepAdder:
 
     def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
         """Return a part that has been received."""
-        if encoding not in self._inner.layouts:
-            raise ServerError(f"a part of {chunk} came as weights do, in encoding {encoding}")
         return self._inner.decode(chunk, encoding, payload)
 
     def add(self, chunk: Chunk, parts: Sequence[Any], total: _Total | None) -> _Total:
@@ -251,16 +238,12 @@ class StepAdder:
         return total.encoded
 
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:
-        """Return where to receive weights: where this worker's part lay, at the end of it if they are shorter."""
-        place = self._inner.place_sum(chunk, length)
-        return place[len(place) - length :]
+        """Return where to receive weights: where this worker's part lay."""
+        return self._inner.place_sum(chunk, length)
 
     def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:
         """Note that a chunk's weights are here."""
-        if encoding in self._means.layouts:
-            self._means.land(chunk, payload)
-        else:
-            self._inner.land(chunk, encoding, payload)
+        self._inner.land(chunk, encoding, payload)
 
     def close(self) -> Any:
         """Leave the weights in the values."""
@@ -294,8 +277,7 @@ class StepAdder:
         total, chunk = waiting.total, waiting.total.chunk
         try:
             self._stepper.step(chunk, waiting.mean, order)
-            weights = self._stepper.outgoing(chunk)
-            total.encoded = self._means.encode(chunk, weights, self._stepper.rounds(chunk))
+            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
             with self._lock:
                 self._stepped[chunk.index] = version
             waiting.then()
@@ -312,7 +294,6 @@ class HostMeans:
         self._format = number_format
         self._dtype = dtype
         self._workers = workers
-        self.layouts: Layouts = {Encoding.UPPER: PlainLayout(2)} if dtype is torch.float32 else {}
 
     def mean(self, chunk: Chunk, total: Array) -> Tensor:  # noqa: ARG002 - as in the contract
         """Divide, in the memory of the sum."""
@@ -323,23 +304,14 @@ class HostMeans:
         """Return the mean where it lies."""
         return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor, is_rounded: bool) -> Encoded:
-        """Send the upper halves of rounded weights, and let the adder encode others as it does sums."""
-        if is_rounded:
-            return Encoded(Encoding.UPPER, weights.to(torch.bfloat16).cpu().view(torch.uint16).numpy())
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+        """Let the adder encode them as it does sums: rounded ones get shorter."""
         stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
         return self._inner.encode(chunk, self._format.widen(stored))
 
-    def land(self, chunk: Chunk, payload: Payload) -> None:
-        """Widen upper halves, which may lie where they go to."""
-        halves = np.frombuffer(payload, np.uint16).astype(np.uint32)
-        np.left_shift(halves, 16, out=self._inner.own(chunk).view(np.uint32))
-
 
 class DeviceMeans:
-    """Sums on a device, which finds out by itself that weights are rounded."""
-
-    layouts: Layouts = types.MappingProxyType({})
+    """Sums on a device, and weights compacted by it."""
 
     def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
         self._inner = inner
@@ -361,12 +333,9 @@ class DeviceMeans:
         with self._lane():
             return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor, is_rounded: bool) -> Encoded:  # noqa: ARG002 - as in the contract
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
         """Compact them."""
         return self._inner.encode_instead(chunk, weights)
-
-    def land(self, chunk: Chunk, payload: Payload) -> None:
-        """Never called."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
