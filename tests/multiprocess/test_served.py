@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 import poseidon
 import twins
+from poseidon import zoo
 from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
+from poseidon.planning.cluster import Cluster, Link
 from poseidon.sums.fetching import FetchDesk
 from ranks import run_ranks
 
@@ -408,6 +410,96 @@ def test_max_grad_norm_clips_all_gradients_together() -> None:
     run_ranks(_clip_inside, 2)
 
 
+# Models of all kinds.
+
+
+def _compare_models(makes: dict[str, Any]) -> None:
+    twins.quiet()
+    for name, (make, draw) in makes.items():
+        results = []
+        for update in ("worker", "server"):
+            torch.manual_seed(5)
+            model = make()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            wrapped, optimizer = _distribute(model, optimizer, update)
+            trained = torch.compile(wrapped, backend="eager") if name == "compiled wrapper" else wrapped
+            for number in range(4):
+                optimizer.zero_grad()
+                trained(draw(number)).float().square().mean().backward()
+                optimizer.step()
+            results.append([p.detach().clone() for p in model.parameters()])
+            wrapped.verify_replicas()
+            wrapped.close()
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+def _values(dtype: torch.dtype, *shape: int) -> Callable[[int], Tensor]:
+    return lambda number: torch.randn(3, *shape, generator=twins.seed_of_rank(number)).to(dtype)
+
+
+def _compiled_layers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(90, 90), nn.Linear(90, 90))
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def _models() -> None:
+    kinds = {
+        str(dtype): (lambda dtype=dtype: nn.Linear(90, 120).to(dtype), _values(dtype, 90))
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    }
+    _compare_models(
+        {
+            **kinds,
+            "channels last": (
+                lambda: nn.Conv2d(40, 30, 3).to(memory_format=torch.channels_last),
+                _values(torch.float32, 40, 5, 5),
+            ),
+            "compiled layers": (_compiled_layers, _values(torch.float32, 90)),
+            "compiled wrapper": (lambda: nn.Linear(90, 120), _values(torch.float32, 90)),
+            "a scalar": (_Scaled, _values(torch.float32, 90)),
+        }
+    )
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(90, 90)
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+def test_other_dtypes_layouts_and_compiled_parts() -> None:
+    run_ranks(_models, 2)
+
+
+def _networks(names: list[str]) -> None:
+    twins.quiet()
+    for name in names:
+        results = []
+        for update in ("worker", "server"):
+            torch.manual_seed(5)
+            network = zoo.build(name, tiny=True, dropout=0.0)
+            inputs, targets = network.batch(2, seed=dist.get_rank() + 1)
+            wrapped, optimizer = _distribute(network.model, torch.optim.AdamW(network.model.parameters()), update)
+            for _ in range(4):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = network.loss(wrapped(*inputs), targets)
+                loss.backward()
+                optimizer.step()
+            results.append([p.detach().clone() for p in network.model.parameters()])
+            wrapped.close()
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+def test_same_bits_for_networks_under_autocast() -> None:
+    run_ranks(_networks, 3, ["gpt2", "resnet50", "dlrm"], env=_apart(3))
+
+
 # Saving and giving back.
 
 
@@ -724,3 +816,52 @@ def _often() -> None:
 
 def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
     run_ranks(_often, 2)
+
+
+# On a CUDA device, which sums and steps large buckets itself.
+
+
+def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
+    device = torch.device("cuda", 0)
+    cluster = Cluster(machines=2, between=Link(1e9, 1e-4), flops=1e12)
+    results = []
+    for update in ("worker", "server"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(1500, 1800), nn.LayerNorm(1800), nn.GELU(), nn.Linear(1800, 1501)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=is_rounded)
+        routes: Any = {} if update == "server" else {"routes": {"*": "sharded"}}
+        wrapped, optimizer = poseidon.distribute(
+            model, optimizer, cluster=cluster, update=update, max_grad_norm=max_grad_norm, **routes
+        )
+        for number in range(6):
+            x = torch.randn(8, 1500, generator=twins.seed_of_rank(number)).to(device)
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_rounded):
+                loss = wrapped(x).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if number == 3:
+                assert model[0].bias.grad is not None
+            optimizer.step()
+            if number == 2:
+                wrapped.verify_replicas()
+        if update == "server":
+            policy: Any = wrapped._policy
+            assert policy.exchanger._device is not None
+            assert bool(policy._candidates) == is_rounded
+        found = [p.detach().clone() for p in model.parameters()]
+        for _, entry in sorted(optimizer.state_dict()["state"].items()):
+            found += [value.clone() for value in entry.values()]
+        results.append(found)
+        wrapped.close()
+    for a, b in zip(*results, strict=True):
+        if max_grad_norm is None:
+            assert torch.equal(a, b), (a - b).abs().max()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_same_bits_on_a_device(is_rounded: bool, max_grad_norm: float | None) -> None:
+    run_ranks(_on_device, 2, is_rounded, max_grad_norm)
