@@ -823,7 +823,7 @@ def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
 
 def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
     device = torch.device("cuda", 0)
-    cluster = Cluster(machines=2, between=Link(1e9, 1e-4), flops=1e12)
+    cluster = Cluster(machines=3, between=Link(1e9, 1e-4), flops=1e12)
     results = []
     for update in ("worker", "server"):
         torch.manual_seed(5)
@@ -864,4 +864,4 @@ def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_same_bits_on_a_device(is_rounded: bool, max_grad_norm: float | None) -> None:
-    run_ranks(_on_device, 2, is_rounded, max_grad_norm)
+    run_ranks(_on_device, 3, is_rounded, max_grad_norm)
