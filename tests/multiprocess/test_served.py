@@ -252,6 +252,23 @@ def _adding_a_group(model: nn.Module, optimizer: torch.optim.Optimizer, number: 
     _plain_loop(model, optimizer, number)
 
 
+def _penalising(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Add gradients by a backward that exchanges nothing: before the step, or after it."""
+    if number < 3:
+        optimizer.zero_grad()
+    _loss(model, number).backward()
+    penalty = sum(p.square().sum() for p in model.parameters() if p.ndim > 1)
+    assert isinstance(penalty, Tensor)
+    if number % 2:
+        (0.1 * penalty).backward()
+        optimizer.step()
+    else:
+        optimizer.step()
+        penalty = sum(p.square().sum() for p in model.parameters() if p.ndim > 1)
+        assert isinstance(penalty, Tensor)
+        (0.1 * penalty).backward()
+
+
 def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
     _loss(model, number).backward()
@@ -295,6 +312,7 @@ LOOPS: dict[str, Loop] = {
     "stepping_twice": _stepping_twice,
     "never_clearing": _never_clearing,
     "adding_a_group": _adding_a_group,
+    "penalising": _penalising,
     "backward_twice": _backward_twice,
     "skipping": _skipping,
     "scaling": _scaling,
