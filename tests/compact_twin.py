@@ -74,6 +74,12 @@ class HostCompactor:
         self._copy_out(compacted, 0, into, length)
         return compacted
 
+    def replace(self, own: Tensor, values: Tensor, layout: CompactLayout, into: Tensor, length: int) -> Rows:
+        own.copy_(values)
+        compacted = Rows([compact(_widen(own), layout)], self)
+        self._copy_out(compacted, 0, into, length)
+        return compacted
+
     def copy(self, own: Tensor, into: Tensor) -> None:
         self.copied += 1
         into.view(own.dtype).copy_(own)

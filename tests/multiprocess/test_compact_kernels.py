@@ -187,7 +187,7 @@ def _compile() -> None:
 
 def _main() -> None:
     for kind in ["normal", "bf16", "zeros", "strays", "any bits"]:
-        for chunks, quotient, longer in [(2, 1024, 0), (3, 700, 1)]:
+        for chunks, quotient, longer in [(2, 512, 0), (3, 700, 1)]:
             print(f"compacting {chunks} chunks of {quotient} values, {longer} of them longer: {kind}", flush=True)
             _compact_and_restore(kind, _rows_of(chunks, quotient, longer), divisor=1 + longer * 2 * (kind == "normal"))
     for place in (0, 2):

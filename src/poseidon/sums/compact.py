@@ -121,6 +121,11 @@ class ChunkRows:
         longer = sum(chunk.length > quotient for chunk in chunks)
         return cls(chunks, CompactLayout(chunks[0].length, itemsize), quotient, longer)
 
+    @classmethod
+    def alone(cls, length: int, layout: CompactLayout) -> ChunkRows:
+        """Return the row of one chunk among others of this layout."""
+        return cls((Chunk(0, 0, 0, length, 0),), layout, length, 0)
+
 
 HALVES_SHARE = 0.5
 """Share of their bytes that gradients computed in bf16 keep on the host: ``halves.py``, which needs NumPy."""

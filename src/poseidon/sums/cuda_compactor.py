@@ -92,6 +92,17 @@ class CudaCompactor:
             into[:length].copy_(compacted[0, :length], non_blocking=True)
             return CudaRows(compacted, sums)
 
+    def replace(self, own: Tensor, values: Tensor, layout: CompactLayout, into: Tensor, length: int) -> CudaRows:
+        """Copy and compact the values on the stream of sums, after the present work of the caller's stream."""
+        sums = self._streams_of(own.device).sums
+        sums.wait_stream(torch.cuda.current_stream(own.device))
+        with torch.cuda.device(own.device), torch.cuda.stream(sums):
+            own.copy_(values)
+            compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
+            kernels.compact(own, ChunkRows.alone(own.numel(), layout), compacted)
+            into[:length].copy_(compacted[0, :length], non_blocking=True)
+            return CudaRows(compacted, sums)
+
     def copy(self, own: Tensor, into: Tensor) -> None:
         """Copy a chunk out plain."""
         sums = self._streams_of(own.device).sums

@@ -65,6 +65,12 @@ class Compactor(Protocol):
         added in float32, divided by ``divisor`` and rounded; sums of float32 are left as they are.
         """
 
+    def replace(self, own: Tensor, values: Tensor, layout: CompactLayout, into: Tensor, length: int) -> Compacted:
+        """Replace a sum in ``own``, and ``length`` bytes of it in ``into``, by what the caller computes in ``values``.
+
+        Unlike :meth:`compact` this never waits for a backward under way.
+        """
+
     def copy(self, own: Tensor, into: Tensor) -> None:
         """Leave a plain chunk in ``into``, and wait for it."""
 
@@ -236,10 +242,8 @@ class DeviceAdder:
     def encode_instead(self, chunk: Chunk, values: Tensor) -> Encoded:
         """Put ``values`` in the place of a finished sum, and return them as they travel. Waits for the device."""
         index = chunk.index
-        own, row, reach = self._own(chunk), self._sums[index], self._sum_reaches[index]
-        own.copy_(values)
-        alone = ChunkRows((Chunk(chunk.slot, 0, 0, chunk.length, chunk.owner),), self._layout, chunk.length, 0)
-        compacted = self._compactor.compact(own, alone, row.view(1, -1), {0: reach.length})
+        row, reach = self._sums[index], self._sum_reaches[index]
+        compacted = self._compactor.replace(self._own(chunk), values, self._layout, row, reach.length)
         compacted.synchronize()
         self._part_tables[index].clear()
         return self._finish(chunk, row, self._sum_views[index], reach, compacted, 0)
