@@ -12,14 +12,13 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import ShardedRoute
 from poseidon.routes.shard import Order, Shard, State, read_state
 from poseidon.routes.sharded import agree_on_device
 from poseidon.routes.staging import StagedExchange, Stager
@@ -47,19 +46,6 @@ _NAMES = {
 }
 _HELD = {torch.bfloat16: torch.uint16}
 """NumPy has no bfloat16."""
-
-
-@dataclass(frozen=True)
-class ServedRoute(ShardedRoute):
-    """Full gradients to the owners of their chunks, and weights back."""
-
-    name = "served"
-    summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
-    note = ""
-
-    def open(self, context: Context) -> Exchanger:
-        """Connect the workers."""
-        return ServedExchanger(context)
 
 
 class ServedExchanger(Exchanger):
@@ -158,8 +144,8 @@ class ServedExchanger(Exchanger):
         """Let the chunks owned here be stepped, of everything under way."""
         if self._stream is not None:
             order = replace(order, ready=torch.cuda.current_stream().record_event())
-        for item, exchange in self.under_way.items():
-            self._adders[item].order(exchange.version, order)
+        for item in sorted(self.under_way, key=lambda item: self._slots[item].priority):
+            self._adders[item].order(self.under_way[item].version, order)
 
     def means(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Wait for the sums of all chunks owned here, and return their means."""
