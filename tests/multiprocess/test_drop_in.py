@@ -172,7 +172,7 @@ def a_static_graph_that_changes() -> None:
     x, y = batch(0)
     model = wrap(Heads(), static_graph=True)
     F.cross_entropy(model(x, 0), y).backward()
-    with pytest.raises(UnsupportedError, match=r"training graph has changed.*of heads\.1 got a gradient 1 time"):
+    with pytest.raises(UnsupportedError, match=r"training graph has changed.* heads\.1\.\w+ got a gradient 1 time"):
         F.cross_entropy(model(x, 1), y).backward()
     for options in ({}, {"find_unused_parameters": True}):
         model = wrap(Mlp())
