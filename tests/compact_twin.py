@@ -1,71 +1,41 @@
-"""The compacted format again, in plain NumPy: a reference for the kernels, and a stand-in device."""
+"""A device in plain NumPy."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import GROUP, HEAD_BYTES, ChunkRows, CompactLayout
+from compact_codec import compact, restore
+from poseidon.sums.compact import ChunkRows, CompactLayout
 from poseidon.sums.encodings import Encoding
-from poseidon.sums.events import Done
+from poseidon.sums.packed import HERE
+from poseidon.wire.formats import FORMATS
 
 Array = np.ndarray[Any, Any]
 
 
-def compact(values: Array, layout: CompactLayout) -> bytes | None:
-    """Return the compacted chunk, None where nothing would be gained."""
-    bits = np.zeros(layout.groups * GROUP, np.uint32)
-    bits[: len(values)] = values.view(np.uint32)
-    exponents = (bits >> 23 & 0xFF).astype(np.int64)
-    tops = exponents.reshape(-1, GROUP).max(axis=1)
-    distances = np.repeat(tops, GROUP) - exponents
-    codes = np.where(exponents == 0, 15, np.minimum(distances, 15)).astype(np.uint8).reshape(-1, 2, GROUP // 2)
-    strays = np.flatnonzero((distances >= 15) & (exponents != 0))
-    if len(strays) > layout.most_strays:
-        return None
-    compacted = b"".join(
-        [
-            len(strays).to_bytes(4, "little").ljust(HEAD_BYTES, b"\0"),
-            (bits & 0xFFFF).astype("<u2").tobytes(),
-            (bits >> 24 & 0x80 | bits >> 16 & 0x7F).astype(np.uint8).tobytes(),
-            (codes[:, 0] | codes[:, 1] << 4).tobytes(),
-            tops.astype(np.uint8).tobytes(),
-        ]
-    ).ljust(layout.strays_at, b"\0")
-    return compacted + (strays | exponents[strays] << 24).astype("<u4").tobytes()
+class Rows:
+    """Compacted chunks; everything is done at once."""
 
+    def __init__(self, rows: Sequence[bytes], owner: HostCompactor) -> None:
+        self._rows = rows
+        self._owner = owner
 
-def restore(compacted: bytes | memoryview, values: int, layout: CompactLayout) -> Array:
-    """Return the values of a compacted chunk."""
-    data = np.frombuffer(compacted, np.uint8)
-    padded = layout.groups * GROUP
-    low = data[layout.low_at :][: 2 * padded].view("<u2").astype(np.uint32)
-    high = data[layout.high_at :][:padded].astype(np.uint32)
-    pairs = data[layout.codes_at :][: padded // 2].reshape(-1, GROUP // 2)
-    codes = np.stack([pairs & 0xF, pairs >> 4], axis=1).reshape(-1).astype(np.uint32)
-    tops = np.repeat(data[layout.tops_at :][: layout.groups], GROUP).astype(np.uint32)
-    exponents = np.where(codes == 15, 0, tops - codes).astype(np.uint32)
-    (count,) = data[:4].view("<u4")
-    for stray in data[layout.strays_at :][: 4 * count].view("<u4"):
-        exponents[stray & 0xFFFFFF] = stray >> 24
-    bits = low | (high & 0x7F) << 16 | exponents << 23 | (high & 0x80) << 24
-    return bits.view(np.float32)[:values]
-
-
-def same_bits(one: Array, other: Array) -> bool:
-    """Return whether two arrays of float32 hold the same bits."""
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
-
-
-class Now:
     def synchronize(self) -> None:
         pass
+
+    def copy(self, row: int, into: Tensor, start: int, stop: int) -> None:
+        piece = bytearray(self._rows[row][start:stop])
+        into[start : start + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
+
+    def fetch(self, row: int, into: Tensor, start: int, stop: int) -> None:
+        self._owner.fetched += 1
+        self.copy(row, into, start, stop)
 
 
 class HostCompactor:
@@ -73,53 +43,80 @@ class HostCompactor:
 
     def __init__(self) -> None:
         self.copied = 0
+        self.fetched = 0
+        self.moved_bytes = 0
+        """Bytes that went over its bus, to and fro."""
 
-    def memory(self, rows: int, row_bytes: int) -> Tensor:
-        return torch.full((rows, row_bytes), 0xAA, dtype=torch.uint8)
+    def prepare(self, dtype: torch.dtype) -> None:
+        pass
 
-    def compact(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> Done:
-        for chunk in rows.chunks:
-            self._compact(flat, chunk, rows.layout, [memory[chunk.index]])
-        return Now()
+    def memory(self, size_bytes: int) -> Tensor:
+        return torch.full((size_bytes,), 0xAA, dtype=torch.uint8)
+
+    def compact(self, flat: Tensor, rows: ChunkRows, into: Tensor, lengths: Mapping[int, int]) -> Rows:
+        wide = _widen(flat)
+        compacted = Rows([compact(wide[chunk.start : chunk.stop], rows.layout) for chunk in rows.chunks], self)
+        for row, length in lengths.items():
+            self._copy_out(compacted, row, into[row], length)
+        return compacted
 
     def add(
-        self,
-        parts: Tensor,
-        encodings: Sequence[int],
-        flat: Tensor,
-        chunk: Chunk,
-        layout: CompactLayout,
-        into: Sequence[Tensor],
-    ) -> Done:
-        values = [self._read(*row, chunk, layout) for row in zip(parts, encodings, strict=True)]
-        values.insert(chunk.owner, flat[chunk.start : chunk.stop].numpy())
+        self, packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, divisor: int, into: Tensor, length: int
+    ) -> Rows:
+        self.moved_bytes += len(packed)
+        parts = [_read(packed, number, own, layout) for number in range(workers)]
         with np.errstate(over="ignore"):
-            flat[chunk.start : chunk.stop] = torch.from_numpy(functools.reduce(np.add, values))
-        self._compact(flat, chunk, layout, into)
-        return Now()
+            total = functools.reduce(np.add, parts)
+        if own.dtype == torch.bfloat16:
+            total = total / np.float32(divisor)
+        _narrow(total, own)
+        compacted = Rows([compact(_widen(own), layout)], self)
+        self._copy_out(compacted, 0, into, length)
+        return compacted
 
-    def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
+    def copy(self, own: Tensor, into: Tensor) -> None:
         self.copied += 1
-        for memory in into:
-            memory[: 4 * chunk.length] = flat[chunk.start : chunk.stop].view(torch.uint8)
+        into.view(own.dtype).copy_(own)
 
-    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor) -> str:
-        for chunk in rows.chunks:
-            values = self._read(memory[chunk.index], encodings[chunk.index], chunk, rows.layout)
-            flat[chunk.start : chunk.stop] = torch.from_numpy(values.copy())
+    def restore(
+        self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor, divisor: int
+    ) -> str:
+        pieces = [(0, table), *chunks]
+        self.moved_bytes += sum(len(piece) for _, piece in pieces)
+        packed = torch.full((max(at + len(piece) for at, piece in pieces),), 0x55, dtype=torch.uint8)
+        for at, piece in pieces:
+            packed[at : at + len(piece)] = piece
+        for number, chunk in enumerate(rows.chunks):
+            own = flat[chunk.start : chunk.stop]
+            values = _read(packed, number, own, rows.layout)
+            _narrow(values / np.float32(divisor) if flat.dtype == torch.float32 else values, own)
         return "restored"
 
-    def _compact(self, flat: Tensor, chunk: Chunk, layout: CompactLayout, into: Sequence[Tensor]) -> None:
-        compacted = compact(flat[chunk.start : chunk.stop].numpy(), layout)
-        for memory in into:
-            if compacted is None:
-                memory[:4] = 0xFF
-            else:
-                memory[: len(compacted)] = torch.frombuffer(bytearray(compacted), dtype=torch.uint8)
+    def _copy_out(self, compacted: Rows, row: int, into: Tensor, length: int) -> None:
+        self.moved_bytes += length
+        compacted.copy(row, into, 0, length)
 
-    def _read(self, memory: Tensor, encoding: int, chunk: Chunk, layout: CompactLayout) -> Array:
-        data = memory.numpy()
-        if encoding == Encoding.PLAIN:
-            plain: Array = data[: 4 * chunk.length].view(np.float32)
-            return plain
-        return restore(data.data, chunk.length, layout)
+
+def _read(packed: Tensor, number: int, own: Tensor, layout: CompactLayout) -> Array:
+    """Return the values of a chunk of the table, as float32."""
+    position, encoding = packed.numpy()[16 * number :][:16].view(np.int64)
+    chunk = packed[position:]
+    if encoding == HERE:
+        return _widen(own).copy()
+    if encoding == Encoding.COMPACT:
+        size = layout.measure(chunk.numpy().data)
+        return restore(chunk[:size].numpy().data, len(own), layout)
+    return _widen(chunk[: own.nbytes].view(own.dtype))
+
+
+def _widen(values: Tensor) -> Array:
+    if values.dtype == torch.bfloat16:
+        return FORMATS["bfloat16"].widen(values.view(torch.uint16).numpy())
+    return values.numpy()
+
+
+def _narrow(values: Array, into: Tensor) -> None:
+    if into.dtype == torch.bfloat16:
+        into.view(torch.uint16).copy_(torch.from_numpy(FORMATS["bfloat16"].narrow(values)))
+    else:
+        into.copy_(torch.from_numpy(values))

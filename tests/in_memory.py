@@ -75,7 +75,7 @@ class ThreadTeam:
     def topology(self) -> Topology:
         return Topology(tuple((rank,) for rank in range(self.size)))
 
-    def start_gather(self, values: Sequence[int]) -> Callable[[str], list[list[int]]]:
+    def start_gather(self, values: Sequence[Any]) -> Callable[[str], list[list[Any]]]:
         key = ("gather", self._calls)
         self._calls += 1
         self.meeting.put(key, self.rank, list(values))
@@ -85,7 +85,7 @@ class ThreadTeam:
         return self.start_gather(values)(what)
 
     def gather_json(self, value: Any) -> list[Any]:
-        return json.loads(json.dumps(self.start_gather(value)("")))
+        return [json.loads(text) for (text,) in self.start_gather([json.dumps(value)])("")]
 
     def close(self) -> None:
         self.is_closed = True

@@ -45,8 +45,10 @@ class Immediately(Waiter):
 class SumWorker:
     """One rank's server and its device."""
 
-    def __init__(self, transport: MemoryTransport, kind: str) -> None:
+    def __init__(self, transport: MemoryTransport, kind: str, divisor: int, dtype: torch.dtype) -> None:
         self.transport = transport
+        self.dtype = dtype
+        self.divisor = divisor
         self.kind = kind
         self.compactor = HostCompactor()
         self.device = DeviceArithmetic(self.compactor, Immediately)
@@ -57,9 +59,9 @@ class SumWorker:
     def book(self, slots: Sequence[Slot]) -> None:
         rank, size = self.transport.rank, self.transport.size
         if self.kind == "host":
-            self.adders = [*host_adders(slots, ["float32"] * len(slots), rank)]
+            self.adders = [*host_adders(slots, ["float32"] * len(slots), rank, self.divisor)]
         else:
-            self.adders = [DeviceAdder(slot, rank, size, self.device) for slot in slots]
+            self.adders = [DeviceAdder(slot, rank, size, self.device, self.divisor, self.dtype) for slot in slots]
         self.server.book(zip(slots, self.adders, strict=True))
 
     def start(self, values: Array, slot: Slot, step: int) -> Future[Any]:
@@ -68,12 +70,18 @@ class SumWorker:
 
 
 def make_team(
-    kind: str, workers: int, sizes: Sequence[int], scheduler: Scheduler | None = None, chunk_values: int = CHUNK_VALUES
+    kind: str,
+    workers: int,
+    sizes: Sequence[int],
+    scheduler: Scheduler | None = None,
+    chunk_values: int = CHUNK_VALUES,
+    divisor: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[SumWorker], list[Slot], MemoryNetwork]:
     """Return workers that have booked slots of these sizes, the slots, and the network between them."""
     slots = make_slots(0, sizes, [4] * len(sizes), workers, 4 * chunk_values)
     transports = make_memory_network(workers, scheduler)
-    team = [SumWorker(transport, kind) for transport in transports]
+    team = [SumWorker(transport, kind, divisor, dtype) for transport in transports]
     for worker in team:
         worker.book(slots)
     return team, slots, transports[0].network

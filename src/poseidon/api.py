@@ -24,7 +24,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferHook, BufferSync
-from poseidon.engine.discover import find_units, tensors_of
+from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
@@ -294,6 +294,11 @@ class DistributedDataParallel(TorchSurface):
         return None if self._engine is None else self._engine.plan
 
     @property
+    def is_choosing(self) -> bool:
+        """Whether plans are still being tried in the first steps; benchmarks should wait until this is false."""
+        return self._engine is not None and self._engine.is_choosing
+
+    @property
     def cluster(self) -> Cluster | None:
         """Machines, links and device rates behind the plan; None with one worker."""
         return None if self._engine is None else self._engine.cluster
@@ -341,6 +346,8 @@ class DistributedDataParallel(TorchSurface):
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
+        if self._policy.serves:
+            units = [only_dense(unit) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
@@ -384,6 +391,8 @@ class DistributedDataParallel(TorchSurface):
             routes=self._routes,
             check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
+            serves=self._policy.serves,
+            tries=not self._policy.serves,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:

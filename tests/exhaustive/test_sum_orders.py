@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compact_twin import same_bits
+from compact_codec import same_bits
 from poseidon.wire.memory import MemoryNetwork
 from sum_team import CHUNK_VALUES, draw, make_one_slot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -13,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-import compact_twin
-from compact_twin import same_bits
-from poseidon.sums.compact import CompactLayout
+import compact_codec
+from compact_codec import same_bits
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.compact import ChunkRows, CompactLayout, align
+from poseidon.sums.encodings import Encoding
+from poseidon.sums.packed import ChunkTable, table_bytes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; scripts/setup kernels installs it")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,81 +29,180 @@ Array = np.ndarray[Any, Any]
 def _draw(kind: str, size: int) -> Array:
     generator = np.random.default_rng(size)
     values = generator.standard_normal(size).astype(np.float32)
-    if kind == "zeros":
+    if kind == "bf16":
+        values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        values[generator.random(size) < 0.01] += np.float32(1e-3)
+        values[300:1500] = 0
+    elif kind == "zeros":
         values[generator.random(size) < 0.7] = 0
         values[generator.random(size) < 0.1] *= np.float32(-0.0)
     elif kind == "strays":
         values[generator.random(size) < 0.02] *= np.float32(1e-12)
         values[5], values[9], values[11] = np.nan, 1e-42, np.inf
-    elif kind == "wide":
-        values *= np.float32(10) ** generator.integers(-30, 8, size).astype(np.float32)
     elif kind == "any bits":
         values = generator.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
     return values
 
 
-def _compact_and_restore(kind: str, chunks: int, quotient: int, longer: int) -> None:
+def _rows_of(chunks: int, quotient: int, longer: int, itemsize: int = 4) -> ChunkRows:
+    edges = [at * quotient + min(at, longer) for at in range(chunks + 1)]
+    pieces = [Chunk(0, at, *edge, 0) for at, edge in enumerate(itertools.pairwise(edges))]
+    return ChunkRows.of(tuple(pieces), itemsize)
+
+
+def _pack(chunks: list[tuple[int, bytes] | None]) -> torch.Tensor:
+    """Return chunks, given with their encodings, behind their table; None stands for one on the device."""
+    room = sum(align(len(chunk[1])) for chunk in chunks if chunk)
+    memory = np.full(table_bytes(len(chunks)) + room, 0xAA, np.uint8)
+    table = ChunkTable(memory, len(chunks))
+    for number, chunk in enumerate(chunks):
+        if chunk is not None:
+            position = table.place(number, len(chunk[1]))
+            memory[position : position + len(chunk[1])] = np.frombuffer(chunk[1], np.uint8)
+            table.mark(number, chunk[0])
+    return torch.from_numpy(memory).to(DEVICE)
+
+
+def _encode(values: Array, layout: CompactLayout) -> tuple[int, bytes]:
+    compacted = compact_codec.compact(values, layout)
+    if len(compacted) in layout.sizes(len(values)):
+        return Encoding.COMPACT, compacted
+    return Encoding.PLAIN, values.tobytes()
+
+
+def _compact_and_restore(kind: str, rows: ChunkRows, divisor: int) -> None:
     from poseidon.sums import compact_kernels as kernels
 
-    values = _draw(kind, chunks * quotient + longer)
-    layout = CompactLayout(quotient + (longer > 0))
-    flat = torch.from_numpy(values).to(DEVICE)
-    rows = torch.full((chunks, layout.row_bytes), 77, dtype=torch.uint8, device=DEVICE)
-    kernels.compact(flat, quotient, longer, rows, layout)
-    back = torch.empty_like(flat)
-    kernels.restore(rows, layout, back, quotient, longer)
+    layout = rows.layout
+    values = _draw(kind, rows.chunks[-1].stop)
+    into = torch.full((len(rows.chunks) + 1, layout.row_bytes), 77, dtype=torch.uint8, device=DEVICE)
+    kernels.compact(torch.from_numpy(values).to(DEVICE), rows, into[:-1])
+    compacted = into.cpu().numpy()
+    assert (compacted[-1] == 77).all()
+    packed: list[tuple[int, bytes] | None] = []
+    for chunk, row in zip(rows.chunks, compacted, strict=False):
+        part = values[chunk.start : chunk.stop]
+        size = layout.measure(row.data)
+        expected = compact_codec.compact(part, layout)
+        assert size == len(expected)
+        if size in layout.sizes(len(part)):
+            assert same_bits(compact_codec.restore(row[:size].tobytes(), len(part), layout), part)
+            packed.append((Encoding.COMPACT, row[:size].tobytes()))
+        else:
+            packed.append((Encoding.PLAIN, part.tobytes()))
+    # The first one is not to be read.
+    packed[0] = None
+    back = torch.full((len(values),), 7.0, device=DEVICE)
+    first = rows.chunks[0].stop
+    back[:first] = torch.from_numpy(values[:first])
+    kernels.restore(_pack(packed), rows, back, divisor)
+    assert same_bits(back.cpu().numpy(), values / np.float32(divisor) if divisor > 1 else values)
 
-    compacted, restored = rows.cpu().numpy(), back.cpu().numpy()
-    for index, row in enumerate(compacted):
-        start = index * quotient + min(index, longer)
-        part = values[start : start + quotient + (index < longer)]
-        expected = compact_twin.compact(part, layout)
-        (strays,) = row[:4].view("<u4")
-        assert (expected is None) == (strays > layout.most_strays)
-        if expected is not None:
-            end = layout.tops_at + layout.groups
-            assert row[:end].tobytes() == expected[:end]
-            # Strays come in any order.
-            ours = np.frombuffer(row[layout.strays_at :][: 4 * strays].tobytes(), "<u4")
-            assert sorted(ours) == sorted(np.frombuffer(expected[layout.strays_at :], "<u4"))
-            assert same_bits(compact_twin.restore(expected, len(part), layout), part)
-            assert same_bits(restored[start : start + len(part)], part)
 
-
-def _add_up() -> None:
+def _add(place: int, length: int) -> None:
     from poseidon.sums import compact_kernels as kernels
 
-    for place in range(4):
-        generator = np.random.default_rng(place)
-        parts = (generator.standard_normal((3, 5000)) * [[1e4], [1], [1e-3]]).astype(np.float32)
-        values = generator.standard_normal(9000).astype(np.float32)
-        # The smallest numbers there are must not become zeros.
-        parts[:, :50] = values[100:150] = np.float32(1e-42)
-        flat = torch.from_numpy(values.copy()).to(DEVICE)
-        kernels.add_up(torch.from_numpy(parts).to(DEVICE), flat[100:5100], place)
+    workers = 4
+    layout = CompactLayout(length + 1)
+    generator = np.random.default_rng(place)
+    parts = (generator.standard_normal((workers, length)) * [[1e4], [1], [1e-3], [1]]).astype(np.float32)
+    # The smallest numbers there are must not become zeros, and negative zeros stay negative.
+    parts[:, :50], parts[:, 50:60] = np.float32(1e-42), np.float32(-0.0)
+    # One part travels plain.
+    parts[3] = generator.integers(0, 2**31 - 2**24, length, dtype=np.uint32).view(np.float32)
+    chunks = [_encode(part, layout) for part in parts]
+    assert {encoding for encoding, _ in chunks} == {Encoding.PLAIN, Encoding.COMPACT}
+    own = torch.from_numpy(parts[place].copy()).to(DEVICE)
+    into = torch.full((layout.row_bytes,), 77, dtype=torch.uint8, device=DEVICE)
+    packed = _pack([None if at == place else chunk for at, chunk in enumerate(chunks)])
+    kernels.add(packed, workers, own, layout, 3, into)
+    with np.errstate(over="ignore"):
+        expected = functools.reduce(np.add, parts)
+    assert same_bits(own.cpu().numpy(), expected)
+    size = layout.measure(into.cpu().numpy().data)
+    assert size == len(compact_codec.compact(expected, layout))
 
-        in_order = list(parts)
-        in_order.insert(place, values[100:5100])
-        expected = values.copy()
-        expected[100:5100] = functools.reduce(np.add, in_order)
-        assert same_bits(flat.cpu().numpy(), expected)
+
+def _half() -> None:
+    from poseidon.sums import compact_kernels as kernels
+
+    rows = _rows_of(2, 4100, 1, itemsize=2)
+    layout, size = rows.layout, rows.chunks[-1].stop
+    flats = [torch.from_numpy(_draw("bf16", size) * (3 + rank)).bfloat16() for rank in range(3)]
+    flats[1][:4] = torch.tensor([torch.nan, torch.inf, -0.0, 1e-40])
+    mean = (functools.reduce(torch.add, [flat.float() for flat in flats]) / 3).bfloat16()
+    into = torch.zeros((3, 2, layout.row_bytes), dtype=torch.uint8, device=DEVICE)
+    for flat, row in zip(flats, into, strict=True):
+        kernels.compact(flat.to(DEVICE), rows, row)
+    compacted = [[row[: layout.measure(row.data)].tobytes() for row in one] for one in into.cpu().numpy()]
+    sums: list[tuple[int, bytes] | None] = []
+    for chunk in rows.chunks:
+        one, two = ((Encoding.COMPACT, compacted[rank][chunk.index]) for rank in (0, 1))
+        own = flats[2][chunk.start : chunk.stop].to(DEVICE)
+        total = torch.zeros(layout.row_bytes, dtype=torch.uint8, device=DEVICE)
+        kernels.add(_pack([one, two, None]), 3, own, layout, 3, total)
+        expected = mean[chunk.start : chunk.stop]
+        assert torch.equal(own.cpu().nan_to_num(7), expected.nan_to_num(7))
+        encoded = total.cpu().numpy()
+        sums.append((Encoding.COMPACT, encoded[: layout.measure(encoded.data)].tobytes()))
+    back = torch.zeros(size, dtype=torch.bfloat16, device=DEVICE)
+    # The second chunk travels plain.
+    plain = mean[rows.chunks[1].start :].view(torch.int16).numpy().tobytes()
+    kernels.restore(_pack([sums[0], (Encoding.PLAIN, plain)]), rows, back, 3)
+    assert torch.equal(back.cpu().nan_to_num(7), mean.nan_to_num(7))
+
+
+def _garbage(seed: int) -> None:
+    """Whatever comes from the wire, nothing outside its memory is read, and the codec reads the same."""
+    from poseidon.sums import compact_kernels as kernels
+
+    generator = np.random.default_rng(seed)
+    rows = _rows_of(1, 4096, 0)
+    layout = rows.layout
+    chunk = generator.integers(0, 256, layout.tail_at + 4000, dtype=np.uint8)
+    chunk[:4].view("<u4")[0] = 4000
+    entries = chunk[16 : layout.tail_at].view("<u8")
+    # Some begin within the tail.
+    entries[::2] &= np.uint64(0xFFFFFFFF00000FFF)
+    back = torch.zeros(4096, device=DEVICE)
+    kernels.restore(_pack([(Encoding.COMPACT, chunk.tobytes())]), rows, back, 1)
+    assert same_bits(back.cpu().numpy(), compact_codec.restore(chunk.tobytes(), 4096, layout))
+
+
+def _compile() -> None:
+    """What Triton's interpreter accepts, its compiler may not; that needs no GPU."""
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    from poseidon.sums import compact_kernels as kernels
+
+    numbers = dict.fromkeys(["workers", "count", "groups", "capacity"], "i32")
+    signature = {"packed": "*u8", "own": "*i16", "into": "*u8", **numbers, "divisor": "fp32"}
+    constants = {"is_half": True, "group_count": kernels._GROUPS}
+    kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
+    compiler.compile(compiler.ASTSource(kernels._add, kinds, constants), target=GPUTarget("cuda", 90, 32))
 
 
 def _main() -> None:
-    for kind in ["normal", "zeros", "strays", "wide", "any bits"]:
-        for chunks, quotient, longer in [(1, 4096, 0), (4, 5000, 3), (3, 8191, 2)]:
+    for kind in ["normal", "bf16", "zeros", "strays", "any bits"]:
+        for chunks, quotient, longer in [(2, 4096, 0), (3, 5000, 1)]:
             print(f"compacting {chunks} chunks of {quotient} values, {longer} of them longer: {kind}", flush=True)
-            _compact_and_restore(kind, chunks, quotient, longer)
-    print("adding up", flush=True)
-    _add_up()
+            _compact_and_restore(kind, _rows_of(chunks, quotient, longer), divisor=1 + longer * 2 * (kind == "normal"))
+    for place in (0, 2):
+        print(f"adding as worker {place}", flush=True)
+        _add(place, 4097)
+    print("adding bf16", flush=True)
+    _half()
+    for seed in range(2):
+        print(f"restoring garbage {seed}", flush=True)
+        _garbage(seed)
 
 
-def test_kernels_compact_like_the_twin_restore_all_bits_and_add_in_the_order_of_ranks() -> None:
-    interpreted = {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}
+def _run(job: str, interpreted: bool) -> None:
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, **interpreted, "PYTHONPATH": paths},
+        [sys.executable, __file__, job],
+        env={**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {}), "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -109,5 +212,13 @@ def test_kernels_compact_like_the_twin_restore_all_bits_and_add_in_the_order_of_
     assert done.returncode == 0, done.stdout
 
 
+def test_kernels_compact_like_the_codec_restore_all_bits_and_add_in_the_order_of_ranks() -> None:
+    _run("_main", interpreted=DEVICE != "cuda")
+
+
+def test_kernels_compile() -> None:
+    _run("_compile", interpreted=False)
+
+
 if __name__ == "__main__":
-    _main()
+    globals()[sys.argv[1]]()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import nightly
 import poseidon
+from poseidon.planning.cluster import Cluster
 from ranks import run_ranks
 from twins import wrap
 
@@ -29,10 +30,11 @@ def _mean_gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return means
 
 
-def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: dict[str, Any]) -> None:
+def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: dict[str, Any]) -> Any:
     plain = make()
     wrapped = wrap(make(), routes=routes, **options)
     wrapped.module.load_state_dict(plain.state_dict())
+    kept: list[tuple[Tensor, Tensor]] = []
     for number in range(steps):
         inputs = draw(number)
         expected = _mean_gradients(plain, plain(*inputs).square().sum())
@@ -45,9 +47,12 @@ def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: di
             everybody = [torch.empty_like(mine.grad) for _ in range(dist.get_world_size())]
             dist.all_gather(everybody, mine.grad)
             assert all(torch.equal(everybody[0], other) for other in everybody)
+            kept.append((mine.grad, mine.grad.clone()))
+    # Memory may be used again, but not while somebody holds a gradient of an earlier step.
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept)
     assert wrapped.plan is not None
-    assert wrapped.plan.routes == {"(root)": routes["*"]}
-    wrapped.close()
+    assert set(wrapped.plan.routes.values()) == set(routes.values())
+    return wrapped
 
 
 def _random_linears(seed: int, route: str, options: dict[str, Any]) -> None:
@@ -67,7 +72,7 @@ def _random_linears(seed: int, route: str, options: dict[str, Any]) -> None:
             torch.manual_seed(seed)
             return nn.Linear(inputs, outputs, bias=has_bias)
 
-        _check(make, draw, {"*": route}, 3, options)
+        _check(make, draw, {"*": route}, 3, options).close()
 
 
 def _random_embeddings(seed: int, route: str, options: dict[str, Any]) -> None:
@@ -86,7 +91,42 @@ def _random_embeddings(seed: int, route: str, options: dict[str, Any]) -> None:
             torch.manual_seed(seed)
             return nn.Embedding(rows, width)
 
-        _check(make, draw, {"*": route}, 3, options)
+        _check(make, draw, {"*": route}, 3, options).close()
+
+
+class _Tables(nn.Module):
+    """Tables and layers whose parcels leave together."""
+
+    def __init__(self, tables: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(10 + table, width + table) for table in range(tables))
+        self.layers = nn.ModuleList(nn.Linear(width + table, 3) for table in range(tables))
+
+    def forward(self, *indices: Tensor) -> Tensor:
+        looked_up = [table(one) for table, one in zip(self.tables, indices, strict=True)]
+        return torch.cat([layer(one) for layer, one in zip(self.layers, looked_up, strict=True)])
+
+
+def _shared_messages(seed: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    shapes = random.Random(seed)
+    size, count = dist.get_world_size(), 3
+    counts = [[[shapes.randint(0, 12) for _ in range(count)] for _ in range(size)] for _ in range(4)]
+
+    def draw(number: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed + 10 * number + dist.get_rank())
+        mine = counts[number][dist.get_rank()] if number else [5] * count
+        return tuple(torch.randint(0, 10, (rows,), generator=generator) for rows in mine)
+
+    def make() -> nn.Module:
+        torch.manual_seed(seed)
+        return _Tables(count, 4)
+
+    routes = {"tables.*": "rows", "layers.*": "factors"}
+    wrapped = _check(make, draw, routes, 4, {"cluster": Cluster(size)})
+    found = {item.shipment for item in wrapped._engine._schedules.planned.schedule.items}
+    assert sorted(map(len, found)) == [count, count], found
+    wrapped.close()
 
 
 ROUTES = [
@@ -109,6 +149,11 @@ def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], l
     ranks = max(2, len(layout))
     machines = [{"POSEIDON_MACHINE": layout[rank % len(layout)]} for rank in range(ranks)]
     run_ranks(draws, ranks, len(layout) + ord(layout[-1]), route, options, env=machines)
+
+
+@pytest.mark.parametrize("layout", ["abc", "aab"])
+def test_parcels_that_share_messages_give_the_mean(layout: str) -> None:
+    run_ranks(_shared_messages, 3, ord(layout[1]), env=[{"POSEIDON_MACHINE": machine} for machine in layout])
 
 
 def _train_small(layout: str) -> list[Tensor]:

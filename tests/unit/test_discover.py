@@ -172,3 +172,52 @@ def test_replicas_share_frozen_parameters_and_buffers_too_each_once() -> None:
     assert len(tensors_of(model, {"norm.running_mean", "scale"})) == len(expected) - 2
     assert len(tensors_of(Tied())) == 2
     assert not any(tensor.requires_grad for tensor in tensors_of(model))
+
+
+def test_the_names_of_units_do_not_tell_whether_a_model_is_compiled() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1] = torch.compile(model[1], backend="eager")
+    assert kinds(model) == kinds(torch.compile(model, backend="eager")) == {"0": "linear", "1": "linear"}
+    assert kinds(torch.compile(nn.Linear(3, 2), backend="eager")) == {ROOT: "linear"}
+
+
+def test_a_model_compiled_as_one_graph_has_no_short_forms() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True))
+    assert kinds(model) == {"0": "linear", "1": "dense"}
+
+
+def _tied(head: nn.Linear, table: nn.Embedding) -> nn.Module:
+    head.weight = table.weight
+    return nn.ModuleDict({"table": table, "head": head})
+
+
+def test_a_table_that_is_a_linear_layers_weight_too_is_one_tied_unit() -> None:
+    table, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    (unit,) = find_units(_tied(head, table))
+    assert (unit.name, unit.spec.kind, unit.parameters) == ("table", "tied", (table.weight,))
+    assert (unit.module, unit.head) == (table, head)
+    (unit,) = find_units(nn.ModuleList([head, table]))
+    assert (unit.name, unit.module, unit.head) == ("0", table, head)
+
+
+class OwnLinear(nn.Linear):
+    """May use its weight in any way."""
+
+
+@pytest.mark.parametrize(
+    ("table", "head"),
+    [
+        (nn.Embedding(9, 4), nn.Linear(4, 9)),
+        (nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 9, bias=False)),
+        (nn.Embedding(9, 4), OwnLinear(4, 9, bias=False)),
+    ],
+)
+def test_other_pairs_with_one_weight_are_dense(table: nn.Embedding, head: nn.Linear) -> None:
+    assert kinds(_tied(head, table))["table"] == "dense"
+
+
+def test_a_table_with_three_users_is_dense() -> None:
+    model = _tied(nn.Linear(4, 9, bias=False), nn.Embedding(9, 4))
+    model["again"] = nn.Linear(4, 9, bias=False)
+    model["again"].weight = model["table"].weight
+    assert kinds(model) == {"table": "dense"}

@@ -54,6 +54,23 @@ def test_on_the_meta_device_a_table_cannot_be_touched_in_more_rows_than_it_has()
     assert loads_of(model, torch.zeros(4, 5, dtype=torch.long, device="meta"))["0"] == Load(10)
 
 
+def test_factors_count_in_the_type_in_which_the_layer_computes() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loads_of(model, torch.zeros(3, 6)) == {"0": Load(3, 2), "2": Load(3, 2)}
+    assert loads_of(model.bfloat16(), torch.zeros(3, 6, dtype=torch.bfloat16)) == {"0": Load(3, 2), "2": Load(3, 2)}
+    assert loads_of(model.double(), torch.zeros(3, 6, dtype=torch.float64)) == {"0": Load(3, 8), "2": Load(3, 8)}
+
+
+def test_under_autocast_factors_pay_for_twice_the_batch() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    # With 4 machines factors win below 2 * 64 * 64 / (4 * 128) = 16 rows in float32, 32 in bfloat16.
+    inputs = torch.zeros(24, 64)
+    assert plan(model, inputs, SLOW).routes == {"0": "allreduce"}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plan(model, inputs, SLOW).routes == {"0": "factors"}
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = TwoTowers()
     loads_of(model, (torch.tensor([1]), torch.tensor([[1]])))
@@ -85,3 +102,12 @@ def test_a_convolutional_net_sends_its_head_as_factors() -> None:
     assert isinstance(made, poseidon.Plan)
     assert made.routes == {"0": "allreduce", "2": "factors", "3": "factors"}
     assert made.wire_bytes < made.allreduce_bytes
+
+
+def test_a_tied_table_counts_touched_rows_and_the_linear_layers_rows() -> None:
+    table, head = nn.Embedding(50, 4), nn.Linear(4, 50, bias=False)
+    head.weight = table.weight
+    model = nn.Sequential(table, head)
+    assert loads_of(model, torch.tensor([[1, 2, 2], [3, 1, 1]])) == {"0": Load(6, 4, 3)}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loads_of(model, torch.tensor([7, 7])) == {"0": Load(2, 2, 1)}

@@ -18,7 +18,7 @@ from poseidon.lab.bench_worker import WorkerSettings, build
 from poseidon.lab.picture import draw
 from poseidon.lab.results import LINEAR, Cell, cells_from_json, format_table
 from poseidon.lab.spec import MAX_MACHINES, parse_rate
-from poseidon.lab.systems import POWERSGD_START, check_system
+from poseidon.lab.systems import OPTIMIZERS, POWERSGD_START, PRECISIONS, SYSTEMS, check_system
 
 DEFAULT_OUTPUT = Path("bench.json")
 
@@ -26,15 +26,19 @@ DEFAULT_OUTPUT = Path("bench.json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--models", default="alexnet", help=f"of: {', '.join(zoo.names())}")
+    what.add_argument(
+        "--models", default="alexnet", help=f"of: {', '.join(zoo.names())}; or torchvision/NAME, transformers/NAME"
+    )
     what.add_argument("--machines", default="4", help="cluster sizes, such as 2,4,8")
     what.add_argument("--rate", default="1gbit", help="link speeds, such as 1gbit,10gbit")
     what.add_argument(
         "--against",
         default="linear,ddp,poseidon",
-        help="systems: linear, ddp, ddp-gloo, ddp-bf16, ddp-powersgd, poseidon",
+        help=f"systems: {', '.join(SYSTEMS)}; Poseidon's with options, as in poseidon-distribute:update=server",
     )
     what.add_argument("--batch", default="32", help="samples per worker; per model too: 32,gpt2=4")
+    what.add_argument("--precision", choices=tuple(PRECISIONS), default="float32", help="bf16: under torch.autocast")
+    what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="default sgd, with momentum")
     what.add_argument("--tiny", action="store_true", help="the zoo's tiny networks, for a quick look")
     what.add_argument("--width", type=float, help="scale the networks' layers; 1 is as published")
     what.add_argument("--image-size", type=int, help="height and width of images; default: as published")
@@ -97,6 +101,8 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
         tiny=args.tiny,
         width=args.width,
         image_size=args.image_size,
+        precision=args.precision,
+        optimizer=args.optimizer,
         paced_ms=None if args.paced is None else parse_paced(args.paced),
         timeout_s=min(120.0, args.timeout),
     )
@@ -119,7 +125,7 @@ def parse_batches(words: str) -> tuple[int, dict[str, int]]:
     single: dict[str, int] = {}
     for word in _words(words):
         model, equals, size = word.rpartition("=")
-        if not size.isdigit() or int(size) < 1 or (equals and model not in zoo.names()):
+        if not size.isdigit() or int(size) < 1 or (equals and not _is_model(model)):
             raise ConfigError(f"--batch {word!r} is not understood; write 32, or 32,gpt2=4 with a network's name")
         if equals:
             single[model] = int(size)
@@ -137,6 +143,10 @@ def parse_paced(word: str) -> tuple[float, float]:
     if forward < 0 or backward < 0:
         raise ConfigError(f"--paced {word!r}: times must not be negative")
     return forward, backward
+
+
+def _is_model(name: str) -> bool:
+    return name in zoo.names() or zoo.is_borrowed(name)
 
 
 def _words(text: str) -> list[str]:

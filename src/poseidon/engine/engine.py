@@ -79,8 +79,6 @@ class Engine:
         """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
         self._local: set[int] = set()
         """Parameters with gradients that were not exchanged."""
-        self._factor_dtypes: dict[int, torch.dtype | None] = {}
-        """By unit: dtype of the last factors seen."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
         self._forgotten: set[nn.Parameter] | None = None
@@ -99,6 +97,25 @@ class Engine:
         return self._schedules.plan
 
     @property
+    def planned(self) -> LiveSchedule | None:
+        """The schedule of that plan."""
+        return self._schedules.planned
+
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
+        self._schedules.mark_rounded(parameters)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the first plan is still to be made, or other plans to be tried."""
+        return self._schedules.is_choosing
+
+    @property
+    def lands_at_once(self) -> bool:
+        """Whether the backward under way must land at its end, although the policy could defer that."""
+        return self._schedules.plan is None or self._schedules.lands_at_once
+
+    @property
     def short_units(self) -> frozenset[str]:
         """Names of the units whose planned route carries factors or rows instead of full gradients."""
         planned = self._schedules.planned
@@ -110,6 +127,14 @@ class Engine:
     def phase(self) -> Phase:
         """Phase of the last backward; ``LANDED`` before the first one."""
         return Phase.LANDED if self._backward is None else self._backward.step.phase
+
+    @property
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters for which no worker has a gradient in the last backward, once that is settled."""
+        verdict = None if self._backward is None else self._backward.step.verdict
+        if verdict is None:
+            return []
+        return [parameter for number, parameter in enumerate(self.parameters) if not verdict.is_used(number)]
 
     @property
     def failure(self) -> BaseException | None:
@@ -125,18 +150,17 @@ class Engine:
     @property
     def in_backward(self) -> bool:
         """Whether a backward that exchanges gradients is under way."""
-        return self.phase is Phase.OPEN
+        backward = self._backward  # asked for every gradient
+        return backward is not None and backward.step.phase is Phase.OPEN
 
     @property
     def is_observing(self) -> bool:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
         return self.plan is None
 
-    def observe(self, unit: LiveUnit, load: Load, factor_dtype: torch.dtype | None = None) -> None:
-        """Record load on a unit in this backward, and the dtype its factors would have."""
+    def observe(self, unit: LiveUnit, load: Load) -> None:
+        """Record load on a unit in this backward."""
         self._schedules.observe(unit, load)
-        if factor_dtype is not None:
-            self._factor_dtypes[unit.index] = factor_dtype
 
     def ask_for_comparison(self) -> None:
         """Have all workers compare their parameters soon: something but an update has changed them here."""
@@ -151,12 +175,12 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return self._schedules.delivers(backward.live, unit) == "factors"
+        return "factors" in self._schedules.delivers(backward.live, unit)
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and self._schedules.delivers(planned, unit) == "rows"
+        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -237,8 +261,6 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        for unit, brought in zip(self.units, backward.brought, strict=True):
-            self._factor_dtypes[unit.index] = brought.factor_dtype
         self._local.clear()
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
@@ -295,9 +317,11 @@ class Engine:
 
     def use_only(self, route: Route) -> None:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
+        if self.options.serves:
+            raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
         self._check_at_rest(f"the route {route.name!r}")
         self._schedules.close()
-        options = replace(self.options, routes=None)
+        options = replace(self.options, routes=None, tries=False)
         self._schedules = Schedules(self.units, self.team, self.cluster, options, Routes([route]))
         self._is_scaled = False
         # What a hook returns need not be equal on all workers: local SGD lets them drift apart.
@@ -329,8 +353,8 @@ class Engine:
     # One step.
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
-        brought = Brought(self._factor_dtypes.get(unit.index))
-        if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
+        brought = Brought()
+        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

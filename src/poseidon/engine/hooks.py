@@ -146,7 +146,8 @@ class AutogradFrontEnd:
             if not self.exchanges:
                 self.engine.local_gradient(parameter)
                 return
-            self.begin()
+            if not (self._is_end_queued and self.engine.in_backward):
+                self.begin()
             self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
 
         return accumulated
@@ -167,16 +168,16 @@ class AutogradFrontEnd:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _specialise(self, unit: LiveUnit) -> None:
-        module = unit.module
-        if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
-            _LIVE[module] = (weakref.ref(self), unit.index)
-            module.__class__ = _SPECIAL[type(module)]
+        for module in (unit.module, unit.head):
+            if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
+                _LIVE[module] = (weakref.ref(self), unit.index)
+                module.__class__ = _SPECIAL[type(module)]
 
     def _restore(self, unit: LiveUnit) -> None:
-        module = unit.module
-        if module is not None and type(module) in _PLAIN:
-            _LIVE.pop(module, None)
-            module.__class__ = _PLAIN[type(module)]
+        for module in (unit.module, unit.head):
+            if module is not None and type(module) in _PLAIN:
+                _LIVE.pop(module, None)
+                module.__class__ = _PLAIN[type(module)]
 
 
 class _PlainOutside:
@@ -212,8 +213,8 @@ class RowsEmbedding(_PlainOutside, nn.Embedding):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name
         """Look the rows up."""
-        with _rows_wanted(self, input):
-            return super().forward(input)
+        with _rows_wanted(self, input) as rows:
+            return rows.watch(super().forward(input))
 
 
 class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
@@ -227,8 +228,8 @@ class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Look the rows up and combine them."""
-        with _rows_wanted(self, input):
-            return super().forward(input, offsets, per_sample_weights)
+        with _rows_wanted(self, input) as rows:
+            return rows.watch(super().forward(input, offsets, per_sample_weights))
 
 
 _SPECIAL: dict[type, type] = {
@@ -244,16 +245,34 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
 
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
         self._module = module
-        found = _find(module) if torch.is_grad_enabled() and not _has_hooks(module) else None
-        self._is_on = found is not None and found[0].engine.makes_rows(found[1])
-        if found is not None and found[0].engine.is_observing:
-            found[0].engine.observe(found[1], Load(rows=torch.unique(indices).numel()))
+        self._indices = indices
+        self._found = _find(module) if torch.is_grad_enabled() and not _has_hooks(module) else None
+        self._is_on = self._found is not None and self._found[0].engine.makes_rows(self._found[1])
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _rows_wanted:
         self._module.sparse = self._is_on
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._module.sparse = False
+
+    def watch(self, out: Tensor) -> Tensor:
+        """Count the rows once the gradient of this forward's output arrives, while the engine observes.
+
+        Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows.
+        """
+        if self._found is not None and self._found[0].engine.is_observing and out.requires_grad:
+            (front_end, unit), indices = self._found, self._indices
+
+            def observe(_: Tensor) -> None:
+                if front_end.exchanges:
+                    front_end.begin()
+                if front_end.engine.is_observing and front_end.engine.in_backward:
+                    count = torch.unique(indices).numel()
+                    front_end.engine.observe(unit, Load(0, 0, count) if unit.spec.kind == "tied" else Load(count))
+
+            out.register_hook(observe)
+        return out
 
 
 def _factor_linear(
@@ -261,14 +280,21 @@ def _factor_linear(
 ) -> Tensor:
     # The function below saves the weight without touching it, so a deferred update must land first.
     land(weight, bias)
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+    dtype = linear_dtype(x, weight)
+    if dtype is not weight.dtype:
         # As autocast does for F.linear; done here so that the factors travel in the short type too.
-        dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
     function: Any = _FactorLinearFunction
     out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
     return out
+
+
+def linear_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes here: autocast's, or its own."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
 class _FactorLinearFunction(torch.autograd.Function):
@@ -302,7 +328,7 @@ class _FactorLinearFunction(torch.autograd.Function):
             if front_end.exchanges:
                 front_end.begin()
             if engine.is_observing and engine.in_backward:
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()), x.dtype)
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 engine.give(unit, rows_x.detach(), rows_g.detach())

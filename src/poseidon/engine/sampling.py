@@ -20,7 +20,8 @@ def plan(model: nn.Module, sample_inputs: Any, cluster: Cluster, routes: Mapping
     """Return the plan for training ``model`` on ``cluster`` with one worker's batch ``sample_inputs``.
 
     Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the model
-    in evaluation mode, without gradients.
+    in evaluation mode, without gradients. For training under autocast, call it under autocast: factors are then counted
+    in the short type.
     """
     from poseidon.engine.discover import find_units
 
@@ -33,23 +34,28 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
     """Return the load on each linear and embedding unit in one forward."""
     import torch
 
+    from poseidon.engine.hooks import linear_dtype
+
     loads: dict[str, Load] = {}
 
-    def record(unit: LiveUnit, x: Tensor) -> None:
-        if unit.spec.kind == "linear":
-            rows = x.numel() // max(x.shape[-1], 1)
+    def record(unit: LiveUnit, module: nn.Module, x: Tensor) -> None:
+        if isinstance(module, torch.nn.Linear):
+            load = Load(x.numel() // max(x.shape[-1], 1), linear_dtype(x, unit.weight).itemsize)
         else:
             table_rows, _ = unit.spec.matrix
-            rows = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
-        before = loads.get(unit.name, Load(0))
-        loads[unit.name] = Load(before.rows + rows)
+            count = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
+            load = Load(0, 0, count) if unit.spec.kind == "tied" else Load(count)
+        loads[unit.name] = loads[unit.name].plus(load) if unit.name in loads else load
 
     handles = [
-        unit.module.register_forward_pre_hook(
-            lambda _, inputs, named, unit=unit: record(unit, inputs[0] if inputs else named["input"]), with_kwargs=True
+        module.register_forward_pre_hook(
+            lambda module, inputs, named, unit=unit: record(unit, module, inputs[0] if inputs else named["input"]),
+            with_kwargs=True,
         )
         for unit in units
-        if unit.spec.kind != "dense" and unit.module is not None
+        if unit.spec.kind != "dense"
+        for module in (unit.module, unit.head)
+        if module is not None
     ]
     was_training = model.training
     model.eval()  # sampling must not update BatchNorm's statistics

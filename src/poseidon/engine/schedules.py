@@ -6,29 +6,38 @@ collective where they say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import os
+from collections.abc import Collection, Sequence
+from functools import reduce
 
+import torch
 from torch import nn
 
 from poseidon.engine.backward import Backward, LiveSchedule
+from poseidon.engine.choices import Choices, cache_folder, describe_job
+from poseidon.engine.choosing import Choosing
 from poseidon.engine.options import Options
 from poseidon.engine.replanning import Replanning
-from poseidon.engine.stopwatch import Stopwatch
+from poseidon.engine.stopwatch import Laps, Stopwatch
+from poseidon.engine.trial import WARM_BACKWARDS
+from poseidon.job import settings
+from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
-from poseidon.planning.planner import Plan, server_beats_nccl
+from poseidon.planning.planner import Plan, server_rivals_nccl
 from poseidon.planning.route import Delivery, Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, standard_routes
+from poseidon.routes.served import ServedRoute
+from poseidon.sim.ranking import Means, observed_profile
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
-
-_TIMED_BACKWARD = 3
-"""Which backward of a new plan is timed; the earlier ones still allocate memory and select kernels."""
+from poseidon.version import __version__
 
 
 class Schedules:
@@ -48,16 +57,23 @@ class Schedules:
         is_cuda = any(parameter.is_cuda for parameter in self._parameters)
         self._context = Context(team, cluster, is_cuda)
         self._exchangers: dict[str, Exchanger] = {}
+        self._can_serve = self._find_server()
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
+        self._choosing = self._make_choosing(is_cuda)
         specs = [unit.spec for unit in units]
         # A sparse gradient shares no bucket with others.
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
         kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
         self.model = Model.of(specs, kinds)
-        self._planning = Replanning(specs, cluster, self.routes, options.routes)
+        overrides = {"*": ServedRoute.name} if options.serves else options.routes
+        self._planning = Replanning(specs, cluster, self.routes, overrides)
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
-        self.dense = self._make_live([self.routes.first_for(spec).name for spec in specs])
+        self._packing = Packing(cluster, options.bucket_bytes, options.defers)
+        """How the planned schedule is packed, and whether it defers landing."""
+        self._waits_for_landing = False
+        """A new plan is due as soon as a backward has landed before the next forward begins."""
+        self.dense = self._make_live([self.routes.first_for(spec).name for spec in specs], self._packing)
         """Full gradients only."""
         self.planned: LiveSchedule | None = None
         self._backwards = 0
@@ -66,7 +82,17 @@ class Schedules:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward."""
-        return self._planning.plan
+        return self._choosing.plan
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether other plans may still be tried."""
+        return self._choosing.is_open
+
+    @property
+    def lands_at_once(self) -> bool:
+        """Whether the backward under way must land at its end, although landing could be deferred."""
+        return not self._packing.defers or self._waits_for_landing or self._choosing.changes_next
 
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
@@ -77,11 +103,24 @@ class Schedules:
         return self.routes[live.schedule.route_of[unit.index]].delivers
 
     def settle(self, backward: Backward) -> None:
-        """Learn from a closed backward, and replan if due. Collective."""
+        """Learn from a closed backward, and change the plan if due. Collective."""
         assert backward.step.verdict is not None
-        self._reorder_if_timed(backward)
-        if not any(call.is_joined for call in backward.step.verdict.calls):
-            self._plan_if_due(backward)
+        calls = backward.step.verdict.calls
+        is_planned = backward.live is self.planned
+        is_ranked = self._use_times(backward)
+        if any(call.is_joined for call in calls):
+            self._choosing.settled(is_regular=False)
+            return
+        if self._choosing.has_losers and is_planned:
+            self._release_losers()
+        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward):
+            return
+        if is_ranked:
+            return  # a trial begins with the next backward
+        is_odd = not is_planned or self._planning.is_odd
+        change = self._choosing.settled(is_regular=not is_odd)
+        if change is not None:
+            self._adopt(change)
 
     def close(self) -> None:
         """Flush queued data, and stop the threads of all routes."""
@@ -89,7 +128,16 @@ class Schedules:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan."""
+        self._context.rounded.update(parameters)
+        kinds = [(kind, p in parameters) for kind, p in zip(self.model.kinds, self._parameters, strict=True)]
+        self.model = Model.of(self.model.units, kinds)
+
     def _choose_routes(self, is_cuda: bool) -> Routes:
+        if self._options.serves:
+            # The first backward travels by the first route that accepts everything.
+            return Routes([*standard_routes().values(), ServedRoute()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
@@ -98,46 +146,103 @@ class Schedules:
         )
 
     def _offers_server(self) -> bool:
+        return self._can_serve and (not self._team.is_nccl or self._options.defers)
+
+    def _find_server(self) -> bool:
+        """Return whether the parameter server can carry all full gradients, and about as fast as NCCL. Collective."""
         if not all(map(can_be_served, self._parameters)):
             return False
-        beats = server_beats_nccl(self._cluster, self._options.defers)
-        return not self._team.is_nccl or (beats and nccl_uses_sockets(self._team))
+        return not self._team.is_nccl or (server_rivals_nccl(self._cluster) and nccl_uses_sockets(self._team))
 
-    def _plan_if_due(self, backward: Backward) -> None:
-        """Make the first plan after the first backward, and a new one when the batch has changed permanently."""
-        assert backward.step.verdict is not None
-        calls = backward.step.verdict.calls
-        batch = sum(call.batch for call in calls) / len(calls)
+    def _make_choosing(self, is_cuda: bool) -> Choosing:
+        topology = self._team.topology
+        means = Means(
+            routes=self.routes,
+            is_nccl=is_cuda and self._team.is_nccl,
+            compacts=is_cuda and importlib.util.find_spec("triton") is not None,
+            cores=(os.cpu_count() or 1) / max(map(len, topology.machines)),
+            uses_cores=not is_cuda,
+        )
+        mode = settings.TRIALS.read()
+        # Which plan is fastest may differ from run to run, and plans round differently.
+        tries = self._options.tries and mode != "0" and not torch.are_deterministic_algorithms_enabled()
+        all_try = all(row[0] for row in self._team.gather_ints([int(tries)], "the choice of a plan"))
+        choices = Choices(cache_folder(), reads=mode != "fresh") if all_try else None
+        return Choosing(self._team, means, Laps(self._parameters[0].device), choices)
+
+    def _plan_if_due(self, batch: float, backward: Backward) -> bool:
+        """Plan after the first backward, and anew when the batch has changed permanently; return whether it did."""
         if self.plan is None:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
-            self._adopt(self._planning.make(self._common_loads(), batch))
-        elif self._planning.is_due(batch):
-            self._adopt(self._planning.make(self._planning.scaled_loads(batch), batch))
+            self._plan(self._common_loads(), batch)
+            return True
+        if self._options.serves or not self._planning.is_due(batch):
+            self._waits_for_landing = False
+        elif self.lands_at_once:
+            self._waits_for_landing = False
+            self._plan(self._planning.scaled_loads(batch), batch)
+            return True
+        else:
+            # A forward that is under way may already have prepared for the old plan.
+            self._waits_for_landing = True
+        return False
+
+    def _plan(self, loads: dict[str, Load], batch: float) -> None:
+        """Plan layer by layer, and begin to choose among this and other whole plans. Collective."""
+        options, specs = self._options, self.model.units
+        best = self._planning.make(loads, batch)
+        packing = Packing(self._cluster, options.bucket_bytes, options.defers)
+        fulls = ["allreduce", *(["sharded"] if self._can_serve and self._cluster.machines > 1 else [])]
+        known = [name for name in fulls if name in self.routes] or [next(iter(self.routes))]
+        candidates = make_candidates(self.model, self._order, loads, self.routes, options.routes, best, packing, known)
+        if options.serves:
+            candidates = candidates[:1]
+        device = self._parameters[0].device
+        others = {
+            "versions": [__version__, torch.__version__],
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "plans": [one.name for one in candidates],
+            "options": [options.bucket_bytes, options.defers, sorted((options.routes or {}).items())],
+        }
+        self._adopt(self._choosing.begin(candidates, describe_job(specs, loads, self._cluster, others)))
 
     def _common_loads(self) -> dict[str, Load]:
-        """Return the largest load of any worker for each unit. Collective."""
+        """Return the workers' mean load for each unit, in values of the widest type that any of them used. Collective.
+
+        The mean, because workers' rows may differ in each step, as those of a mixture's experts do, and over the steps
+        every worker has the most rows now and then.
+        """
         special = [unit for unit in self._units if unit.spec.kind != "dense"]
         mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
-        everybody = self._team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
+        words = [word for load in mine for word in (round(load.rows), load.value_bytes, round(load.touched))]
+        everybody = self._team.gather_ints(words)
         loads = {}
         for i, unit in enumerate(special):
-            rows = max(words[2 * i] for words in everybody)
-            if rows > 0:
-                loads[unit.name] = Load(rows, max(words[2 * i + 1] for words in everybody))
+            seen = [Load(*words[3 * i : 3 * i + 3]) for words in everybody if words[3 * i] or words[3 * i + 2]]
+            if seen:
+                loads[unit.name] = reduce(Load.plus, seen).scaled(1 / self._team.size)
         return loads
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, candidate: Candidate) -> None:
+        """Use a plan from the next backward on. Collective."""
         self._backwards = 0
-        self.planned = self._make_live([entry.route for entry in plan.entries])
+        self._packing = candidate.packing
+        self.planned = self._make_live(list(candidate.plan.routes.values()), candidate.packing)
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
-        self.dense = self._make_live(self.dense.schedule.route_of)
+        route_of = self.dense.schedule.route_of
+        self.dense = self.planned if self._options.serves else self._make_live(route_of, candidate.packing)
 
-    def _make_live(self, route_of: Sequence[str]) -> LiveSchedule:
+    def _release_losers(self) -> None:
+        """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
+        assert self.planned is not None
+        self._choosing.has_losers = False
+        for name in set(self._exchangers) - set(self.planned.exchangers) - set(self.dense.exchangers):
+            self._exchangers.pop(name).close()
+
+    def _make_live(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
         """Make a schedule and bind it to tensors and exchangers. Collective."""
-        options = self._options
-        packing = Packing(self._cluster, options.bucket_bytes, options.defers)
         schedule = make_schedule(
-            self.model, route_of, self._order, self.routes, packing, self._planning.loads, options.defers
+            self.model, route_of, self._order, self.routes, packing, self._planning.loads, packing.defers
         )
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
         exchangers = {}
@@ -149,9 +254,13 @@ class Schedules:
         return LiveSchedule(schedule, items, exchangers)
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
-        item = schedule.items[number]
+        item, options = schedule.items[number], self._options
         parameters = tuple(self._parameters[p] for p in item.parameters)
-        bucket = Bucket(parameters, self._options.keep_views) if item.is_packed else None
+        bucket = (
+            Bucket(parameters, options.keep_views and not options.serves, not options.serves)
+            if item.is_packed
+            else None
+        )
         return LiveItem(item, tuple(self._units[unit] for unit in item.units), parameters, bucket)
 
     def _exchanger(self, name: str) -> Exchanger:
@@ -161,29 +270,39 @@ class Schedules:
         return self._exchangers[name]
 
     def make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
-        """Time one backward after a plan: with deferred landing, the best order depends on these times."""
-        if not self._options.defers or live is not self.planned:
+        """Time one backward after a plan: the best order under deferred landing and the best plan depend on it."""
+        if live is not self.planned:
             return None
         self._backwards += 1
-        if self._backwards != _TIMED_BACKWARD:
+        if self._backwards != WARM_BACKWARDS or not (self._packing.defers or self._choosing.needs_times):
             return None
         return Stopwatch(self._parameters[0].device)
 
-    def _reorder_if_timed(self, backward: Backward) -> None:
-        """Order collectives by when the next forward needs them, as far as they are ready."""
+    def _use_times(self, backward: Backward) -> bool:
+        """Order collectives by the times of a backward, and return whether it ranked plans. Collective if timed."""
         stopwatch, planned = backward.stopwatch, self.planned
-        if stopwatch is None or planned is None:
-            return
+        if stopwatch is None or planned is None or backward.live is not planned:
+            return False
         schedule = planned.schedule
+        mine = [round(stopwatch.ready_s(number) * 1e6) for number in range(len(schedule.items))]
+        everybody = self._team.gather_ints(mine, "the times of gradients")
+        # A collective starts when the slowest worker is ready for it.
+        ready_s = {number: max(times) / 1e6 for number, times in enumerate(zip(*everybody, strict=True))}
+        is_ranked = self._choosing.needs_times
+        if is_ranked:
+            self._choosing.rank(observed_profile(schedule, ready_s, self._planning.loads, self._order))
         queue = schedule.queues.get(COLLECTIVES, ())
+        if queue and self._packing.defers:
+            order = order_by_need([ready_s[number] for number in queue], self._wire_s(stopwatch, schedule, queue))
+            self.planned = planned.reordered(COLLECTIVES, order)
+        return is_ranked
+
+    def _wire_s(self, stopwatch: Stopwatch[int], schedule: Schedule, queue: Sequence[int]) -> list[float]:
+        """Return how long the collectives of a queue take, on the slowest worker. Collective."""
         conditions, rate = Conditions(self._cluster), self._cluster.between.bytes_per_s
         items = [schedule.items[number] for number in queue]
         transfers = [self.routes[item.route].transfers(item, conditions) for item in items]
         guessed_s = [sum(transfer.out_bytes for transfer in each) / rate for each in transfers]
-        seconds = [*map(stopwatch.ready_s, queue), *(stopwatch.wire_s(queue) or guessed_s)]
-        everybody = self._team.gather_ints([round(value * 1e6) for value in seconds], "the times of gradients")
-        # A collective starts when the slowest worker is ready for it.
-        slowest_s = [max(times) / 1e6 for times in zip(*everybody, strict=True)]
-        order = order_by_need(slowest_s[: len(queue)], slowest_s[len(queue) :])
-        if queue:
-            self.planned = planned.reordered(COLLECTIVES, order)
+        mine = [round(value * 1e6) for value in stopwatch.wire_s(queue) or guessed_s]
+        everybody = self._team.gather_ints(mine, "the times of collectives")
+        return [max(times) / 1e6 for times in zip(*everybody, strict=True)]

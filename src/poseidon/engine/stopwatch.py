@@ -1,7 +1,8 @@
-"""Measures when items become ready and when they land in one backward, on the device's own clock."""
+"""Measures when items become ready and land in one backward, and how long steps take, on the device's own clock."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
@@ -50,16 +51,44 @@ class Stopwatch(Generic[Key]):
         return times
 
     def _now(self) -> _Moment:
-        if self._observer is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return _now(self._observer is not None)
 
     def _seconds(self, moment: _Moment) -> float:
-        if isinstance(self._start, torch.cuda.Event) and isinstance(moment, torch.cuda.Event):
-            moment.synchronize()
-            return float(self._start.elapsed_time(moment)) / 1e3
-        assert isinstance(self._start, float)
-        assert isinstance(moment, float)
-        return moment - self._start
+        return _between(self._start, moment)
+
+
+class Laps:
+    """Times from one mark to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[_Moment] = []
+
+    def restart(self) -> None:
+        """Forget all marks."""
+        self._marks.clear()
+
+    def mark(self) -> None:
+        """End a lap and begin the next; the first mark only begins one."""
+        self._marks.append(_now(self._is_cuda))
+
+    def median_s(self) -> float:
+        """Return the median lap; on CUDA this synchronizes with the device."""
+        return statistics.median(map(_between, self._marks, self._marks[1:]))
+
+
+def _now(is_cuda: bool) -> _Moment:
+    if not is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: _Moment, end: _Moment) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start

@@ -65,6 +65,13 @@ def switch(text: str) -> bool:
     return answers[text.lower()]
 
 
+def trial_mode(text: str) -> str:
+    """Return one of the ways to try plans."""
+    if text not in ("1", "0", "fresh"):
+        raise ValueError(text)
+    return text
+
+
 def words(text: str) -> tuple[str, ...]:
     """Return words as a shell splits them."""
     return tuple(shlex.split(text))
@@ -74,6 +81,7 @@ TEXT = Notation("a text", str)
 WHOLE = Notation("a whole number", int)
 NUMBER = Notation("a number", number)
 SWITCH = Notation("1 or 0", switch)
+TRIAL_MODE = Notation("1, 0 or fresh", trial_mode)
 WORDS = Notation("words, quoted as in a shell", words)
 
 
@@ -107,6 +115,14 @@ CLUSTER = Variable(
     "team/calibrate.py",
     "On rank 0: the file that describes the cluster. Read instead of measuring links and devices; written by the first "
     "run if it does not exist.",
+)
+TRIALS = Variable(
+    "POSEIDON_TRIALS",
+    TRIAL_MODE,
+    "1",
+    "engine/schedules.py",
+    "Whether training tries several plans and keeps the fastest: 1, once for each job, remembered in the user's cache "
+    "folder; `fresh`, without what earlier runs remember; 0, never.",
 )
 MACHINE = Variable(
     "POSEIDON_MACHINE",
@@ -205,6 +221,7 @@ JOB = Variable(
 
 VARIABLES: tuple[Variable[Any], ...] = (
     CLUSTER,
+    TRIALS,
     MACHINE,
     SECRET,
     CHECK_REPLICAS,
@@ -272,6 +289,7 @@ FOREIGN = (
     ),
     ForeignVariables(("SSH_CONNECTION",), "launch/agent.py", "The address at which ssh reached a machine."),
     ForeignVariables(("NO_COLOR", "TERM"), "launch/output.py", "Whether the terminal shows colours."),
+    ForeignVariables(("XDG_CACHE_HOME",), "engine/choices.py", "The user's cache folder."),
     ForeignVariables(("XDG_RUNTIME_DIR",), "lab/state.py", "The user's runtime folder."),
     ForeignVariables(("GLOG_minloglevel",), "caffe/glog.py", "Caffe's log level."),
 )

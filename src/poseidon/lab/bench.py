@@ -30,7 +30,8 @@ from poseidon.sim.cells import Bench, predict_ms
 from poseidon.sums.device import can_compact
 from poseidon.version import __version__
 
-KEPT_LINES = 30
+KEPT_LINES = 400
+"""Enough for the stacks of all workers of a job that hung."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,8 @@ class RankEvents:
             cores=len(os.sched_getaffinity(0)),
             flops=flops,
             compacts=self.worker.device == "cuda" and can_compact(),
+            precision=self.worker.precision,
+            uses_cores=self.worker.device == "cpu" and self.worker.paced_ms is None,
         )
         return predict_ms(bench, system)
 

@@ -8,9 +8,11 @@ after it.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,13 +28,15 @@ import poseidon
 from poseidon import zoo
 from poseidon.lab.pace import paced
 from poseidon.lab.results import Repetition
-from poseidon.lab.systems import LEARNING_RATE, MOMENTUM, Trainer, make_trainer
+from poseidon.lab.systems import OPTIMIZERS, Trainer, autocast, make_trainer
 from poseidon.planning.profile import Profile
 from poseidon.profiling.measuring import profile_model
 from poseidon.team.calibrate import measure_flops
 
 MARK = "@bench "
 PROFILED_STEPS = 2
+MOST_CHOOSING = 400
+"""Steps within which a system has chosen its plan; more than that are not waited for."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class WorkerSettings:
     image_size: int | None = None
     paced_ms: tuple[float, float] | None = None
     """Forward and backward time of the whole model in place of the real ones."""
+    precision: str = "float32"
+    """What forward computes in: float32 (TF32 on CUDA), or bf16 under autocast."""
+    optimizer: str = "sgd"
     timeout_s: float = 120.0
     """How long collectives wait for a missing rank."""
 
@@ -134,17 +141,18 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
     """Time every unit while all ranks compute at once, and the device's matrix rate: the basis of predictions."""
     network = _own_copy(settings, original, device)
     inputs, targets = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
-    optimizer = torch.optim.SGD(network.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = OPTIMIZERS[settings.optimizer](network.model)
     _settle(device)
-    profile = profile_model(
-        network.model,
-        inputs,
-        name=settings.model,
-        batch=settings.batch,
-        loss=lambda outputs: network.loss(outputs, targets),
-        update=optimizer.step,
-        repetitions=PROFILED_STEPS,
-    )
+    with autocast(settings.precision, device):
+        profile = profile_model(
+            network.model,
+            inputs,
+            name=settings.model,
+            batch=settings.batch,
+            loss=lambda outputs: network.loss(outputs, targets),
+            update=optimizer.step,
+            repetitions=PROFILED_STEPS,
+        )
     _settle(device)
     return profile, measure_flops(device)
 
@@ -161,11 +169,29 @@ def _combine(blocks: list[_Block]) -> Repetition:
 def _measure(settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device) -> _Block:
     network = _own_copy(settings, original, device)
     batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
-    trainer = make_trainer(system, network, batch)
+    trainer = make_trainer(system, network, batch, settings.optimizer, settings.precision)
     try:
+        _choose(trainer)
         return _time_steps(trainer, settings, device)
     finally:
         trainer.close()
+
+
+def _choose(trainer: Trainer) -> None:
+    """Train until a system that tries several plans has kept one; then begin anew from the same weights."""
+    if not getattr(trainer.module, "is_choosing", False):
+        return
+    initial = copy.deepcopy(trainer.network.model.state_dict())
+    for _ in range(MOST_CHOOSING):
+        trainer.step()
+        if not getattr(trainer.module, "is_choosing", False):
+            break
+    finish = getattr(trainer.module, "finish_step", None)
+    if callable(finish):
+        finish()
+    trainer.network.model.load_state_dict(initial)
+    trainer.optimizer.state.clear()
+    trainer.optimizer.zero_grad()
 
 
 def _own_copy(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> zoo.Network:
@@ -237,6 +263,8 @@ def _from_json(text: str) -> WorkerSettings:
 
 def _run() -> None:
     """Run and exit at once: libraries' threads may hang in the interpreter's shutdown."""
+    # A worker that is ended past the cell's limit says where each of its threads stands.
+    faulthandler.register(signal.SIGTERM, chain=True)
     status = 1
     try:
         main(_from_json(sys.argv[1]))

@@ -20,8 +20,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.zoo import Network
 
-LEARNING_RATE = 0.01
-MOMENTUM = 0.9
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.01, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-4),
+}
+PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16}
+"""What forward computes in; None: without autocast."""
 POWERSGD_RANK = 4
 # PowerSGD sends whole gradients until this step; 2 is the least it accepts with error feedback.
 POWERSGD_START = 2
@@ -37,11 +41,13 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     inputs: tuple[Any, ...]
     targets: Tensor
+    precision: str = "float32"
 
     def step(self) -> Tensor:
         """Train one step on the batch; return the loss before the update, which may still be pending."""
         self.optimizer.zero_grad()
-        loss = self.network.loss(self.module(*self.inputs), self.targets)
+        with autocast(self.precision, self.targets.device):
+            loss = self.network.loss(self.module(*self.inputs), self.targets)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -152,12 +158,23 @@ def _read_system(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def make_trainer(name: str, network: Network, batch: tuple[tuple[Any, ...], Tensor]) -> Trainer:
+def make_trainer(
+    name: str,
+    network: Network,
+    batch: tuple[tuple[Any, ...], Tensor],
+    optimizer: str = "sgd",
+    precision: str = "float32",
+) -> Trainer:
     """Return a system's training loop for a network already on its device."""
-    optimizer = torch.optim.SGD(network.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
     system, options = _read_system(name)
-    module, stepper = SYSTEMS[system](network.model, optimizer, options)
-    return Trainer(network, module, stepper, *batch)
+    module, stepper = SYSTEMS[system](network.model, OPTIMIZERS[optimizer](network.model), options)
+    return Trainer(network, module, stepper, *batch, precision)
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context in which forward computes."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def _wrap_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.parallel.DistributedDataParallel:

@@ -55,3 +55,19 @@ def assign_buckets(sizes: Sequence[tuple[Hashable, int]], limit_bytes: int) -> l
             open_buckets[kind] = (members, total)
     closed.extend(members for members, _ in open_buckets.values())
     return sorted(closed, key=lambda members: members[-1])
+
+
+def even_buckets(sizes: Sequence[tuple[Hashable, int]], limit_bytes: int) -> list[list[int]]:
+    """Pack like torch's DistributedDataParallel: a small first bucket, then full ones, each of one kind."""
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    closed: list[list[int]] = []
+    for index, (kind, size) in enumerate(sizes):
+        members, total = open_buckets.pop(kind, ([], 0))
+        members.append(index)
+        total += size
+        if total >= (limit_bytes if closed else min(SMALLEST_BUCKET_BYTES, limit_bytes)):
+            closed.append(members)
+        else:
+            open_buckets[kind] = (members, total)
+    closed.extend(members for members, _ in open_buckets.values())
+    return sorted(closed, key=lambda members: members[-1])

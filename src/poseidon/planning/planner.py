@@ -14,6 +14,8 @@ from poseidon.planning.costs import Cost
 from poseidon.planning.route import Route, Routes
 from poseidon.units import Kind, Load, Unit
 
+LAYER_BY_LAYER = "layer by layer"
+"""Name of the plan in which every unit takes its own cheapest route."""
 FASTEST_SERVED_BITS = 30e9
 """Above this rate, measured between programs, CPUs rather than links limit what goes through host memory. Nothing above
 25 Gbit/s was tested."""
@@ -41,11 +43,28 @@ class PlanEntry:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """One whole plan among those that were compared before one was kept."""
+
+    name: str
+    predicted_s: float
+    """Step time according to the simulator."""
+    measured_s: float | None
+    """Median step time on the slowest worker; None if the plan was not tried."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """A route for every unit; print it to see the table."""
 
     cluster: Cluster
     entries: tuple[PlanEntry, ...]
+    name: str = LAYER_BY_LAYER
+    """Which of the candidates it is (``planning/candidates.py``)."""
+    tried: tuple[Tried, ...] = ()
+    """The plans that were compared, this one included; empty where none were."""
+    is_remembered: bool = False
+    """The comparison is from an earlier run."""
 
     @property
     def routes(self) -> dict[str, str]:
@@ -69,6 +88,8 @@ class Plan:
             "entries": [asdict(entry) for entry in self.entries],
             "wire_bytes": self.wire_bytes,
             "allreduce_bytes": self.allreduce_bytes,
+            "name": self.name,
+            "tried": [asdict(one) for one in self.tried],
         }
 
     def to_json(self) -> str:
@@ -106,7 +127,12 @@ def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
     machine combine first; measured at 10 and 25 Gbit/s (``docs/performance.md``). Without deferring, networks bound by
     the wire gain too, but others lose: a gradient takes longer to become its mean.
     """
-    return defers and cluster.workers_per_machine == 1 and cluster.between.bits_per_s <= FASTEST_SERVED_BITS
+    return defers and server_rivals_nccl(cluster)
+
+
+def server_rivals_nccl(cluster: Cluster) -> bool:
+    """Return whether the parameter server may be as fast as NCCL over TCP between devices, so that it can be tried."""
+    return cluster.workers_per_machine == 1 and cluster.between.bits_per_s <= FASTEST_SERVED_BITS
 
 
 def check_overrides(units: Sequence[Unit], overrides: Mapping[str, str], routes: Routes) -> None:
@@ -129,7 +155,7 @@ def _decide(unit: Unit, load: Load | None, cluster: Cluster, routes: Routes, ove
     if not possible:
         raise ConfigError(f"{unit.name}: none of the routes {', '.join(routes)} can carry a {unit.kind} unit")
     costs = _costs(unit, load, cluster, [route for route in possible if route.is_offered(cluster)])
-    wanted = _wanted(unit, overrides, possible)
+    wanted = find_forced(unit, overrides, possible)
     ranks = {name: rank for rank, name in enumerate(routes)}
     name = min(costs, key=lambda each: (costs[each].seconds, ranks[each]))
     if unit.is_sparse:
@@ -153,7 +179,8 @@ def _decide(unit: Unit, load: Load | None, cluster: Cluster, routes: Routes, ove
     )
 
 
-def _wanted(unit: Unit, overrides: Mapping[str, str], possible: Sequence[Route]) -> Route | None:
+def find_forced(unit: Unit, overrides: Mapping[str, str], possible: Sequence[Route]) -> Route | None:
+    """Return the route that the user's overrides force on a unit, if any."""
     for pattern, name in overrides.items():
         if fnmatch.fnmatchcase(unit.name, pattern):
             for route in possible:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.packing import assign_buckets
+from poseidon.planning.packing import assign_buckets, even_buckets
 from poseidon.planning.route import Route, Routes
+from poseidon.planning.shipments import Sending, share_messages
 from poseidon.units import Load, ParameterSpec, Unit
 
 
@@ -39,6 +40,8 @@ class Item:
     """Full gradients in a bucket; otherwise one unit in a short form."""
     load: Load | None = None
     """The planned load of a unit that travels alone."""
+    shipment: tuple[int, ...] = ()
+    """Units in a short form that share messages with this one, itself included; empty: it has its own."""
 
     @property
     def size_bytes(self) -> int:
@@ -127,12 +130,15 @@ class Packing:
     """The user's limit; None: each route's default."""
     defers: bool = False
     """Landing may wait until the next forward needs it."""
+    is_even: bool = False
+    """Buckets are equally large, as in torch's class; otherwise they shrink towards the end of backward."""
 
     def pack(self, route: Route, sizes: Sequence[tuple[Hashable, int]], units: Sequence[int]) -> list[list[int]]:
         """Return which of a route's parameters, given as (kind, bytes) and by unit, share an item."""
         if not route.is_packed:
             return _by_unit(units)
-        return assign_buckets(sizes, route.limit_bytes(self.asked_bytes, self.defers, self.cluster))
+        limit_bytes = route.limit_bytes(self.asked_bytes, self.defers, self.cluster)
+        return even_buckets(sizes, limit_bytes) if self.is_even else assign_buckets(sizes, limit_bytes)
 
 
 def make_schedule(
@@ -162,6 +168,7 @@ def make_schedule(
             found.append((place[units[group[-1]]], replace(item, priority=len(groups) - position)))
     found.sort(key=lambda pair: pair[0])
     items = tuple(replace(item, number=number) for number, (_, item) in enumerate(found))
+    items = _with_shipments(items, place, routes, packing.cluster)
     queues: dict[str, list[int]] = {}
     for item in items:
         queue = routes[item.route].queue
@@ -177,6 +184,25 @@ def _flagged(items: Sequence[Item], routes: Routes, always_compares: bool) -> tu
         return ()
     # By unit: the same order on all workers, whatever becomes ready first.
     return tuple(item.number for item in sorted(carrying, key=lambda item: item.units))
+
+
+def _with_shipments(
+    items: tuple[Item, ...], place: Mapping[int, int], routes: Routes, cluster: Cluster
+) -> tuple[Item, ...]:
+    """Note which items share messages."""
+    sent = [item for item in items if routes[item.route].shares_messages]
+    sendings = [_sending(item, place[item.units[0]], routes[item.route], cluster) for item in sent]
+    link = cluster.between if cluster.machines > 1 else cluster.inside
+    shipment_of = {}
+    for group in share_messages(sendings, link.bytes_per_s):
+        units = tuple(unit for index in group for unit in sent[index].units)
+        shipment_of.update({sent[index].number: units for index in group if len(group) > 1})
+    return tuple(replace(item, shipment=shipment_of.get(item.number, ())) for item in items)
+
+
+def _sending(item: Item, place: int, route: Route, cluster: Cluster) -> Sending:
+    cost = route.cost(item.specs[0], item.load, cluster)
+    return Sending(place, route.name, 0.0 if cost is None else cost.wire_bytes, route.delivers == "rows")
 
 
 def _make_item(model: Model, route: Route, parameters: Sequence[int], loads: Mapping[str, Load]) -> Item:

@@ -36,7 +36,30 @@ def format_plan(plan: Plan) -> str:
     else:
         parts.append("one worker: nothing is exchanged")
     parts.append(f"cluster: {plan.cluster}")
+    if plan.tried:
+        parts.append(format_tried(plan))
     return "\n".join(parts)
+
+
+def format_tried(plan: Plan) -> str:
+    """Return what was tried before the plan was kept, and what it took."""
+    measured = [one for one in plan.tried if one.measured_s is not None]
+    origin = " in an earlier run" if plan.is_remembered else ""
+    if not measured:
+        (best, *others) = [one.predicted_s * 1e3 for one in plan.tried]
+        return (
+            f"plan: {plan.name}; predicted {best:.3g} ms{origin}, clearly faster than the others ({min(others):.3g} ms)"
+        )
+    rows = [
+        (
+            one.name,
+            f"{1e3 * one.predicted_s:.3g} ms",
+            f"{1e3 * (one.measured_s or 0):.3g} ms",
+            "kept" * (one.name == plan.name),
+        )
+        for one in measured
+    ]
+    return f"plans tried{origin}, time of one step:\n" + format_table(("plan", "predicted", "measured", ""), rows)
 
 
 def _row(entry: PlanEntry | tuple[PlanEntry, ...]) -> tuple[str, ...]:

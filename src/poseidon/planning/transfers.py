@@ -41,6 +41,10 @@ class Transfer:
     """Sequential messages in each leg, each with the link's latency."""
     inside_s: float = 0.0
     """Time on the link inside each machine and for its own work, once before and once after."""
+    message_s: float = 0.0
+    """The part of it that is processor time for direct messages."""
+    messages: float = 0.0
+    """Other messages that each machine sends in each leg, as far as they cost processor time beyond their bytes."""
 
     @property
     def out_bytes(self) -> float:
@@ -61,6 +65,8 @@ class Conditions:
     """Bytes on the wire per byte of a full gradient: 0.5 for bf16, which is lossy."""
     compacts: bool = False
     """Devices compact what goes through the parameter server, without loss."""
+    precision: str = "float32"
+    """What gradients are computed in: autocast, "bf16" or "fp16", leaves fewer bits in them than their dtype has."""
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0

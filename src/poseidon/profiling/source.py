@@ -106,7 +106,7 @@ def _on_meta(name: str, batch: int) -> tuple[Any, Any]:
     from poseidon import zoo
     from poseidon.profiling.measuring import on_meta
 
-    if name not in zoo.names():
+    if name not in zoo.names() and not zoo.is_borrowed(name):
         return on_meta(*load_model(name, batch))
     with torch.device("meta"):
         network = zoo.build(name)
@@ -117,7 +117,7 @@ def load_model(name: str, batch: int) -> tuple[Any, Any]:
     """Return the model and one worker's inputs for a network of the zoo or a ``module:callable``."""
     from poseidon import zoo
 
-    if name in zoo.names():
+    if name in zoo.names() or zoo.is_borrowed(name):
         network = zoo.build(name)
         return network.model, network.batch(batch)[0]
     module_name, _, attribute = name.partition(":")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -49,6 +49,8 @@ class LiveUnit:
     module: nn.Module | None
     parameters: tuple[nn.Parameter, ...]
     """In the order of ``spec.parameters``."""
+    head: nn.Module | None = None
+    """Tied: the linear layer; ``module`` is the table."""
 
     @property
     def name(self) -> str:
@@ -57,19 +59,17 @@ class LiveUnit:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight of a linear or embedding unit."""
+        """The weight of a unit that is not dense."""
         return self.parameters[0]
 
 
 class Brought:
     """What one backward has brought for one unit so far, besides what is in ``.grad``."""
 
-    __slots__ = ("_pieces", "factor_dtype", "has_dense", "kept")
+    __slots__ = ("_pieces", "has_dense", "kept")
 
-    def __init__(self, factor_dtype: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         self._pieces: list[FactorPair] = []
-        self.factor_dtype = factor_dtype
-        """Dtype of the last factors seen, for a backward that brings none."""
         self.has_dense = False
         """``.grad`` holds a full gradient that autograd made in this backward."""
         self.kept: Tensor | None = None
@@ -77,7 +77,6 @@ class Brought:
 
     def give(self, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call."""
-        self.factor_dtype = x.dtype
         self._pieces.append((x, g))
 
     @property
@@ -135,6 +134,8 @@ class Context:
     cluster: Cluster
     is_cuda: bool
     """Whether any parameter is on a CUDA device."""
+    rounded: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that the model only uses rounded to bf16 (``served.py``)."""
 
     @cached_property
     def pairs(self) -> Pairs:

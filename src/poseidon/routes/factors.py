@@ -4,13 +4,17 @@ The gradient of an M x N weight over K rows of input is ``G^T X`` with G (K x M)
 X (K x N) its input. Sufficient factor broadcasting sends X and G, K (M + N) values, to all workers; each worker stacks
 all rows in rank order and multiplies once. Every worker multiplies the same bytes in the same layout, so the results
 agree bit for bit on equal hardware. The bias gradient is the column sum of G and costs nothing extra on the wire.
+
+Factors travel in the type in which the layer computed, which autocast makes a short one; every worker says which. The
+product is in float32 at least, and rounded once if the parameter is shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -19,6 +23,12 @@ from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
 from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Types of factors, by their number in a parcel's word of flags, above the flags themselves."""
+_DTYPE_SHIFT = 8
+_SHORT = (torch.float16, torch.bfloat16) if hasattr(torch.ops.aten.mm, "dtype") else ()
+"""Types whose products a CUDA device can return in float32."""
 
 
 class FactorsExchanger(Exchanger):
@@ -29,17 +39,20 @@ class FactorsExchanger(Exchanger):
         self._pairs = context.pairs
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> FactorsExchange:
         """Send this worker's factors; they are freed once sent."""
         unit, mine = item.unit, brought[0]
-        pieces, dtype = mine.take_pieces(), row_dtype(unit, mine)
-        outputs, inputs = unit.weight.shape
-        count = sum(x.shape[0] for x, _ in pieces)
-        host = torch.empty(count, inputs + outputs, dtype=dtype, device="cpu", pin_memory=unit.weight.is_cuda)
-        exchange = _FactorsExchange(self._team, unit, dtype, self._side_stream(unit.weight))
+        pieces = mine.take_pieces()
+        dtype = row_dtype(unit, pieces)
+        shape = (count_rows(pieces), sum(unit.weight.shape))
+        host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=unit.weight.is_cuda)
+        exchange = FactorsExchange(self._team, unit, self._side_stream(unit.weight))
         settle = exchange.fill(host, pieces)
         exchange.flags = Flag.HAS_DENSE if mine.has_dense else Flag(0)
-        parcel = Parcel(unit.index, unit.name, step, host.view(torch.uint8), exchange.flags, settle, exchange.land)
+        word = exchange.flags | _DTYPES.index(dtype) << _DTYPE_SHIFT
+        # Counted in bytes, because workers may bring rows of different types.
+        rows = host.view(torch.uint8).view(-1, 1)
+        parcel = Parcel(unit.index, unit.name, step, rows, word, settle, exchange.land, item.item.shipment)
         exchange.future = self._pairs.start(parcel)
         return exchange
 
@@ -51,15 +64,42 @@ class FactorsExchanger(Exchanger):
         return self._streams[weight.device]
 
 
-class _FactorsExchange(Exchange):
+@dataclass(frozen=True)
+class Factors:
+    """What all workers brought for one unit."""
+
+    rows: Tensor
+    """Rows (X | G) in rank order, in a type that holds every worker's."""
+    counts: tuple[int, ...]
+    """Rows per rank."""
+    has_dense: bool
+    """Whether some worker has a full gradient too."""
+
+    @classmethod
+    def of(cls, gathered: Gathered, unit: LiveUnit) -> Factors:
+        """Read what arrived; without a copy, if all rows have one type."""
+        width = sum(unit.weight.shape)
+        dtypes = [_DTYPES[word >> _DTYPE_SHIFT] for word in gathered.flags]
+        counts = [size // (width * dtype.itemsize) for size, dtype in zip(gathered.counts, dtypes, strict=True)]
+        present = {dtype for dtype, count in zip(dtypes, counts, strict=True) if count}
+        dtype = reduce(torch.promote_types, present) if present else unit.weight.dtype
+        data = gathered.rows.view(-1)
+        if len(present) > 1:
+            parts = zip(data.split(gathered.counts), dtypes, strict=True)
+            # Copied first: a part may begin where its type cannot be read.
+            data = torch.cat([part.clone().view(each).to(dtype) for part, each in parts])
+        has_dense = any(word & Flag.HAS_DENSE for word in gathered.flags)
+        return cls(data.view(dtype).view(-1, width), tuple(counts), has_dense)
+
+
+class FactorsExchange(Exchange):
     """On CUDA, copies and rebuilding run on a side stream while the compute stream continues with backward."""
 
-    future: Future[Any]
+    future: Future[tuple[Factors, list[Tensor], torch.cuda.Event | None]]
 
-    def __init__(self, team: Team, unit: LiveUnit, dtype: torch.dtype, side: torch.cuda.Stream | None) -> None:
+    def __init__(self, team: Team, unit: LiveUnit, side: torch.cuda.Stream | None) -> None:
         self._team = team
         self._unit = unit
-        self._dtype = dtype
         self._side = side
 
     def fill(self, host: Tensor, pieces: Sequence[FactorPair]) -> Callable[[], None] | None:
@@ -80,39 +120,52 @@ class _FactorsExchange(Exchange):
             done.record(self._side)
         return done.synchronize
 
-    def land(self, gathered: Gathered) -> tuple[bool, Tensor, Tensor | None, torch.cuda.Event | None]:
-        """Rebuild the mean gradient on the side stream. On the CPU, :meth:`finish` does it: see there."""
-        has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
-        rows = gathered.rows.view(self._dtype)
+    def land(self, gathered: Gathered) -> tuple[Factors, list[Tensor], torch.cuda.Event | None]:
+        """Rebuild the mean gradients on the side stream. On the CPU, :meth:`finish` does it: see there."""
+        factors = Factors.of(gathered, self._unit)
         if self._side is None:
-            return has_dense, rows, None, None
+            return factors, [], None
         with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
-            weight, bias = rebuild(self._team, self._unit, rows.to(self._side.device, non_blocking=True))
+            rows = factors.rows.to(self._side.device, non_blocking=True)
+            gradients = rebuild(self._team, self._unit, rows)
             done = torch.cuda.Event()
             done.record(self._side)
-        return has_dense, weight, bias, done
+        return factors, gradients, done
 
     def finish(self, is_used: bool) -> None:
-        has_dense, weight, bias, done = self._team.result(self.future, self._unit.name)
+        """Add the mean gradients to ``.grad``."""
+        self.finish_factors(is_used)
+
+    def finish_factors(self, is_used: bool) -> Factors:
+        """Do the same, and return what all workers brought."""
+        factors, gradients, done = self._team.result(self.future, self._unit.name)
         unit = self._unit
         if not is_used:
-            return
-        if has_dense:
+            return factors
+        if factors.has_dense:
             average_now(self._team, unit.parameters, unit.name)
         if self._side is None:
             # On this thread, not the receiving one, where BLAS may have other thread settings.
-            weight, bias = rebuild(self._team, unit, weight)
+            gradients = rebuild(self._team, unit, factors.rows)
         else:
+            assert done is not None
             current = torch.cuda.current_stream(self._side.device)
             current.wait_event(done)
-            for tensor in (weight, bias):
+            for tensor in gradients:
                 tensor.record_stream(current)
-        add_gradients(unit, (weight, bias))
+        add_gradients(unit, gradients)
+        return factors
 
 
-def row_dtype(unit: LiveUnit, brought: Brought) -> torch.dtype:
-    """Return the dtype in which rows of factors travel."""
-    return brought.factor_dtype or unit.weight.dtype
+def row_dtype(unit: LiveUnit, pieces: Sequence[FactorPair]) -> torch.dtype:
+    """Return the dtype in which rows of factors travel: the shortest that holds all of them."""
+    dtypes = {tensor.dtype for piece in pieces for tensor in piece}
+    return reduce(torch.promote_types, dtypes) if dtypes else unit.weight.dtype
+
+
+def count_rows(pieces: Sequence[FactorPair]) -> int:
+    """Return how many rows the factors of some calls have together."""
+    return sum(x.shape[0] for x, _ in pieces)
 
 
 def fill_rows(rows: Tensor, pieces: Sequence[FactorPair]) -> None:
@@ -125,19 +178,26 @@ def fill_rows(rows: Tensor, pieces: Sequence[FactorPair]) -> None:
         start += x.shape[0]
 
 
-def rebuild(team: Team, unit: LiveUnit, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean gradients of weight and bias, given all workers' rows (X | G)."""
-    rows = rows.to(unit.weight.dtype)
+def rebuild(team: Team, unit: LiveUnit, rows: Tensor) -> list[Tensor]:
+    """Return the mean gradients of the unit's parameters, given all workers' rows (X | G)."""
     inputs = unit.weight.shape[1]
+    dtype = torch.promote_types(unit.weight.dtype, torch.float32)
     x, g = rows[:, :inputs], rows[:, inputs:]
-    # Scaling the narrow factor is cheaper than scaling the product.
-    g = g * (1 / team.size)
-    return g.t() @ x, g.sum(0)
+    if rows.is_cuda and rows.dtype in _SHORT and dtype is torch.float32:
+        # Products of short values fit float32, in which the device's matrix units add them.
+        gradients = [torch.mm(g.t(), x, out_dtype=dtype), g.sum(0, dtype=dtype)]
+        for gradient in gradients:
+            gradient.mul_(1 / team.size)
+    else:
+        # Scaling the narrow factor is cheaper than scaling the product.
+        x, g = x.to(dtype), g.to(dtype) * (1 / team.size)
+        gradients = [g.t() @ x, g.sum(0)]
+    return [gradient.to(parameter.dtype) for parameter, gradient in zip(unit.parameters, gradients, strict=False)]
 
 
 def add_gradients(unit: LiveUnit, gradients: Sequence[Tensor]) -> None:
     """Add to ``.grad`` of the unit's parameters, in their order."""
-    for parameter, gradient in zip(unit.parameters, gradients, strict=False):
+    for parameter, gradient in zip(unit.parameters, gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient
         else:

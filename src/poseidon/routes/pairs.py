@@ -5,6 +5,9 @@ any number of rows (an uneven last batch, a worker without input), and whatever 
 with the number of rows goes to all workers first; then each message crosses to every other machine once
 (``team/topology.py``).
 
+The parcels of small units share a shipment (``planning/shipments.py``): one header and one message per peer, which
+leave with the last of them.
+
 Rows are opaque bytes here; the route defines their meaning.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +45,10 @@ class Parcel:
     """Called on another thread before ``rows`` is read; waits until the device has filled it."""
     land: Callable[[Gathered], Any] | None = None
     """Called on another thread with the result; its return value replaces the :class:`Gathered` in the future."""
+    shipment: tuple[int, ...] = ()
+    """Units whose parcels leave together with this one, itself included, in one order on all workers; empty: alone."""
+    meanwhile: Callable[[], None] | None = None
+    """Called on another thread while the rows travel: a time to prepare for the result."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,49 @@ class Gathered:
     flags: tuple[int, ...]
     """Flag word per rank."""
 
+    def parts(self) -> list[Tensor]:
+        """Return each rank's rows."""
+        return list(self.rows.split(self.counts))
+
+    def sizes(self) -> list[int]:
+        """Return how many bytes each rank brought."""
+        return [count * self.rows.shape[1] for count in self.counts]
+
 
 @dataclass(eq=False)
 class _Job:
-    parcel: Parcel
-    future: Future[Any] = field(default_factory=Future)
+    """Parcels that leave together."""
+
+    parcels: Sequence[Parcel]
+    futures: Sequence[Future[Any]]
     sends: list[tuple[Any, Tensor, int]] = field(default_factory=list)
     """Operation, tensor to keep alive until it is done, and peer."""
     is_sent: threading.Event = field(default_factory=threading.Event)
     """Set when all sends have been queued (or have failed)."""
+    payload: Tensor | None = None
+    """The rows of all parcels, once sent."""
     send_error: Exception | None = None
+
+    @property
+    def number(self) -> int:
+        """Distinguishes it from all others under way, equally on all workers."""
+        return self.parcels[0].unit
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        first, last = self.parcels[0].name, self.parcels[-1].name
+        return first if first == last else f"{first} ... {last}"
+
+    def header(self) -> Tensor:
+        """Return four words per parcel."""
+        return torch.tensor([(*p.rows.shape, p.flags, p.step) for p in self.parcels], device="cpu")
+
+    def join(self) -> Tensor:
+        """Return the rows of all parcels as one tensor of bytes."""
+        if len(self.parcels) == 1:
+            return self.parcels[0].rows
+        return torch.cat([parcel.rows.view(-1) for parcel in self.parcels])
 
 
 class Pairs:
@@ -73,26 +113,43 @@ class Pairs:
     def __init__(self, team: Team, pin_memory: bool = False) -> None:
         self._team = team
         self._group = team.new_group()
+        self._rank_in_group = [dist.get_group_rank(self._group, team.global_rank(rank)) for rank in range(team.size)]
         self._pin_memory = pin_memory
         self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._waiting: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Parcel, Future[Any]]]] = {}
+        """By step and shipment: parcels that wait for the others, by unit."""
         self._under_way = 0
         self._lock = threading.Lock()
         self._add_thread(self._send_forever)
 
     def start(self, parcel: Parcel) -> Future[Any]:
         """Start exchanging; the future's value is a :class:`Gathered`, or what the parcel's ``land`` returns."""
-        job = _Job(parcel)
+        future: Future[Any] = Future()
+        if not parcel.shipment:
+            self._start(_Job([parcel], [future]))
+            return future
+        key = (parcel.step, parcel.shipment)
+        with self._lock:
+            waiting = self._waiting.setdefault(key, {})
+            waiting[parcel.unit] = (parcel, future)
+            if len(waiting) < len(parcel.shipment):
+                return future
+            del self._waiting[key]
+        parcels, futures = zip(*(waiting[unit] for unit in parcel.shipment), strict=True)
+        self._start(_Job(parcels, futures))
+        return future
+
+    def _start(self, job: _Job) -> None:
         with self._lock:
             self._under_way += 1
-            # One thread per parcel under way: workers may start them in different orders, and waiting for a peer's
-            # parcel must not block relaying what that peer waits for.
+            # One thread per job under way: workers may start them in different orders, and waiting for a peer's
+            # parcels must not block relaying what that peer waits for.
             if self._under_way >= len(self._threads):
                 self._add_thread(self._receive_forever)
         self._outbox.put(job)
         self._inbox.put(job)
-        return job.future
 
     def _add_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="poseidon-pairs", daemon=True)
@@ -108,14 +165,14 @@ class Pairs:
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _tag(self, unit: int, origin: int, is_header: bool) -> int:
-        return (unit * self._team.size + origin) * 2 + is_header
+    def _tag(self, number: int, origin: int, is_header: bool) -> int:
+        return (number * self._team.size + origin) * 2 + is_header
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return dist.isend(tensor, self._team.global_rank(peer), group=self._group, tag=tag)
+        return self._group.send([tensor], self._rank_in_group[peer], tag)
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return dist.irecv(tensor, self._team.global_rank(peer), group=self._group, tag=tag)
+        return self._group.recv([tensor], self._rank_in_group[peer], tag)
 
     def _send_forever(self) -> None:
         while (job := self._outbox.get()) is not None:
@@ -128,81 +185,124 @@ class Pairs:
                 job.is_sent.set()
 
     def _send(self, job: _Job) -> None:
-        parcel, rank, size = job.parcel, self._team.rank, self._team.size
-        if parcel.settle is not None:
-            parcel.settle()
-        header = _header(parcel)
+        rank, size = self._team.rank, self._team.size
+        for parcel in job.parcels:
+            if parcel.settle is not None:
+                parcel.settle()
+        header = job.header()
+        payload = job.payload = job.join()
         # Each worker starts with a different peer, so that not all send to rank 0 first.
         peers = [(rank + shift) % size for shift in range(1, size)]
         for peer in peers:
-            job.sends.append((self._isend(header, peer, self._tag(parcel.unit, rank, True)), header, peer))
-        if parcel.rows.numel():
+            job.sends.append((self._isend(header, peer, self._tag(job.number, rank, True)), header, peer))
+        if payload.numel():
             receivers = self._team.topology.receivers(rank, rank)
             for peer in (peer for peer in peers if peer in receivers):
-                work = self._isend(parcel.rows, peer, self._tag(parcel.unit, rank, False))
-                job.sends.append((work, parcel.rows, peer))
+                job.sends.append((self._isend(payload, peer, self._tag(job.number, rank, False)), payload, peer))
 
     def _receive_forever(self) -> None:
         while (job := self._inbox.get()) is not None:
             try:
-                gathered = self._receive(job)
-                value = gathered if job.parcel.land is None else job.parcel.land(gathered)
+                everything = self._receive(job)
             except BaseException as error:
-                job.future.set_exception(error)
+                for future in job.futures:
+                    future.set_exception(error)
             else:
-                job.future.set_result(value)
+                for parcel, future, gathered in zip(job.parcels, job.futures, everything, strict=True):
+                    _deliver(parcel, future, gathered)
             with self._lock:
                 self._under_way -= 1
 
-    def _receive(self, job: _Job) -> Gathered:
-        parcel, rank, topology = job.parcel, self._team.rank, self._team.topology
-        headers = self._receive_headers(parcel)
-        counts = [header[0] for header in headers]
-        width = next((width for count, width, _, _ in headers if count), parcel.rows.shape[1])
-        matrix = torch.empty(sum(counts), width, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
-        starts = [sum(counts[:origin]) for origin in range(len(counts))]
-        places = [matrix[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    def _receive(self, job: _Job) -> list[Gathered]:
+        rank, topology = self._team.rank, self._team.topology
+        headers = self._receive_headers(job)
+        gathered = [self._make_room(parcel, words) for parcel, words in zip(job.parcels, headers, strict=True)]
+        # A lone parcel is received where it is needed; several are sorted when they are here.
+        messages = gathered[0].parts() if len(gathered) == 1 else _room_for_messages(gathered)
         works = []
-        for origin, place in enumerate(places):
-            if origin != rank and place.numel():
+        for origin, message in enumerate(messages):
+            if origin != rank and message.numel():
                 sender = topology.sender(origin, rank)
-                works.append((origin, self._irecv(place, sender, self._tag(parcel.unit, origin, False)), sender))
+                works.append((origin, self._irecv(message, sender, self._tag(job.number, origin, False)), sender))
         # The rows were sent, so the device has filled them.
         if not job.is_sent.wait(self._team.timeout_s):
-            raise TimeoutError(f"{parcel.name} was not ready to be sent within {self._team.timeout_s:g} s")
-        if parcel.rows.numel():
-            places[rank].copy_(parcel.rows)
+            raise TimeoutError(f"{job.name} was not ready to be sent within {self._team.timeout_s:g} s")
+        if job.payload is not None and job.payload.numel():
+            messages[rank].copy_(job.payload)
+        for parcel in job.parcels:
+            if parcel.meanwhile is not None:
+                parcel.meanwhile()
         sends = list(job.sends)
         for origin, work, sender in works:
-            self._team.wait(work, parcel.name, sender)
+            self._team.wait(work, job.name, sender)
             for peer in topology.receivers(origin, rank):
-                sends.append((self._isend(places[origin], peer, self._tag(parcel.unit, origin, False)), matrix, peer))
+                message = messages[origin]
+                sends.append((self._isend(message, peer, self._tag(job.number, origin, False)), message, peer))
         for work, _, peer in sends:
-            self._team.wait(work, parcel.name, peer)
+            self._team.wait(work, job.name, peer)
         if job.send_error is not None:
             raise job.send_error
-        return Gathered(matrix, tuple(counts), tuple(header[2] for header in headers))
+        if len(gathered) > 1:
+            _sort(messages, gathered)
+        return gathered
 
-    def _receive_headers(self, parcel: Parcel) -> list[list[int]]:
+    def _receive_headers(self, job: _Job) -> list[list[list[int]]]:
+        """Return the words of every parcel from every worker, checked."""
         team = self._team
-        headers = [_header(parcel) for _ in range(team.size)]
+        received = [job.header() for _ in range(team.size)]
         works = [
-            (peer, self._irecv(headers[peer], peer, self._tag(parcel.unit, peer, True)))
+            (peer, self._irecv(received[peer], peer, self._tag(job.number, peer, True)))
             for peer in range(team.size)
             if peer != team.rank
         ]
         for peer, work in works:
-            team.wait(work, parcel.name, peer)
-        found = [header.tolist() for header in headers]
-        widths = {width for count, width, _, _ in found if count}
-        for peer, (_, width, _, step) in enumerate(found):
+            team.wait(work, job.name, peer)
+        by_parcel = [list(words) for words in zip(*(header.tolist() for header in received), strict=True)]
+        for parcel, words in zip(job.parcels, by_parcel, strict=True):
+            self._check(parcel, words)
+        return by_parcel
+
+    def _check(self, parcel: Parcel, by_rank: Sequence[Sequence[int]]) -> None:
+        widths = {width for count, width, _, _ in by_rank if count}
+        for peer, (_, width, _, step) in enumerate(by_rank):
             if (len(widths) > 1 and width != parcel.rows.shape[1]) or step != parcel.step:
                 raise MismatchError(
-                    f"{parcel.name}: rank {team.rank} brings rows of {parcel.rows.shape[1]} bytes, step {parcel.step}; "
-                    f"rank {peer} rows of {width} bytes, step {step}; do all workers run the same code and autocast?"
+                    f"{parcel.name}: rank {self._team.rank} brings rows of {parcel.rows.shape[1]} bytes, step "
+                    f"{parcel.step}; rank {peer} rows of {width} bytes, step {step}; do all workers run the same code "
+                    "and autocast?"
                 )
-        return found
+
+    def _make_room(self, parcel: Parcel, by_rank: Sequence[Sequence[int]]) -> Gathered:
+        counts, _, flags, _ = zip(*by_rank, strict=True)
+        width = next((width for count, width, _, _ in by_rank if count), parcel.rows.shape[1])
+        rows = torch.empty(sum(counts), width, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
+        return Gathered(rows, counts, flags)
 
 
-def _header(parcel: Parcel) -> Tensor:
-    return torch.tensor([*parcel.rows.shape, parcel.flags, parcel.step], device="cpu")
+def _room_for_messages(gathered: Sequence[Gathered]) -> list[Tensor]:
+    """Return memory for one message from every rank, with the rows of all parcels."""
+    sizes = [sum(sizes) for sizes in _by_rank(gathered)]
+    return list(torch.empty(sum(sizes), dtype=torch.uint8, device="cpu").split(sizes))
+
+
+def _sort(messages: Sequence[Tensor], gathered: Sequence[Gathered]) -> None:
+    """Copy the rows of every parcel to their places, given the message of every rank."""
+    pieces = zip(
+        *(message.split(sizes) for message, sizes in zip(messages, _by_rank(gathered), strict=True)), strict=True
+    )
+    for each, of_parcel in zip(gathered, pieces, strict=True):
+        torch.cat(of_parcel, out=each.rows.view(-1))
+
+
+def _by_rank(gathered: Sequence[Gathered]) -> list[list[int]]:
+    """Return the bytes of every parcel in the message of every rank."""
+    return [list(sizes) for sizes in zip(*(each.sizes() for each in gathered), strict=True)]
+
+
+def _deliver(parcel: Parcel, future: Future[Any], gathered: Gathered) -> None:
+    try:
+        value = gathered if parcel.land is None else parcel.land(gathered)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

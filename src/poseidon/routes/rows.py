@@ -3,6 +3,10 @@
 The engine lets autograd make a sparse gradient, so a full one never exists before the exchange. Each worker sums its
 own duplicates first; then every worker adds all rows in rank order. Rows of one worker are distinct, so no two
 additions of one call hit the same row and the result does not depend on the device's order.
+
+An optimizer that wants a full gradient gets one that is zero but for those rows. In host memory, it lies in memory of
+an earlier step: the system takes many times as long to map so many fresh pages as it takes to clear these. They are
+cleared while the rows travel.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
 from poseidon.routes.pairs import Gathered, Parcel
 from poseidon.team.team import Team
+from poseidon.wire.pool import Pool
 
 _INDEX_BYTES = 8
 
@@ -27,6 +32,13 @@ class RowsExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._pairs = context.pairs
+        self._room = Pool(0)
+
+    def prepare(self, items: Sequence[LiveItem]) -> None:
+        """Make room for the full gradients."""
+        weights = [item.unit.weight for item in items if not item.unit.spec.is_sparse]
+        # A pool rounds sizes up by a quarter at most.
+        self._room = Pool(sum(weight.nbytes for weight in weights) * 5 // 4) if weights else self._room
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Send the touched rows; a sparse ``.grad`` is None until the exchange is finished."""
@@ -38,21 +50,36 @@ class RowsExchanger(Exchanger):
             flags, gradient = Flag.HAS_DENSE, None
         else:
             unit.weight.grad = None
-        parcel = Parcel(unit.index, unit.name, step, _pack(unit.weight, gradient), flags)
-        return _RowsExchange(self._team, unit, brought[0], self._pairs.start(parcel), flags)
+        exchange = _RowsExchange(self._team, unit, brought[0], flags, self._room)
+        rows = _pack(unit.weight, gradient)
+        parcel = Parcel(
+            unit.index, unit.name, step, rows, flags, shipment=item.item.shipment, meanwhile=exchange.clear_room
+        )
+        exchange.future = self._pairs.start(parcel)
+        return exchange
 
 
 class _RowsExchange(Exchange):
-    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, future: Future[Gathered], flags: Flag) -> None:
+    future: Future[Gathered]
+
+    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, flags: Flag, room: Pool) -> None:
         self.flags = flags
         self._team = team
         self._unit = unit
         self._brought = brought
-        self._future = future
+        self._room = room
+        self._cleared: Tensor | None = None
+
+    def clear_room(self) -> None:
+        """Make the zeros to which the rows will be added, if they are likely to be needed."""
+        unit = self._unit
+        if not (unit.spec.is_sparse or unit.weight.is_cuda or self.flags) and self._brought.kept is None:
+            self._cleared = _zeros_like(unit.weight, self._room)
 
     def finish(self, is_used: bool) -> None:
-        gathered = self._team.result(self._future, self._unit.name)
+        gathered = self._team.result(self.future, self._unit.name)
         unit, brought = self._unit, self._brought
+        cleared, self._cleared = self._cleared, None
         if not is_used:
             if not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
@@ -69,10 +96,17 @@ class _RowsExchange(Exchange):
             total = brought.kept if total is None else brought.kept.add_(total)
             brought.kept = None
         if total is None:
-            total = torch.zeros_like(unit.weight)
+            total = torch.zeros_like(unit.weight) if cleared is None else cleared
         for indices, values in parts:
             total.index_add_(0, indices, values, alpha=1 / self._team.size)
         unit.weight.grad = total
+
+
+def _zeros_like(weight: Tensor, room: Pool) -> Tensor:
+    """Return zeros in memory from ``room``, which gets it back when nothing refers to it any more."""
+    if not weight.numel():
+        return torch.zeros_like(weight)
+    return torch.frombuffer(room.lend(weight.nbytes), dtype=weight.dtype).view(weight.shape).zero_()
 
 
 def _row_bytes(weight: Tensor) -> int:

@@ -4,8 +4,8 @@ Every worker owns some chunks of each bucket. A worker sends its part of each ch
 in rank order and sends the sum to all workers (``sums/``, step 5, over ``wire/``, step 4). It moves as many bytes as a
 ring, but messages need no common order, so what the next forward needs first overtakes what it needs last.
 
-On CUDA devices, the devices sum large buckets of float32 if all workers support it (``sums/device.py``); the rest goes
-through pinned memory (``staging.py``).
+On CUDA devices, the devices sum large buckets of float32 and bf16 if all workers support it (``sums/device.py``); the
+rest goes through pinned memory (``staging.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array
+from poseidon.wire.settings import WireSettings
 
 _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
     torch.float32: ("float32", None),
@@ -51,7 +52,7 @@ class ShardedExchanger(Exchanger):
         self._transport = connect_wire(team, self._members, link=link)
         self._server = SumServer(self._transport)
         self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(self._members[peer], why)))
-        self._device = self._agree_on_device(is_cuda)
+        self._device = agree_on_device(team, self._transport.settings, is_cuda)
         self._levels = Levels(team) if use_levels else None
         self._stager = Stager() if is_cuda else None
         self._slots: dict[LiveItem, Slot] = {}
@@ -88,12 +89,13 @@ class ShardedExchanger(Exchanger):
 
     def average(self, flat: Tensor, slot: Slot, step: int, name: str) -> Exchange:
         """Replace ``flat`` by its mean over the team, in place."""
-        flat.div_(self._team.size)
         if self.compacts(slot):
             return StagedExchange(self._team, self._server.start(flat, slot, step), name, flat.device)
         # Reserved now, because a later plan may be booked before the values are ready.
         between = _Between(self._server.reserve(slot, step))
         if self._levels is not None:
+            # Inside a machine sums keep their dtype and must not overflow; between machines the server divides.
+            flat.div_(self._team.size // len(self._members))
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
         if self._stager is not None:
             return self._stager.start(flat, slot.number, between.start, self._team, name)
@@ -113,21 +115,22 @@ class ShardedExchanger(Exchanger):
         """Assign each slot an adder on the device or the host."""
         rank, size, device = self._transport.rank, self._transport.size, self._device
         kinds = list(zip(slots, dtypes, strict=True))
-        on_device = [slot for slot, dtype in kinds if device is not None and is_compacted(slot, dtype)]
-        self._compacted = frozenset(slot.number for slot in on_device)
+        on_device = [kind for kind in kinds if device is not None and is_compacted(*kind)]
+        self._compacted = frozenset(slot.number for slot, _ in on_device)
         on_host = [(slot, _FORMATS[dtype][0]) for slot, dtype in kinds if not self.compacts(slot)]
         host = [slot for slot, _ in on_host]
         booked: list[tuple[Slot, Adder]] = []
-        booked += zip(host, host_adders(host, [name for _, name in on_host], rank), strict=True)
+        booked += zip(host, host_adders(host, [name for _, name in on_host], rank, size), strict=True)
         if device is not None:
-            booked += [(slot, DeviceAdder(slot, rank, size, device)) for slot in on_device]
+            booked += [(slot, DeviceAdder(slot, rank, size, device, size, dtype)) for slot, dtype in on_device]
         self._server.book(booked)
 
-    def _agree_on_device(self, is_cuda: bool) -> DeviceArithmetic | None:
-        """Let buckets travel compacted if all workers support it. Collective."""
-        compactor = find_compactor(len(self._members), self._transport.settings) if is_cuda else None
-        all_can = all(row[0] for row in self._team.gather_ints([int(compactor is not None)], "the parameter server"))
-        return DeviceArithmetic(compactor) if compactor is not None and all_can else None
+
+def agree_on_device(team: Team, settings: WireSettings, is_cuda: bool) -> DeviceArithmetic | None:
+    """Let buckets travel compacted if all workers support it. Collective."""
+    compactor = find_compactor(settings) if is_cuda else None
+    all_can = all(row[0] for row in team.gather_ints([int(compactor is not None)], "the parameter server"))
+    return DeviceArithmetic(compactor) if compactor is not None and all_can else None
 
 
 @dataclass(frozen=True)

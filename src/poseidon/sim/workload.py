@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from poseidon.planning.ordering import order_by_need
-from poseidon.planning.packing import assign_buckets
+from poseidon.planning.packing import assign_buckets, even_buckets
 from poseidon.planning.planner import Plan, PlanEntry, make_plan
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
@@ -55,7 +55,13 @@ def make_workload(setting: Setting) -> Workload:
         return Workload(plan, (), (0.0,) * count, (0.0,) * count)
     routes = Routes([*routes.values(), FactorPush()])
     route_of = [_route(setting, entry, routes) for entry in plan.entries]
-    packing = _Packing(cluster, setting.system.bucket_bytes, system.overlaps_forward, system.packing)
+    packing = _Packing(cluster, system.bucket_bytes, system.overlaps_forward, style=system.packing)
+    return plan_workload(setting, plan, route_of, routes, packing)
+
+
+def plan_workload(setting: Setting, plan: Plan, route_of: Sequence[str], routes: Routes, packing: Packing) -> Workload:
+    """Return the transfers of a plan whose units take these routes."""
+    profile, system = setting.profile, setting.system
     schedule = make_schedule(Model.of(profile.specs), route_of, profile.ready_order, routes, packing, profile.loads)
     transfers = _transfers(setting, schedule, routes)
     if system.overlaps_forward:
@@ -81,20 +87,7 @@ class _Packing(Packing):
             return [[at for at, one in enumerate(units) if one == unit] for unit in dict.fromkeys(units)]
         if self.style == "whole":
             return [list(range(len(sizes)))] if sizes else []
-        return ddp_buckets([size for _, size in sizes], self.asked_bytes or 0)
-
-
-def ddp_buckets(sizes: Sequence[int], limit_bytes: int, first_bytes: int = 2**20) -> list[list[int]]:
-    """Return buckets as torch's DistributedDataParallel packs them: a small first one, then full ones."""
-    buckets: list[list[int]] = [[]]
-    total = 0
-    for index, size in enumerate(sizes):
-        buckets[-1].append(index)
-        total += size
-        if total >= (first_bytes if len(buckets) == 1 else limit_bytes):
-            buckets.append([])
-            total = 0
-    return [bucket for bucket in buckets if bucket]
+        return even_buckets(sizes, self.asked_bytes or 0)
 
 
 def _route(setting: Setting, entry: PlanEntry, routes: Routes) -> str:
@@ -117,6 +110,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         message_s=setting.messages.message_s,
         wire_share=setting.wire_share,
         compacts=setting.compacts,
+        precision=setting.precision,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
     )
     sizes: Counter[str] = Counter()
@@ -143,7 +137,7 @@ def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, in
 
 def _device_s(entry: PlanEntry, route: Route) -> tuple[float, float]:
     """Return the time to rebuild a gradient from all factors, and the time saved by not computing the local one."""
-    if route.delivers != "factors" or route.name not in entry.costs:
+    if "factors" not in route.delivers or route.name not in entry.costs:
         return 0.0, 0.0
     return entry.costs[route.name].compute_s, entry.costs["allreduce"].compute_s
 

@@ -1,26 +1,43 @@
-"""The encoding ``BITS_28``: float32 values without loss, in about 28 bits each. Pure.
+"""The encoding ``COMPACT``: float32 values without loss, in as many bits as they need. Pure.
 
-Values near each other in a gradient have similar exponents. A group of :data:`GROUP` values stores its largest exponent
-once, and each value its distance below that in 4 bits instead of 8. A zero has the last code. So has a *stray*: a value
-too far below the others, whose exponent travels in a list at the end. Whatever the values, restoring them gives the
-same bits.
+Three things make gradients shorter than 32 bits a value. Values near each other have similar exponents. What was
+computed in half precision, or is a sum of a few such values, ends in zeros. And many values are zero altogether.
 
-================== ======== ==================================================================
+A group of :data:`GROUP` values stores its largest exponent, the *top*, once. Its bits lie in :data:`PLANES` planes of
+:data:`PLANE_BYTES` bytes. Byte ``i`` of a plane belongs to value ``i`` of the group, to value ``i + 128``, or to both:
+
+========= ================================================== =============================================
+planes    bits of a value                                    bytes
+========= ================================================== =============================================
+0         4: the exponent's code                             of both; ``i + 128`` in the upper 4 bits
+1, 2      8: the sign, above mantissa bits 22 to 16          of ``i``; of ``i + 128``
+3         4: mantissa bits 15 to 12                          of both
+4         4: mantissa bits 11 to 8                           of both
+5, 6      8: mantissa bits 7 to 0                            of ``i``; of ``i + 128``
+7, 8      8: the exponent, if the code is 0                  of ``i``; of ``i + 128``
+========= ================================================== =============================================
+
+A code of 1 to 15 stands for the exponent ``top + 1 - code``. Code 0 is that of zeros, and of *strays*: values so far
+below the others that the code cannot say it. A plane of a group is absent if all its bytes are zero; sparse, a bitmap
+of the bytes that are not zero and then those bytes, if that is shorter; and otherwise dense. So gradients computed in
+bf16 take about 12 bits a value, those computed in fp16 16, others 28, and groups of zeros nothing.
+
+================== ======== ====================================================================
 bytes              for each what
-================== ======== ==================================================================
-:data:`HEAD_BYTES` chunk    number of strays (4 bytes, little-endian), then nothing
-2                  value    the low 16 bits
-1                  value    the sign above 7 more bits of the mantissa
-1/2                value    distance; the value half a group further is in the upper 4 bits
-1                  group    the largest exponent
-4                  stray    its position below its exponent, which has the upper 8 bits
-================== ======== ==================================================================
+================== ======== ====================================================================
+:data:`HEAD_BYTES` chunk    number of bytes in the tail (4 bytes), then nothing
+8                  group    directory: where its planes begin in the tail (32 bits), a kind for
+                            each plane (2 bits each, plane 0 lowest), nothing (6), the top (8)
+any                group    tail: the planes, one after the other. Groups come in any order
+================== ======== ====================================================================
 
-Values are padded with zeros to whole groups. A chunk with so many strays that nothing is gained travels plain.
+All numbers are little-endian. Values are padded with zeros to whole groups. A chunk that would not be shorter travels
+plain. Values in bf16 are compacted as float32. Whatever the values, restoring them gives the same bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,19 +45,32 @@ from functools import cached_property
 from poseidon.sums.chunks import Chunk
 
 GROUP = 256
-"""Values that share a largest exponent. One in ten thousand values of real gradients is a stray then; smaller groups
-have hardly fewer."""
+"""Values that share a top. One in ten thousand values of real gradients is a stray then; smaller groups have hardly
+fewer."""
+PLANES = 9
+PLANE_BYTES = GROUP // 2
+BITMAP_BYTES = PLANE_BYTES // 8
+ABSENT, SPARSE, DENSE = 0, 1, 2
+"""Kinds of planes."""
+FEWEST_DENSE = PLANE_BYTES - BITMAP_BYTES
+"""A plane with at least so many bytes that are not zero is dense."""
 HEAD_BYTES = 16
-COMPACT_SHARE = 28.05 / 32
-"""Share of their bytes that real gradients keep, on average."""
+ENTRY_BYTES = 8
+"""Of the directory."""
+KINDS_AT, TOP_AT = 32, 56
+"""Bits of a directory's entry."""
+_BITS = {"float32": 28.3, "bf16": 12.3, "fp16": 16.3}
+"""Of a gradient's value, by what it was computed in."""
+_SUM_BITS = {"bf16": (15.4, 1.5), "fp16": (18.6, 1.4)}
+"""Of a sum: bits, and more of them each time the number of workers doubles."""
 FEWEST_COMPACTED = 4096
 """Shorter chunks travel plain."""
-SMALLEST_COMPACTED_BYTES = 8 << 20
-"""Of a bucket. Nothing hides the exchange of the last buckets of a backward, which are the small ones. The host adds
-them sooner than a device that is busy computing, and compacting them would save little."""
+SMALLEST_COMPACTED = 1 << 21
+"""Values of a bucket. Nothing hides the exchange of the last buckets of a backward, which are the small ones. The host
+adds them sooner than a device that is busy computing, and compacting them would save little."""
 MOST_COMPACTED = 1 << 24
-"""A stray's position has 24 bits."""
-_ALIGNMENT = 16
+"""So that any position in a chunk has 32 bits."""
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -48,6 +78,8 @@ class CompactLayout:
     """Where the fields of a compacted chunk lie, for chunks of up to ``values``; cached, as every message asks."""
 
     values: int
+    itemsize: int = 4
+    """Bytes of a plain value: 2 for bf16."""
 
     @cached_property
     def groups(self) -> int:
@@ -55,51 +87,22 @@ class CompactLayout:
         return -(-self.values // GROUP)
 
     @cached_property
-    def low_at(self) -> int:
-        """Where the low 16 bits begin."""
-        return HEAD_BYTES
-
-    @cached_property
-    def high_at(self) -> int:
-        """Where the signs and upper bits of the mantissas begin."""
-        return self.low_at + 2 * GROUP * self.groups
-
-    @cached_property
-    def codes_at(self) -> int:
-        """Where the distances begin."""
-        return self.high_at + GROUP * self.groups
-
-    @cached_property
-    def tops_at(self) -> int:
-        """Where the largest exponents begin."""
-        return self.codes_at + GROUP // 2 * self.groups
-
-    @cached_property
-    def strays_at(self) -> int:
-        """Where the strays begin."""
-        return _align(self.tops_at + self.groups, 4)
-
-    @cached_property
-    def most_strays(self) -> int:
-        """With more strays than this, a chunk, even one of a value less, would be no shorter than a plain one."""
-        return (4 * (self.values - 1) - 4 - self.strays_at) // 4
+    def tail_at(self) -> int:
+        """Where the tail begins."""
+        return HEAD_BYTES + ENTRY_BYTES * self.groups
 
     @cached_property
     def row_bytes(self) -> int:
         """Memory for a chunk, compacted or plain."""
-        return _align(4 * self.values, _ALIGNMENT)
+        return align(max(self.itemsize * self.values, self.tail_at))
 
-    def size(self, strays: int) -> int:
-        """Return the bytes of a compacted chunk with so many strays."""
-        return self.strays_at + 4 * strays
-
-    def sizes(self, values: int) -> range:  # noqa: ARG002 - shorter chunks are padded
-        """Return all sizes that a compacted chunk can have."""
-        return range(self.size(0), self.size(self.most_strays) + 1, 4)
+    def sizes(self, values: int) -> range:
+        """Return all sizes that a compacted chunk of ``values`` can have: it is shorter than a plain one."""
+        return range(self.tail_at, self.itemsize * values)
 
     def measure(self, payload: memoryview) -> int:
-        """Return the size of a compacted chunk with as many strays as it announces."""
-        return self.size(strays_in(payload))
+        """Return the size of a compacted chunk with as long a tail as it announces."""
+        return self.tail_at + int.from_bytes(payload[:4], "little")
 
 
 @dataclass(frozen=True)
@@ -112,25 +115,33 @@ class ChunkRows:
     longer: int
 
     @classmethod
-    def of(cls, chunks: tuple[Chunk, ...]) -> ChunkRows:
+    def of(cls, chunks: tuple[Chunk, ...], itemsize: int = 4) -> ChunkRows:
         """Return the rows of chunks as ``chunks.py`` cuts them."""
         quotient = chunks[-1].length
         longer = sum(chunk.length > quotient for chunk in chunks)
-        return cls(chunks, CompactLayout(chunks[0].length), quotient, longer)
+        return cls(chunks, CompactLayout(chunks[0].length, itemsize), quotient, longer)
 
 
-def strays_in(compacted: memoryview) -> int:
-    """Return how many strays a compacted chunk announces."""
-    return int.from_bytes(compacted[:4], "little")
+def compacted_bits(precision: str, workers: int) -> tuple[float, float]:
+    """Return about how many of 32 bits a gradient's value takes as a part, and as the sum of all parts.
+
+    ``precision`` is what it was computed in: float32, or under autocast bf16 or fp16.
+    """
+    part = _BITS[precision]
+    if precision not in _SUM_BITS or workers == 1:
+        return part, part
+    least, more = _SUM_BITS[precision]
+    return part, min(least + more * math.log2(workers), _BITS["float32"])
 
 
-def is_worth_compacting(itemsize: int, chunks: Sequence[Chunk]) -> bool:
-    """Return whether a bucket of floating-point numbers, cut into these chunks, travels compacted."""
+def is_worth_compacting(chunks: Sequence[Chunk]) -> bool:
+    """Return whether a bucket of float32 or bf16, cut into these chunks, travels compacted."""
     lengths = [chunk.length for chunk in chunks]
-    if itemsize != 4 or itemsize * sum(lengths) < SMALLEST_COMPACTED_BYTES:
+    if sum(lengths) < SMALLEST_COMPACTED:
         return False
     return min(lengths) >= FEWEST_COMPACTED and max(lengths) <= MOST_COMPACTED
 
 
-def _align(position: int, to: int) -> int:
-    return -(-position // to) * to
+def align(position: int) -> int:
+    """Return the first aligned position that is not before ``position``."""
+    return -(-position // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,8 @@
-"""Kernels that compact, restore and add on a CUDA device, in Triton, which comes with PyTorch for CUDA.
+"""Kernels that compact, add and restore on a CUDA device, in Triton, which comes with PyTorch for CUDA.
 
-The layout is that of ``compact.py``. A kernel works on all rows (chunks) of a bucket at once. Row ``i`` of a bucket
-holds ``quotient`` values, one more for the first ``longer`` rows; rows follow each other without gaps.
+The layout is that of ``compact.py``. An instance of a kernel works on some groups of one chunk, in two halves: ``a``
+holds the first 128 values of each group, ``b`` the others, both as the bits of float32. Chunks that come from the wire
+lie behind a table (``packed.py``). Whatever their bytes are, nothing outside their memory is read.
 """
 
 from __future__ import annotations
@@ -11,160 +12,324 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from poseidon.sums.compact import GROUP, HEAD_BYTES, CompactLayout
+from poseidon.sums import compact as layouts
+from poseidon.sums.compact import ChunkRows, CompactLayout
+from poseidon.sums.encodings import Encoding
+from poseidon.sums.packed import HERE
 
-_GROUPS = 8
-"""Groups that one instance of a kernel works on."""
-_ADDED = 1024
-_PATCHERS = 4
-"""Instances that place the strays of one row."""
-_HALF = tl.constexpr(GROUP // 2)
-_LOW_AT = tl.constexpr(HEAD_BYTES)
-_FAR = tl.constexpr(15)
-"""The code of zeros and strays."""
+_GROUPS = 4
+"""Groups that one instance works on."""
+_GROUP = tl.constexpr(layouts.GROUP)
+_HALF = tl.constexpr(layouts.GROUP // 2)
+_PLANES = tl.constexpr(layouts.PLANES)
+_BITMAP = tl.constexpr(layouts.BITMAP_BYTES)
+_FEWEST_DENSE = tl.constexpr(layouts.FEWEST_DENSE)
+_SPARSE = tl.constexpr(layouts.SPARSE)
+_DENSE = tl.constexpr(layouts.DENSE)
+_HEAD = tl.constexpr(layouts.HEAD_BYTES)
+_ENTRY = tl.constexpr(layouts.ENTRY_BYTES)
+_KINDS_AT = tl.constexpr(layouts.KINDS_AT)
+_TOP_AT = tl.constexpr(layouts.TOP_AT)
+_FARTHEST = tl.constexpr(14)
+"""The largest distance below the top that a code can say."""
+_COMPACT = tl.constexpr(int(Encoding.COMPACT))
+_HERE = tl.constexpr(HERE)
 
 
-def compact(flat: Tensor, quotient: int, longer: int, rows: Tensor, layout: CompactLayout) -> None:
-    """Write the compacted chunks of ``flat`` (float32) to ``rows`` (bytes, a row for each chunk)."""
-    rows[:, :HEAD_BYTES].zero_()
-    _compact[len(rows), triton.cdiv(layout.groups, _GROUPS)](
-        flat.view(torch.int32),
-        rows,
-        quotient,
-        longer,
-        rows.stride(0),
+def compact(flat: Tensor, rows: ChunkRows, into: Tensor) -> None:
+    """Write the compacted chunks of ``flat`` (float32 or bf16) to ``into`` (bytes, a row for each chunk).
+
+    A chunk that is longer than its row is cut off; its head says how long it would be.
+    """
+    layout = rows.layout
+    into[:, : layouts.HEAD_BYTES].zero_()
+    _compact[len(into), triton.cdiv(layout.groups, _GROUPS)](
+        _bits_of(flat),
+        into,
+        rows.quotient,
+        rows.longer,
+        into.stride(0),
         layout.groups,
-        layout.strays_at,
-        layout.most_strays,
+        layout.row_bytes - layout.tail_at,
+        is_half=layout.itemsize == 2,
         group_count=_GROUPS,
     )
 
 
-def restore(rows: Tensor, layout: CompactLayout, flat: Tensor, quotient: int, longer: int) -> None:
-    """Write the values of compacted chunks to ``flat``; what rows in another encoding leave there is undefined."""
-    bits = flat.view(torch.int32)
-    _restore[len(rows), triton.cdiv(layout.groups, _GROUPS)](
-        rows, bits, quotient, longer, rows.stride(0), layout.groups, group_count=_GROUPS
+def add(packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, divisor: int, into: Tensor) -> None:
+    """Add one chunk of all workers in the order of the table, and leave the sum in ``own``, compacted in ``into``.
+
+    The table says which part is in ``own``. A sum of bf16 is divided by ``divisor`` and rounded.
+    """
+    into[: layouts.HEAD_BYTES].zero_()
+    _add[triton.cdiv(layout.groups, _GROUPS),](
+        packed,
+        _bits_of(own),
+        into,
+        workers,
+        own.numel(),
+        layout.groups,
+        layout.row_bytes - layout.tail_at,
+        float(divisor),
+        is_half=layout.itemsize == 2,
+        group_count=_GROUPS,
     )
-    _patch[len(rows), _PATCHERS](
-        rows,
-        bits,
-        quotient,
-        longer,
-        rows.stride(0),
-        layout.strays_at,
-        layout.most_strays,
-        patchers=_PATCHERS,
-        block=256,
+
+
+def restore(packed: Tensor, rows: ChunkRows, flat: Tensor, divisor: int) -> None:
+    """Fill ``flat`` with the chunks of a bucket; float32 is divided by ``divisor``."""
+    layout = rows.layout
+    is_half = layout.itemsize == 2
+    _restore[len(rows.chunks), triton.cdiv(layout.groups, _GROUPS)](
+        packed,
+        _bits_of(flat),
+        rows.quotient,
+        rows.longer,
+        layout.groups,
+        layout.row_bytes - layout.tail_at,
+        1.0 if is_half else float(divisor),
+        is_half=is_half,
+        group_count=_GROUPS,
     )
 
 
-def add_up(parts: Tensor, own: Tensor, place: int) -> None:
-    """Add the rows of ``parts``, with ``own`` inserted as row ``place``, and leave the sum in ``own``."""
-    others, values = parts.shape
-    _add_up[triton.cdiv(values, _ADDED),](parts, own, values, place, others=others, block=_ADDED)
+def _bits_of(flat: Tensor) -> Tensor:
+    return flat.view(torch.int16 if flat.dtype == torch.bfloat16 else torch.int32)
 
 
-@triton.jit(do_not_specialize=["bits", "rows", "quotient", "longer", "stride", "groups", "strays_at", "most_strays"])
-def _compact(bits, rows, quotient, longer, stride, groups, strays_at, most_strays, group_count: tl.constexpr):
+@triton.jit(do_not_specialize=["flat", "rows", "quotient", "longer", "stride", "groups", "capacity"])
+def _compact(flat, rows, quotient, longer, stride, groups, capacity, is_half: tl.constexpr, group_count: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
-    base = rows + row * stride
     group = tl.program_id(1) * group_count + tl.arange(0, group_count)
-    is_there = (group < groups)[:, None]
-    first = group[:, None] * (2 * _HALF) + tl.arange(0, _HALF)[None, :]
+    a, b = _load(flat + start, group, count, is_half)
+    _encode(a, b, rows + row * stride, group, groups, capacity, group_count)
+
+
+@triton.jit(do_not_specialize=["packed", "own", "into", "workers", "count", "groups", "capacity", "divisor"])
+def _add(
+    packed, own, into, workers, count, groups, capacity, divisor, is_half: tl.constexpr, group_count: tl.constexpr
+):
+    group = tl.program_id(0) * group_count + tl.arange(0, group_count)
+    total_a = tl.zeros((group_count, _HALF), tl.float32)
+    total_b = tl.zeros((group_count, _HALF), tl.float32)
+    for number in range(workers):
+        a, b = _read(packed, number, own, group, count, groups, capacity, is_half, group_count)
+        value_a = a.to(tl.float32, bitcast=True)
+        value_b = b.to(tl.float32, bitcast=True)
+        # The first part is not added to anything: 0 plus -0 would be 0.
+        total_a = tl.where(number == 0, value_a, total_a + value_a)
+        total_b = tl.where(number == 0, value_b, total_b + value_b)
+    if is_half:
+        a = _round(tl.div_rn(total_a, divisor))
+        b = _round(tl.div_rn(total_b, divisor))
+    else:
+        a = total_a.to(tl.int32, bitcast=True)
+        b = total_b.to(tl.int32, bitcast=True)
+    _store(own, a, b, group, count, is_half)
+    # Zeros that pad the last group stay zeros: theirs are sums of zeros.
+    _encode(a, b, into, group, groups, capacity, group_count)
+
+
+@triton.jit(do_not_specialize=["packed", "flat", "quotient", "longer", "groups", "capacity", "divisor"])
+def _restore(
+    packed, flat, quotient, longer, groups, capacity, divisor, is_half: tl.constexpr, group_count: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * quotient + tl.minimum(row, longer)
+    count = quotient + tl.where(row < longer, 1, 0)
+    group = tl.program_id(1) * group_count + tl.arange(0, group_count)
+    a, b = _read(packed, row, flat + start, group, count, groups, capacity, is_half, group_count)
+    if divisor != 1.0:
+        # PyTorch would multiply by the reciprocal, which rounds differently.
+        a = tl.div_rn(a.to(tl.float32, bitcast=True), divisor).to(tl.int32, bitcast=True)
+        b = tl.div_rn(b.to(tl.float32, bitcast=True), divisor).to(tl.int32, bitcast=True)
+    _store(flat + start, a, b, group, count, is_half)
+
+
+# Values in memory.
+
+
+@triton.jit
+def _load(values, group, count, is_half: tl.constexpr):
+    first = group[:, None] * _GROUP + tl.arange(0, _HALF)[None, :]
     second = first + _HALF
-    a = tl.load(bits + start + first, mask=first < count, other=0)
-    b = tl.load(bits + start + second, mask=second < count, other=0)
+    a = tl.load(values + first, mask=first < count, other=0).to(tl.int32)
+    b = tl.load(values + second, mask=second < count, other=0).to(tl.int32)
+    if is_half:
+        a = a << 16
+        b = b << 16
+    return a, b
+
+
+@triton.jit
+def _store(values, a, b, group, count, is_half: tl.constexpr):
+    first = group[:, None] * _GROUP + tl.arange(0, _HALF)[None, :]
+    second = first + _HALF
+    if is_half:
+        tl.store(values + first, (a >> 16).to(tl.int16), mask=first < count)
+        tl.store(values + second, (b >> 16).to(tl.int16), mask=second < count)
+    else:
+        tl.store(values + first, a, mask=first < count)
+        tl.store(values + second, b, mask=second < count)
+
+
+@triton.jit
+def _read(packed, number, own, group, count, groups, capacity, is_half: tl.constexpr, group_count: tl.constexpr):
+    """Return values of a chunk of the table."""
+    entry = packed.to(tl.pointer_type(tl.int64)) + 2 * number
+    chunk = packed + tl.load(entry)
+    encoding = tl.load(entry + 1)
+    if encoding == _COMPACT:
+        a, b = _decode(chunk, group, groups, capacity, group_count)
+    elif encoding == _HERE:
+        a, b = _load(own, group, count, is_half)
+    else:
+        if is_half:
+            a, b = _load(chunk.to(tl.pointer_type(tl.int16)), group, count, is_half)
+        else:
+            a, b = _load(chunk.to(tl.pointer_type(tl.int32)), group, count, is_half)
+    return a, b
+
+
+@triton.jit
+def _round(value):
+    """Return the bits of the nearest bf16, ties to even, as those of a float32; all NaNs become one."""
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(value != value, 0x7FC00000, rounded)
+
+
+# Groups in a compacted chunk.
+
+
+@triton.jit
+def _plane(a, b, codes, far_a, far_b, number: tl.constexpr):
+    if number == 0:
+        plane = codes
+    elif number == 1:
+        plane = ((a >> 24) & 0x80) | ((a >> 16) & 0x7F)
+    elif number == 2:
+        plane = ((b >> 24) & 0x80) | ((b >> 16) & 0x7F)
+    elif number == 3:
+        plane = ((a >> 12) & 0xF) | ((b >> 8) & 0xF0)
+    elif number == 4:
+        plane = ((a >> 8) & 0xF) | ((b >> 4) & 0xF0)
+    elif number == 5:
+        plane = a & 0xFF
+    elif number == 6:
+        plane = b & 0xFF
+    elif number == 7:
+        plane = far_a
+    else:
+        plane = far_b
+    return plane
+
+
+@triton.jit
+def _size(kind, count):
+    return tl.where(kind == _SPARSE, _BITMAP + count, tl.where(kind >= _DENSE, _HALF, 0))
+
+
+@triton.jit
+def _encode(a, b, chunk, group, groups, capacity, group_count: tl.constexpr):
+    """Write groups to a compacted chunk, whose tail has room for ``capacity`` bytes."""
     exponent_a = (a >> 23) & 0xFF
     exponent_b = (b >> 23) & 0xFF
     top = tl.maximum(tl.max(exponent_a, axis=1), tl.max(exponent_b, axis=1))
     distance_a = top[:, None] - exponent_a
     distance_b = top[:, None] - exponent_b
-    stray_a = (distance_a >= _FAR) & (exponent_a != 0)
-    stray_b = (distance_b >= _FAR) & (exponent_b != 0)
-    code_a = tl.where(exponent_a == 0, _FAR, tl.minimum(distance_a, _FAR))
-    code_b = tl.where(exponent_b == 0, _FAR, tl.minimum(distance_b, _FAR))
+    code_a = tl.where((exponent_a == 0) | (distance_a > _FARTHEST), 0, distance_a + 1)
+    code_b = tl.where((exponent_b == 0) | (distance_b > _FARTHEST), 0, distance_b + 1)
+    far_a = tl.where(code_a == 0, exponent_a, 0)
+    far_b = tl.where(code_b == 0, exponent_b, 0)
+    codes = code_a | (code_b << 4)
 
-    padded = groups * (2 * _HALF)
-    low = (base + _LOW_AT).to(tl.pointer_type(tl.int16))
-    tl.store(low + first, a.to(tl.int16), mask=is_there)
-    tl.store(low + second, b.to(tl.int16), mask=is_there)
-    high = base + _LOW_AT + 2 * padded
-    tl.store(high + first, (((a >> 24) & 0x80) | ((a >> 16) & 0x7F)).to(tl.uint8), mask=is_there)
-    tl.store(high + second, (((b >> 24) & 0x80) | ((b >> 16) & 0x7F)).to(tl.uint8), mask=is_there)
-    codes = high + padded
-    code = group[:, None] * _HALF + tl.arange(0, _HALF)[None, :]
-    tl.store(codes + code, (code_a | (code_b << 4)).to(tl.uint8), mask=is_there)
-    tl.store(codes + groups * _HALF + group, top.to(tl.uint8), mask=group < groups)
+    kinds = tl.zeros_like(top)
+    sizes = tl.zeros_like(top)
+    for number in tl.static_range(_PLANES):
+        plane = _plane(a, b, codes, far_a, far_b, number)
+        count = tl.sum((plane != 0).to(tl.int32), axis=1)
+        kind = tl.where(count == 0, 0, tl.where(count < _FEWEST_DENSE, _SPARSE, _DENSE))
+        kinds |= kind << (2 * number)
+        sizes += _size(kind, count)
+    taken = tl.atomic_add(chunk.to(tl.pointer_type(tl.int32)), tl.sum(sizes, axis=0), sem="relaxed")
+    at = taken + tl.cumsum(sizes, axis=0) - sizes
+    entry = at.to(tl.int64) | (kinds.to(tl.int64) << _KINDS_AT) | (top.to(tl.int64) << _TOP_AT)
+    tl.store((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group, entry, mask=group < groups)
 
-    counter = base.to(tl.pointer_type(tl.int32)) + tl.zeros_like(first)
-    strays = (base + strays_at).to(tl.pointer_type(tl.int32))
-    number = tl.atomic_add(counter, 1, mask=stray_a, sem="relaxed")
-    tl.store(strays + number, first | (exponent_a << 24), mask=stray_a & (number < most_strays))
-    number = tl.atomic_add(counter, 1, mask=stray_b, sem="relaxed")
-    tl.store(strays + number, second | (exponent_b << 24), mask=stray_b & (number < most_strays))
-
-
-@triton.jit(do_not_specialize=["rows", "bits", "quotient", "longer", "stride", "groups"])
-def _restore(rows, bits, quotient, longer, stride, groups, group_count: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    start = row * quotient + tl.minimum(row, longer)
-    count = quotient + tl.where(row < longer, 1, 0)
-    base = rows + row * stride
-    group = tl.program_id(1) * group_count + tl.arange(0, group_count)
-    first = group[:, None] * (2 * _HALF) + tl.arange(0, _HALF)[None, :]
-    second = first + _HALF
-    padded = groups * (2 * _HALF)
-    low = (base + _LOW_AT).to(tl.pointer_type(tl.int16))
-    high = base + _LOW_AT + 2 * padded
-    codes = high + padded
-    place = group[:, None] * _HALF + tl.arange(0, _HALF)[None, :]
-    top = tl.load(codes + groups * _HALF + group, mask=group < groups, other=0).to(tl.int32)[:, None]
-    code = tl.load(codes + place, mask=first < count, other=0).to(tl.int32)
-    code_a = code & 0xF
-    code_b = code >> 4
-    low_a = tl.load(low + first, mask=first < count, other=0).to(tl.int32) & 0xFFFF
-    low_b = tl.load(low + second, mask=second < count, other=0).to(tl.int32) & 0xFFFF
-    high_a = tl.load(high + first, mask=first < count, other=0).to(tl.int32)
-    high_b = tl.load(high + second, mask=second < count, other=0).to(tl.int32)
-    exponent_a = tl.where(code_a == _FAR, 0, (top - code_a) & 0xFF)
-    exponent_b = tl.where(code_b == _FAR, 0, (top - code_b) & 0xFF)
-    a = low_a | ((high_a & 0x7F) << 16) | (exponent_a << 23) | ((high_a & 0x80) << 24)
-    b = low_b | ((high_b & 0x7F) << 16) | (exponent_b << 23) | ((high_b & 0x80) << 24)
-    tl.store(bits + start + first, a, mask=first < count)
-    tl.store(bits + start + second, b, mask=second < count)
+    tail = chunk + _HEAD + _ENTRY * groups
+    column = tl.arange(0, _HALF)[None, :]
+    byte = tl.arange(0, _BITMAP)[None, :]
+    for number in tl.static_range(_PLANES):
+        kind = (kinds >> (2 * number)) & 3
+        if tl.max(kind, axis=0) > 0:
+            plane = _plane(a, b, codes, far_a, far_b, number)
+            is_set = (plane != 0).to(tl.int32)
+            place = at[:, None] + column
+            is_sparse = (kind == _SPARSE)[:, None]
+            if tl.min(kind, axis=0) < _DENSE:
+                place = tl.where(is_sparse, at[:, None] + _BITMAP - is_set + tl.cumsum(is_set, axis=1), place)
+                bits = tl.reshape(is_set << (column % 8), (group_count, _BITMAP, 8))
+                bitmap = tl.sum(bits, axis=2).to(tl.uint8)
+                first = at[:, None] + byte
+                tl.store(tail + first, bitmap, mask=is_sparse & (first < capacity))
+            is_kept = (is_set != 0) | (kind == _DENSE)[:, None]
+            tl.store(tail + place, plane.to(tl.uint8), mask=is_kept & (place < capacity))
+            at += _size(kind, tl.sum(is_set, axis=1))
 
 
-@triton.jit(do_not_specialize=["rows", "bits", "quotient", "longer", "stride", "strays_at", "most_strays"])
-def _patch(rows, bits, quotient, longer, stride, strays_at, most_strays, patchers: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    start = row * quotient + tl.minimum(row, longer)
-    count = quotient + tl.where(row < longer, 1, 0)
-    base = rows + row * stride
-    there = tl.minimum(tl.load(base.to(tl.pointer_type(tl.int32))), most_strays)
-    strays = (base + strays_at).to(tl.pointer_type(tl.int32))
-    for begin in range(tl.program_id(1) * block, there, patchers * block):
-        number = begin + tl.arange(0, block)
-        stray = tl.load(strays + number, mask=number < there, other=-1)
-        position = stray & 0xFFFFFF
-        is_ours = (number < there) & (position < count)
-        value = tl.load(bits + start + position, mask=is_ours, other=0)
-        tl.store(bits + start + position, value | (((stray >> 24) & 0xFF) << 23), mask=is_ours)
-
-
-@triton.jit(do_not_specialize=["parts", "own", "values", "place"])
-def _add_up(parts, own, values, place, others: tl.constexpr, block: tl.constexpr):
-    index = tl.program_id(0) * block + tl.arange(0, block)
-    is_there = index < values
-    ours = tl.load(own + index, mask=is_there)
-    total = tl.where(place == 0, ours, tl.load(parts + index, mask=is_there))
-    for number in tl.static_range(1, others + 1):
-        if number == place:
-            total += ours
+@triton.jit
+def _decode(chunk, group, groups, capacity, group_count: tl.constexpr):
+    """Return groups of a compacted chunk; nothing behind its tail, or behind ``capacity`` bytes of that, is read."""
+    entry = tl.load((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group, mask=group < groups, other=0)
+    at = entry & 0xFFFFFFFF
+    kinds = (entry >> _KINDS_AT).to(tl.int32)
+    top = ((entry >> _TOP_AT) & 0xFF).to(tl.int32)[:, None]
+    limit = tl.minimum(tl.load(chunk.to(tl.pointer_type(tl.uint32))).to(tl.int64), capacity)
+    tail = chunk + _HEAD + _ENTRY * groups
+    column = tl.arange(0, _HALF)[None, :]
+    a = tl.zeros((group_count, _HALF), tl.int32)
+    b = tl.zeros((group_count, _HALF), tl.int32)
+    code_a = a
+    code_b = b
+    for number in tl.static_range(_PLANES):
+        kind = (kinds >> (2 * number)) & 3
+        plane = tl.zeros((group_count, _HALF), tl.int32)
+        if tl.max(kind, axis=0) > 0:
+            is_sparse = (kind == _SPARSE)[:, None]
+            is_kept = (kind >= _DENSE)[:, None] & (column >= 0)
+            place = at[:, None] + column
+            count = tl.zeros_like(kind)
+            if tl.max((kind == _SPARSE).to(tl.int32), axis=0) > 0:
+                byte = at[:, None] + column // 8
+                bitmap = tl.load(tail + byte, mask=is_sparse & (byte < limit), other=0).to(tl.int32)
+                is_set = (bitmap >> (column % 8)) & 1
+                place = tl.where(is_sparse, at[:, None] + _BITMAP - is_set + tl.cumsum(is_set, axis=1), place)
+                is_kept = is_kept | (is_set != 0)
+                count = tl.sum(is_set, axis=1)
+            plane = tl.load(tail + place, mask=is_kept & (place < limit), other=0).to(tl.int32)
+            at += _size(kind, count)
+        if number == 0:
+            code_a = plane & 0xF
+            code_b = plane >> 4
+        elif number == 1:
+            a |= ((plane & 0x80) << 24) | ((plane & 0x7F) << 16)
+        elif number == 2:
+            b |= ((plane & 0x80) << 24) | ((plane & 0x7F) << 16)
+        elif number == 3:
+            a |= (plane & 0xF) << 12
+            b |= (plane >> 4) << 12
+        elif number == 4:
+            a |= (plane & 0xF) << 8
+            b |= (plane >> 4) << 8
+        elif number == 5:
+            a |= plane
+        elif number == 6:
+            b |= plane
+        elif number == 7:
+            a |= (tl.where(code_a == 0, plane, top + 1 - code_a) & 0xFF) << 23
         else:
-            # This worker's own part has no row, so parts of higher ranks lie one row earlier.
-            before = tl.where(place < number, number - 1, number)
-            total += tl.load(parts + before.to(tl.int64) * values + index, mask=is_there)
-    tl.store(own + index, total, mask=is_there)
+            b |= (tl.where(code_b == 0, plane, top + 1 - code_b) & 0xFF) << 23
+    return a, b

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import FEWEST_COMPACTED, ChunkRows, CompactLayout
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.events import record
+from poseidon.sums.packed import ChunkTable, table_bytes
 
 _URGENT = -1
 """The device runs these streams first: another worker's next layer waits for them."""
@@ -24,72 +25,95 @@ class _Streams:
         self.out, self.sums, self.back = (torch.cuda.Stream(device, _URGENT) for _ in range(3))
 
 
+class CudaRows:
+    """Chunks that ``stream`` compacts in ``rows``, a :class:`~poseidon.sums.device.Compacted`."""
+
+    def __init__(self, rows: Tensor, stream: torch.cuda.Stream) -> None:
+        self._rows = rows
+        self._stream = stream
+        self._done = record(stream)
+
+    def synchronize(self) -> None:
+        """Wait for the chunks, and for what was copied of them at first."""
+        self._done.synchronize()
+
+    def fetch(self, row: int, into: Tensor, start: int, stop: int) -> None:
+        """Copy more of a chunk."""
+        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
+            into[start:stop].copy_(self._rows[row, start:stop], non_blocking=True)
+            record(self._stream).synchronize()
+
+
 class CudaCompactor:
     """CUDA devices as a :class:`~poseidon.sums.device.Compactor`; any thread may call it.
 
     Making one raises whatever Triton raises where it does not work.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self) -> None:
         self._streams: dict[torch.device, _Streams] = {}
-        self._try_out(workers)
+        self._prepared: set[torch.dtype] = set()
+        self.prepare(torch.float32)
 
-    def memory(self, rows: int, row_bytes: int) -> Tensor:
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compile all kernels, on this thread: others must not wait for that in the middle of a step."""
+        if dtype not in self._prepared:
+            self._try_out(dtype)
+            self._prepared.add(dtype)
+
+    def memory(self, size_bytes: int) -> Tensor:
         """Return pinned memory."""
-        return torch.empty((rows, row_bytes), dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def compact(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> torch.cuda.Event:
+    def compact(self, flat: Tensor, rows: ChunkRows, into: Tensor, lengths: Mapping[int, int]) -> CudaRows:
         """Compact ``flat`` after the present work of the compute stream, and copy it out."""
         out = self._streams_of(flat.device).out
         out.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.device(flat.device), torch.cuda.stream(out):
-            compacted = torch.empty_like(memory, device=flat.device)
-            kernels.compact(flat, rows.quotient, rows.longer, compacted, rows.layout)
-            memory.copy_(compacted, non_blocking=True)
-            return record(out)
+            compacted = torch.empty_like(into, device=flat.device)
+            kernels.compact(flat, rows, compacted)
+            if lengths:
+                torch._foreach_copy_(
+                    [into[row, :length] for row, length in lengths.items()],
+                    [compacted[row, :length] for row, length in lengths.items()],
+                    non_blocking=True,
+                )
+            return CudaRows(compacted, out)
 
     def add(
-        self,
-        parts: Tensor,
-        encodings: Sequence[int],
-        flat: Tensor,
-        chunk: Chunk,
-        layout: CompactLayout,
-        into: Sequence[Tensor],
-    ) -> torch.cuda.Event:
-        """Copy the parts in, add them to ``flat`` in the order of ranks, and copy the compacted sum out."""
-        sums = self._streams_of(flat.device).sums
-        with torch.cuda.device(flat.device), torch.cuda.stream(sums):
-            there = parts.to(flat.device, non_blocking=True)
-            values = torch.empty((len(parts), chunk.length), dtype=torch.float32, device=flat.device)
-            kernels.restore(there, layout, values.view(-1), chunk.length, 0)
-            for place in plain_rows(encodings):
-                values[place].copy_(there[place, : 4 * chunk.length].view(torch.float32))
-            own = flat[chunk.start : chunk.stop]
-            kernels.add_up(values, own, chunk.owner)
-            compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=flat.device)
-            kernels.compact(own, chunk.length, 0, compacted, layout)
-            for memory in into:
-                memory.copy_(compacted[0], non_blocking=True)
-            return record(sums)
+        self, packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, divisor: int, into: Tensor, length: int
+    ) -> CudaRows:
+        """Copy the parts in, add them in the order of ranks, and copy the compacted sum out."""
+        sums = self._streams_of(own.device).sums
+        with torch.cuda.device(own.device), torch.cuda.stream(sums):
+            there = packed.to(own.device, non_blocking=True)
+            compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
+            kernels.add(there, workers, own, layout, divisor, compacted[0])
+            into[:length].copy_(compacted[0, :length], non_blocking=True)
+            return CudaRows(compacted, sums)
 
-    def copy(self, flat: Tensor, chunk: Chunk, into: Sequence[Tensor]) -> None:
+    def copy(self, own: Tensor, into: Tensor) -> None:
         """Copy a chunk out plain."""
-        sums = self._streams_of(flat.device).sums
-        with torch.cuda.device(flat.device), torch.cuda.stream(sums):
-            for memory in into:
-                memory[: 4 * chunk.length].view(torch.float32).copy_(flat[chunk.start : chunk.stop], non_blocking=True)
+        sums = self._streams_of(own.device).sums
+        with torch.cuda.device(own.device), torch.cuda.stream(sums):
+            into.view(own.dtype).copy_(own, non_blocking=True)
             record(sums).synchronize()
 
-    def restore(self, memory: Tensor, encodings: Sequence[int], rows: ChunkRows, flat: Tensor) -> torch.cuda.Event:
-        """Copy the chunks in and restore those that are compacted."""
+    def restore(
+        self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor, divisor: int
+    ) -> torch.cuda.Event:
+        """Copy table and chunks in, and restore them."""
+        pieces = [(0, table), *chunks]
+        end = max(position + len(piece) for position, piece in pieces)
         back = self._streams_of(flat.device).back
         with torch.cuda.device(flat.device), torch.cuda.stream(back):
-            there = memory.to(flat.device, non_blocking=True)
-            kernels.restore(there, rows.layout, flat, rows.quotient, rows.longer)
-            for index in plain_rows(encodings):
-                chunk = rows.chunks[index]
-                flat[chunk.start : chunk.stop].copy_(there[index, : 4 * chunk.length].view(torch.float32))
+            packed = torch.empty(end, dtype=torch.uint8, device=flat.device)
+            torch._foreach_copy_(
+                [packed[position : position + len(piece)] for position, piece in pieces],
+                [piece for _, piece in pieces],
+                non_blocking=True,
+            )
+            kernels.restore(packed, rows, flat, divisor)
             return record(back)
 
     def _streams_of(self, device: torch.device) -> _Streams:
@@ -98,22 +122,24 @@ class CudaCompactor:
             self._streams.setdefault(device, _Streams(device))
         return self._streams[device]
 
-    def _try_out(self, workers: int) -> None:
-        """Compile all kernels, on this thread: others must not wait for that in the middle of a step."""
+    def _try_out(self, dtype: torch.dtype) -> None:
+        """Compact, add, divide and restore some ones."""
         size = FEWEST_COMPACTED
-        chunks = tuple(Chunk(0, index, index * size, (index + 1) * size, index) for index in range(workers))
-        rows = ChunkRows.of(chunks)
-        flat = torch.ones(workers * size, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
-        memory = self.memory(workers, rows.layout.row_bytes)
-        self.compact(flat, rows, memory).synchronize()
-        encodings = [Encoding.BITS_28] * workers
-        self.add(memory[1:], encodings[1:], flat, chunks[0], rows.layout, [memory[0]]).synchronize()
-        self.restore(memory, encodings, rows, flat).synchronize()
-        total = flat.sum().item()
-        if total != (2 * workers - 1) * size:
-            raise RuntimeError(f"{workers * size} ones, compacted and added up, make {total:g}")
-
-
-def plain_rows(encodings: Sequence[int]) -> list[int]:
-    """Return the rows that are not compacted."""
-    return [row for row, encoding in enumerate(encodings) if encoding == Encoding.PLAIN]
+        rows = ChunkRows.of((Chunk(0, 0, 0, size, 0), Chunk(0, 1, size, 2 * size, 1)), dtype.itemsize)
+        row_bytes = rows.layout.row_bytes
+        flat = torch.ones(2 * size, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+        memory = self.memory(2 * row_bytes).view(2, row_bytes)
+        self.compact(flat, rows, memory, {0: row_bytes, 1: row_bytes}).synchronize()
+        # The ones of chunk 1 are another worker's part of chunk 0, whose sum is then that of chunk 1 too.
+        packed = self.memory(table_bytes(2) + row_bytes)
+        parts = ChunkTable(packed.numpy(), 2)
+        packed[parts.place(1, row_bytes) :].copy_(memory[1])
+        parts.mark(1, Encoding.COMPACT)
+        self.add(packed, 2, flat[:size], rows.layout, 4, memory[0], row_bytes).synchronize()
+        table_memory = self.memory(table_bytes(2))
+        table = ChunkTable(table_memory.numpy(), 2)
+        landed = [(table.place(1, row_bytes), memory[0])]
+        table.mark(1, Encoding.COMPACT)
+        self.restore(table_memory, landed, rows, flat, 4).synchronize()
+        if not bool((flat == 0.5).all()):
+            raise RuntimeError(f"1 + 1, compacted, divided by 4 and restored, makes {flat.unique().tolist()[:8]}")

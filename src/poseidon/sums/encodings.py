@@ -17,8 +17,10 @@ class Encoding(IntEnum):
 
     PLAIN = 0
     """Value after value, in the slot's number format."""
-    BITS_28 = 1
-    """float32 in about 28 bits each, without loss: ``compact.py``."""
+    COMPACT = 1
+    """float32 or bf16 in as many bits as they need, without loss: ``compact.py``. For devices."""
+    HALVES = 2
+    """float32, mostly in 16 bits, without loss: ``halves.py``. For processors."""
 
 
 Payload = Array | memoryview

@@ -61,6 +61,11 @@ class Format:
     narrow: Callable[[Array], Array]
     """From summed to stored; may return its argument."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether :attr:`narrow` loses bits."""
+        return self.stored != self.summed
+
 
 FORMATS = {
     f.name: f

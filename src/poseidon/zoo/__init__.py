@@ -6,7 +6,8 @@
     inputs, targets = network.batch(32)
     network.loss(network.model(*inputs), targets).backward()
 
-A network's own module is imported when it is built.
+A network's own module is imported when it is built. Networks of torchvision and transformers, where these are
+installed, are built as they come: ``torchvision/vit_b_16``, ``transformers/gpt2``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib import import_module
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.zoo.network import Network, Sizes, Task
 
-__all__ = ["Network", "Shape", "Task", "build", "names"]
+__all__ = ["Network", "Task", "build", "is_borrowed", "names"]
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,17 @@ _ZOO = {
 }
 
 
+_PACKAGES = ("torchvision", "transformers")
+
+
 def names() -> tuple[str, ...]:
-    """Return the name of every network that can be built."""
+    """Return the name of every network of the zoo's own."""
     return tuple(_ZOO)
+
+
+def is_borrowed(name: str) -> bool:
+    """Return whether a name means a network of another package."""
+    return name.partition("/")[0] in _PACKAGES
 
 
 def build(
@@ -131,6 +140,8 @@ def build(
     argument left at None keeps its published (or tiny) value; ``dropout=0.0`` makes training deterministic.
     Under ``with torch.device("meta")`` a network costs no memory.
     """
+    if is_borrowed(name):
+        return _borrow(name, tiny or width is not None or classes is not None, image_size, dropout)
     entry = _ZOO.get(name)
     if entry is None:
         raise unknown_name("network", name, names())
@@ -142,6 +153,15 @@ def build(
     make = getattr(import_module(f"{__name__}.{entry.module}"), entry.function)
     model, task = make(sizes)
     return Network(name, model, task)
+
+
+def _borrow(name: str, is_changed: bool, image_size: int | None, dropout: float | None) -> Network:
+    if is_changed:
+        raise ConfigError(f"{name} is built as it comes; of all sizes only its image size can be changed")
+    from poseidon.zoo.borrowed import borrow
+
+    package, _, model = name.partition("/")
+    return Network(name, *borrow(package, model, image_size, dropout))
 
 
 def _with_width(sizes: Sizes, width: float | None) -> Sizes:

@@ -14,7 +14,7 @@ from poseidon.sim.media import LAB_PAYLOAD, MEDIA, find_medium
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS, find_system
-from poseidon.sim.workload import ddp_buckets, make_workload
+from poseidon.sim.workload import make_workload
 
 EXCHANGING = [name for name in SYSTEMS if name != "linear"]
 
@@ -205,12 +205,6 @@ def test_a_thousand_machines_cost_no_more_than_one(system):
     outcome = simulate(setting(profile(*units), machines=1024, gbit=10, system=system))
     assert 1 < outcome.speedup < 1024
     assert outcome.events < 50_000  # about a second
-
-
-def test_ddps_buckets_are_as_torch_makes_them():
-    mib = 2**20
-    assert ddp_buckets([mib // 2, mib // 2, 10 * mib, 20 * mib, mib], 25 * mib) == [[0, 1], [2, 3], [4]]
-    assert ddp_buckets([], 25 * mib) == []
 
 
 def test_transports_are_as_measured():

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from compact_twin import same_bits
+from compact_codec import compact, same_bits
 from poseidon.errors import ServerError
 from poseidon.sums import device
-from poseidon.sums.compact import FEWEST_COMPACTED, SMALLEST_COMPACTED_BYTES, ChunkRows
+from poseidon.sums.compact import BITMAP_BYTES, FEWEST_COMPACTED, GROUP, PLANE_BYTES, SMALLEST_COMPACTED, ChunkRows
 from poseidon.sums.device import find_compactor, is_compacted
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.slots import make_slots
@@ -22,6 +23,7 @@ from poseidon.wire.message import Header, Kind, pack
 from poseidon.wire.settings import WireSettings
 from sum_team import draw, make_team
 
+Array = np.ndarray[Any, Any]
 CHUNK_VALUES = 2 * FEWEST_COMPACTED
 
 
@@ -58,65 +60,135 @@ def test_chunks_that_would_not_get_shorter_travel_plain() -> None:
     futures = [worker.start(one, slot, 0) for worker, one in zip(team, wild, strict=True)]
     encodings = [parcel.header.detail for parcel in network.parcels]
     assert Encoding.PLAIN in encodings
-    assert Encoding.BITS_28 in encodings
+    assert Encoding.COMPACT in encodings
     network.pump()
     assert all(future.result(0) for future in futures)
     assert all(same_bits(one, total) for one in wild)
     assert team[0].compactor.copied > team[1].compactor.copied > 0
 
 
-@pytest.mark.parametrize("more", [-1, 0, 1, 2])
-def test_a_chunk_travels_plain_from_one_stray_too_many(more: int) -> None:
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_chunk_travels_plain_from_one_byte_too_many(more: int) -> None:
     # Chunks of 4097 and of 4096 values share one layout.
     team, (slot,), network = make_team("device", 2, [2 * FEWEST_COMPACTED + 1], chunk_values=CHUNK_VALUES)
     rows = ChunkRows.of(slot.chunks)
     assert (rows.quotient, rows.longer) == (FEWEST_COMPACTED, 1)
-    values = np.ones(2 * FEWEST_COMPACTED + 1, np.float32)
+    values = np.zeros(2 * FEWEST_COMPACTED + 1, np.float32)
     for chunk in rows.chunks:
-        # One in each group stays large, so that the others are far below it.
-        small = [at for at in range(chunk.length) if at % 256][: rows.layout.most_strays + more]
-        values[chunk.start : chunk.stop][small] = 1e-20
+        mine = values[chunk.start : chunk.stop]
+        fill(mine, 4 * chunk.length + more - rows.layout.tail_at)
+        assert len(compact(mine, rows.layout)) == 4 * chunk.length + more
     copies = [values.copy() for _ in team]
     for worker, mine in zip(team, copies, strict=True):
         worker.start(mine, slot, 0)
-    expected = Encoding.PLAIN if more > 0 else Encoding.BITS_28
+    expected = Encoding.PLAIN if more >= 0 else Encoding.COMPACT
     assert {parcel.header.detail for parcel in network.parcels} == {expected}
-    assert all(parcel.header.length < 4 * FEWEST_COMPACTED for parcel in network.parcels) == (more <= 0)
+    assert all(parcel.header.length < 4 * slot.chunks[parcel.header.number].length for parcel in network.parcels) == (
+        more < 0
+    )
     network.pump()
     assert all(same_bits(mine, values + values) for mine in copies)
-    assert bool(team[0].compactor.copied) == (more > 0)
+    assert bool(team[0].compactor.copied) == (more >= 0)
 
 
-def test_an_eighth_of_the_bytes_is_saved() -> None:
-    team, (slot,), network = make_team("device", 2, [1 << 17], chunk_values=1 << 16)
-    for rank, worker in enumerate(team):
-        worker.start(np.random.default_rng(rank).standard_normal(1 << 17).astype(np.float32), slot, 0)
+def fill(values: Array, tail_bytes: int) -> None:
+    """Write values whose planes take so many bytes, and those of their doubles too."""
+    bits = values.view(np.uint32)
+    full = np.uint32(0x012345)  # a mantissa without zero bytes
+    groups = bits[: 16 * GROUP].reshape(16, 2, PLANE_BYTES)
+    # 8 dense planes in each of 15 groups, the first halves being strays; 6 and a sparse one in the last.
+    groups[:, 0], groups[:, 1] = full | 100 << 23, full | 200 << 23
+    groups[15, 0] = 0x80000000
+    groups[15, 0, : tail_bytes - (15 * 8 + 6) * PLANE_BYTES - BITMAP_BYTES] |= 1
+
+
+@pytest.mark.parametrize(
+    ("draws", "least", "most"),
+    [
+        (lambda rank, size: np.random.default_rng(rank).standard_normal(size), 28.1, 28.5),
+        (lambda rank, size: in_bf16(np.random.default_rng(rank).standard_normal(size)), 13.0, 15.5),
+        (lambda rank, size: np.random.default_rng(rank).standard_normal(size).astype(np.float16), 16.1, 18.5),
+        (lambda _, size: np.zeros(size), 0.2, 0.3),
+    ],
+    ids=["float32", "bf16", "fp16", "zeros"],
+)
+def test_values_travel_in_the_bits_they_need_and_no_more_goes_to_the_device_and_back(
+    draws: Callable[[int, int], Array], least: float, most: float
+) -> None:
+    size = 1 << 16
+    team, (slot,), network = make_team("device", 2, [size], chunk_values=size // 2)
+    before = 0
+    for step in range(10):
+        before = team[0].compactor.moved_bytes
+        for rank, worker in enumerate(team):
+            worker.start(draws(rank, size).astype(np.float32), slot, step)
+        network.pump()
+    # Half of the values go out as parts, the other half as sums.
+    sent = team[0].transport.stats.sent_bytes / 10
+    assert least * size / 8 < sent < most * size / 8
+    # Parts and sums go out and come in; the copies out are a little longer than they need to be.
+    assert team[0].compactor.moved_bytes - before < 2 * 1.05 * sent + 8192
+    assert not team[0].compactor.fetched
+
+
+def in_bf16(values: Array) -> Array:
+    return torch.from_numpy(values).bfloat16().float().numpy()
+
+
+def test_a_chunk_that_grows_is_fetched_whole_and_one_that_alternates_is_not_fetched_again() -> None:
+    size = 4 * FEWEST_COMPACTED
+    team, (slot,), network = make_team("device", 2, [size], chunk_values=2 * FEWEST_COMPACTED)
+    long = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    short = in_bf16(long)
+    fetched = []
+    for step, values in enumerate([short] * 9 + [long, short, short, long]):
+        copies = [values.copy() for _ in team]
+        for worker, mine in zip(team, copies, strict=True):
+            worker.start(mine, slot, step)
+        network.pump()
+        assert all(same_bits(mine, values + values) for mine in copies)
+        fetched.append(team[0].compactor.fetched)
+    assert fetched == [0] * 9 + [2] * 4
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bf16_is_added_in_float32_divided_and_rounded_once(workers: int) -> None:
+    size = 5 * FEWEST_COMPACTED + 7
+    team, (slot,), network = make_team(
+        "device", workers, [size], chunk_values=CHUNK_VALUES, divisor=workers, dtype=torch.bfloat16
+    )
+    values = [torch.from_numpy(np.random.default_rng(rank).standard_normal(size)).bfloat16() for rank in range(workers)]
+    mean = (functools.reduce(torch.add, [one.float() for one in values]) / workers).bfloat16()
+    futures = [worker.server.start(one, slot, 0) for worker, one in zip(team, values, strict=True)]
+    assert {parcel.header.detail for parcel in network.parcels} == {Encoding.COMPACT}
     network.pump()
-    plain = 4 * (1 << 17)  # half of it as parts, half as sums
-    assert 0.875 * plain < team[0].transport.stats.sent_bytes < 0.88 * plain
+    assert all(future.result(0) for future in futures)
+    assert all(torch.equal(one.view(torch.int16), mean.view(torch.int16)) for one in values)
+    assert team[0].transport.stats.sent_bytes < 0.85 * 2 * size * 2 * (workers - 1) / workers
 
 
 @pytest.mark.parametrize("kind", [Kind.PART, Kind.SUM])
-@pytest.mark.parametrize("strays", [5, 2**32 - 1])
-def test_a_chunk_whose_strays_do_not_match_its_size_never_reaches_the_device(kind: Kind, strays: int) -> None:
+@pytest.mark.parametrize("tail_bytes", [5, 2**32 - 1])
+def test_a_chunk_whose_tail_does_not_match_its_size_never_reaches_the_device(kind: Kind, tail_bytes: int) -> None:
     team, (slot,), _ = make_team("device", 2, [FEWEST_COMPACTED * 4], chunk_values=CHUNK_VALUES)
     future = team[0].start(np.zeros(FEWEST_COMPACTED * 4, np.float32), slot, 0)
     owner = 0 if kind is Kind.PART else 1
     chunk = next(chunk for chunk in slot.chunks if chunk.owner == owner)
-    size = ChunkRows.of(slot.chunks).layout.size(0)
-    payload = strays.to_bytes(4, "little").ljust(size, b"\0")
-    header = Header(kind, 1, slot.number, chunk.index, 0, size, Encoding.BITS_28)
+    size = ChunkRows.of(slot.chunks).layout.tail_at
+    payload = tail_bytes.to_bytes(4, "little").ljust(size, b"\0")
+    header = Header(kind, 1, slot.number, chunk.index, 0, size, Encoding.COMPACT)
     with pytest.raises(ServerError, match=f"rank 1 sent {size} bytes for {chunk}, but their content makes it"):
         team[0].transport.arrive(pack(header), payload)
     assert isinstance(future.exception(0), ServerError)
 
 
-def test_only_float32_in_buckets_of_some_size_is_compacted() -> None:
-    sizes = [SMALLEST_COMPACTED_BYTES // 4, SMALLEST_COMPACTED_BYTES // 4 - 1, 0]
+def test_only_float32_and_bf16_in_buckets_of_some_size_are_compacted() -> None:
+    sizes = [SMALLEST_COMPACTED, SMALLEST_COMPACTED - 1, 0]
     (large, small, none) = make_slots(0, sizes, [4] * 3, 2, 1 << 20)
     (cut_to_bits,) = make_slots(0, sizes[:1], [4], 2, 4 * (FEWEST_COMPACTED - 1))
     assert not is_compacted(cut_to_bits, torch.float32)
     assert is_compacted(large, torch.float32)
+    assert is_compacted(large, torch.bfloat16)
     assert not is_compacted(large, torch.float64)
     assert not is_compacted(large, torch.float16)
     assert not is_compacted(small, torch.float32)
@@ -128,12 +200,12 @@ def test_a_device_that_cannot_compact_is_named_and_gradients_travel_as_they_are(
 ) -> None:
     monkeypatch.setattr(device, "can_compact", lambda _: True)
     monkeypatch.setitem(sys.modules, "poseidon.sums.cuda_compactor", None)
-    assert find_compactor(2, WireSettings()) is None
+    assert find_compactor(WireSettings()) is None
     assert "gradients travel as they are" in caplog.text
     assert "cuda_compactor" in caplog.text
 
 
 def test_a_device_that_should_not_compact_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(device, "can_compact", lambda _: False)
-    assert find_compactor(2, WireSettings()) is None
+    assert find_compactor(WireSettings()) is None
     assert not caplog.text

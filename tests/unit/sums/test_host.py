@@ -27,9 +27,9 @@ def gradients(workers: int, length: int, dtype: Any = np.float32) -> list[Array]
     return list((generator.standard_normal((workers, length)) * scales).astype(dtype))
 
 
-def adder_of(length: int, name: str = "float32", pool: Pool | None = None) -> tuple[HostAdder, Chunk]:
+def adder_of(length: int, name: str = "float32", pool: Pool | None = None, divisor: int = 1) -> tuple[HostAdder, Chunk]:
     chunk = Chunk(0, 0, 0, length, 0)
-    return HostAdder(Slot(0, (chunk,), 0), 0, FORMATS[name], pool or Pool()), chunk
+    return HostAdder(Slot(0, (chunk,), 0), 0, FORMATS[name], pool or Pool(), divisor), chunk
 
 
 def add(adder: HostAdder, chunk: Chunk, values: list[Array], at_once: int = 4) -> Array:
@@ -67,6 +67,24 @@ def test_half_precision_is_added_in_float32_and_rounded_once(workers: int, name:
     adder, chunk = adder_of(300, name)
     total = torch.from_numpy(add(adder, chunk, stored)).view(dtype)
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_means_in_half_precision_are_divided_in_float32_and_rounded_once(name: str) -> None:
+    dtype = getattr(torch, name)
+    # The sum of float16 overflows, the mean does not.
+    tensors = [torch.full((9,), value).to(dtype) for value in (60000.0, 50001.0, 30003.0)]
+    tensors = [one + torch.arange(9).to(dtype) for one in tensors]
+    expected = (functools.reduce(torch.add, [one.float() for one in tensors]) / 3).to(dtype)
+    assert expected.isfinite().all()
+    stored = [t.numpy() if name == "float16" else t.view(torch.uint16).numpy() for t in tensors]
+    adder, chunk = adder_of(9, name, divisor=3)
+    mine = stored[0].copy()
+    adder.open(mine, lambda: None, lambda _: None)
+    sent = adder.encode(chunk, adder.add(chunk, stored, None))
+    adder.land(chunk, *sent)
+    assert np.array_equal(mine, sent.payload)
+    assert torch.equal(torch.from_numpy(mine).view(dtype), expected)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
@@ -107,11 +125,12 @@ def test_sums_are_kept_until_everybody_has_them_and_then_used_again() -> None:
     team, (slot,), network = make_team("host", 2, [8 * length], chunk_values=length)
     pool = team[0].adders[0]._pool  # type: ignore[attr-defined]
     for step in range(3):
-        values = [np.full(8 * length, rank + step, np.float32) for rank in range(2)]
+        values = [np.full(8 * length, rank + step + 0.1, np.float32) for rank in range(2)]
+        total = values[0] + values[1]
         for worker, mine in zip(team, values, strict=True):
             worker.start(mine, slot, step)
         network.pump()
-        assert all((mine == 2 * step + 1).all() for mine in values)
+        assert all(np.array_equal(mine, total) for mine in values)
         # All four sums were under way at once, and none more was needed later.
         assert pool.spare_bytes == 4 * 4 * length
 

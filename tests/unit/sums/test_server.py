@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from compact_twin import same_bits
+from compact_codec import same_bits
 from poseidon.errors import FrameError, ServerError, WorkerLostError
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.slots import Slot, make_slots
@@ -48,6 +48,19 @@ def test_many_slots_and_chunks_in_random_order(kind: str, workers: int, seed: in
             assert future.result(0) == (None if kind == "host" else "restored")
         for ones, total in zip(values, totals, strict=True):
             assert all(same_bits(one, total) for one in ones)
+
+
+@both
+@pytest.mark.parametrize("workers", [3, 4])
+def test_means_are_sums_divided_once_everywhere(kind: str, workers: int) -> None:
+    size = CHUNK_VALUES * 5 + 1
+    team, (slot,), network = make_team(kind, workers, [size], divisor=workers)
+    values = [draw([rank], size) for rank in range(workers)]
+    mean = in_rank_order(values) / np.float32(workers)
+    for worker, mine in zip(team, values, strict=True):
+        worker.start(mine, slot, 0)
+    network.pump()
+    assert all(same_bits(mine, mean) for mine in values)
 
 
 def test_an_empty_slot_is_done_at_once() -> None:

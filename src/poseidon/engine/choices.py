@@ -1,0 +1,93 @@
+"""What earlier runs chose, in the user's cache folder: a later run of the same job need not try plans again.
+
+Only rank 0 reads and writes; it tells the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.units import Load, Unit
+
+FORMAT = "poseidon-choice-1"
+_STEP = 1.25
+"""Measured speeds that differ by less than about this factor count as equal."""
+
+
+def cache_folder() -> Path:
+    """Return where choices are kept."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base or Path.home() / ".cache") / "poseidon" / "choices"
+
+
+def describe_job(units: Sequence[Unit], loads: Mapping[str, Load], cluster: Cluster, others: Mapping[str, Any]) -> str:
+    """Return a digest of everything that a choice depends on; ``others`` is plain data, such as versions."""
+    words = {
+        "units": [(u.name, u.kind, u.is_sparse, [(p.shape, p.itemsize) for p in u.parameters]) for u in units],
+        "loads": {name: (_coarse(load.rows), load.value_bytes) for name, load in sorted(loads.items())},
+        "cluster": [cluster.machines, cluster.workers_per_machine, _coarse(cluster.flops)],
+        "links": [_coarse_link(cluster.between), _coarse_link(cluster.inside)],
+        **others,
+    }
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _coarse(value: float) -> int:
+    steps = 0
+    while value >= _STEP and steps < 1000:  # by division, which rounds alike everywhere
+        value /= _STEP
+        steps += 1
+    return steps
+
+
+def _coarse_link(link: Link) -> int:
+    return _coarse(link.bits_per_s)
+
+
+class Choices:
+    """The file with one job's choice; :attr:`key` names it."""
+
+    def __init__(self, folder: Path, reads: bool = True) -> None:
+        self.key = ""
+        self._folder = folder
+        self._reads = reads
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._folder / f"{self.key}.json"
+
+    def read(self) -> dict[str, Any] | None:
+        """Return what was chosen: the plan's name, and what was tried; None if nothing useful is stored."""
+        if not self._reads:
+            return None
+        try:
+            data = json.loads(self.path.read_text())
+            if data["format"] != FORMAT:
+                return None
+            tried = [{name: one[name] for name in ("name", "predicted_s", "measured_s")} for one in data["tried"]]
+            return {"name": str(data["name"]), "tried": tried}
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(
+                f"the stored choice {self.path} cannot be used ({error!r}); plans are tried anew", stacklevel=2
+            )
+            return None
+
+    def write(self, choice: Mapping[str, Any]) -> None:
+        """Store a choice; a folder that cannot be written costs a later run its trial again, nothing else."""
+        part = self.path.with_name(f".{self.key}.{os.getpid()}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"format": FORMAT, **choice}, indent=1) + "\n")
+            part.replace(self.path)
+        except OSError as error:
+            warnings.warn(f"the choice of a plan cannot be stored in {self._folder} ({error})", stacklevel=2)

@@ -1,0 +1,112 @@
+"""The compacted format once more, in plain NumPy: a reference for the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from poseidon.sums.compact import (
+    ABSENT,
+    BITMAP_BYTES,
+    DENSE,
+    FEWEST_DENSE,
+    GROUP,
+    HEAD_BYTES,
+    KINDS_AT,
+    PLANE_BYTES,
+    PLANES,
+    SPARSE,
+    TOP_AT,
+    CompactLayout,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+def compact(values: Array, layout: CompactLayout) -> bytes:
+    """Return a chunk of float32, compacted, whether that is shorter or not."""
+    bits = np.zeros(layout.groups * GROUP, np.uint32)
+    bits[: len(values)] = values.view(np.uint32)
+    planes, tops = _split(bits.reshape(-1, 2, PLANE_BYTES))
+    is_set = planes != 0
+    counts = is_set.sum(axis=2)
+    kinds = np.select([counts == 0, counts < FEWEST_DENSE], [ABSENT, SPARSE], DENSE)
+    # Bitmap and bytes of every plane; what is kept of them, in this order, makes the tail.
+    whole = np.concatenate([np.packbits(is_set, axis=2, bitorder="little"), planes], axis=2)
+    is_kept = np.repeat((kinds == SPARSE)[:, :, None], BITMAP_BYTES, axis=2)
+    is_kept = np.concatenate([is_kept, is_set | (kinds == DENSE)[:, :, None]], axis=2)
+    tail = whole[is_kept]
+    ends = is_kept.sum(axis=(1, 2)).cumsum()
+    offsets = np.concatenate([[0], ends[:-1]]).astype(np.uint64)
+    shifts = np.arange(PLANES, dtype=np.uint64) * np.uint64(2) + np.uint64(KINDS_AT)
+    entries = offsets | (kinds.astype(np.uint64) << shifts).sum(axis=1) | tops.astype(np.uint64) << np.uint64(TOP_AT)
+    head = len(tail).to_bytes(4, "little").ljust(HEAD_BYTES, b"\0")
+    return head + entries.astype("<u8").tobytes() + tail.tobytes()
+
+
+def restore(compacted: bytes | memoryview, values: int, layout: CompactLayout) -> Array:
+    """Return the values of a compacted chunk; what lies outside its tail counts as zeros."""
+    entries = np.frombuffer(compacted, "<u8", layout.groups, HEAD_BYTES)
+    (length,) = np.frombuffer(compacted, "<u4", 1)
+    tail = np.frombuffer(compacted, np.uint8, offset=layout.tail_at)[:length]
+    at = (entries & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    planes = np.zeros((layout.groups, PLANES, PLANE_BYTES), np.uint8)
+    for plane in range(PLANES):
+        kinds = (entries >> np.uint64(KINDS_AT + 2 * plane)) & np.uint64(3)
+        is_sparse, is_dense = kinds == SPARSE, kinds >= DENSE
+        bitmaps = _look_up(tail, at[:, None] + np.arange(BITMAP_BYTES))
+        is_set = np.unpackbits(bitmaps, axis=1, bitorder="little").astype(bool) & is_sparse[:, None]
+        ranks = is_set.cumsum(axis=1) - is_set
+        places = np.where(is_sparse[:, None], BITMAP_BYTES + ranks, np.arange(PLANE_BYTES))
+        planes[:, plane] = _look_up(tail, at[:, None] + places) * (is_set | is_dense[:, None])
+        at = at + np.where(is_sparse, BITMAP_BYTES + is_set.sum(axis=1), np.where(is_dense, PLANE_BYTES, 0))
+    bits = _join(planes, (entries >> np.uint64(TOP_AT)).astype(np.uint32))
+    return bits.reshape(-1).view(np.float32)[:values]
+
+
+def _split(bits: Array) -> tuple[Array, Array]:
+    """Return planes and tops of groups, given as (groups, 2, 128) float32 patterns."""
+    exponents = (bits >> 23).astype(np.uint8)
+    tops = exponents.max(axis=(1, 2))
+    distances = tops[:, None, None] - exponents
+    codes = np.where((exponents == 0) | (distances > 14), 0, distances + 1).astype(np.uint8)
+    far = np.where(codes == 0, exponents, 0).astype(np.uint8)
+    high = ((bits >> 24) & 0x80 | (bits >> 16) & 0x7F).astype(np.uint8)
+    middle = (bits >> 8).astype(np.uint8)
+    low = bits.astype(np.uint8)
+    halves = [
+        codes[:, 0] | codes[:, 1] << 4,
+        high[:, 0],
+        high[:, 1],
+        middle[:, 0] >> 4 | middle[:, 1] & 0xF0,
+        middle[:, 0] & 0xF | middle[:, 1] << 4,
+        low[:, 0],
+        low[:, 1],
+        far[:, 0],
+        far[:, 1],
+    ]
+    return np.stack(halves, axis=1), tops
+
+
+def _join(planes: Array, tops: Array) -> Array:
+    """Return the float32 patterns of groups, (groups, 2, 128)."""
+    wide = planes.astype(np.uint32)
+    codes = np.stack([wide[:, 0] & 0xF, wide[:, 0] >> 4], axis=1)
+    high, low, far = (np.stack([wide[:, first], wide[:, first + 1]], axis=1) for first in (1, 5, 7))
+    upper = np.stack([wide[:, 3] & 0xF, wide[:, 3] >> 4], axis=1)
+    middle = np.stack([wide[:, 4] & 0xF, wide[:, 4] >> 4], axis=1)
+    exponents = np.where(codes == 0, far, tops[:, None, None] + 1 - codes) & 0xFF
+    mantissas = (high & 0x7F) << 16 | upper << 12 | middle << 8 | low
+    return mantissas | exponents << 23 | (high & 0x80) << 24
+
+
+def _look_up(tail: Array, places: Array) -> Array:
+    if not len(tail):
+        return np.zeros(places.shape, np.uint8)
+    return np.where(places < len(tail), tail[np.minimum(places, len(tail) - 1)], 0).astype(np.uint8)
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Return whether two arrays of float32 hold the same bits."""
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
