@@ -79,11 +79,8 @@ class ReplicaCheck:
             stretches, self._last_full = stretches_of(self._sizes, 0, 1), step
         elif step % self._interval == 0:
             stretches = stretches_of(self._sizes, step // self._interval % PARTS)
-        if is_joined:
-            stretches = []
-        else:
-            self._is_full_due = False
-        self._under_way.append(self._start(stretches) if stretches else _nothing)
+        self._is_full_due = False  # on workers without input too: all must agree on what is due
+        self._under_way.append(_nothing if is_joined or not stretches else self._start(stretches))
         version, asks = self._version(), self._asks
         changes, self._versions, self._asks = version - self._versions, version, False
         return self._under_way.popleft()(), changes, asks

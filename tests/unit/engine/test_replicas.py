@@ -92,10 +92,18 @@ def test_the_whole_model_is_due_after_a_request_or_an_odd_change() -> None:
 
 
 def test_a_worker_without_input_compares_nothing_but_stays_in_step() -> None:
-    active, joined = ReplicaCheck([torch.zeros(8)], 1), ReplicaCheck([torch.ones(8)], 1)
+    active, joined = ReplicaCheck([torch.zeros(64)], 1), ReplicaCheck([torch.ones(64)], 1)
     pairs = [(active.words(step, False)[0], joined.words(step, step < 5)[0]) for step in range(5 + LAG)]
     assert [bool(digest) for _, digest in pairs] == [False] * (5 + LAG)
     assert joined.words(5 + LAG, False)[0] != active.words(5 + LAG, False)[0]
+
+
+def test_workers_agree_on_what_is_due_after_one_had_no_input() -> None:
+    values = torch.arange(64.0)
+    active, late = ReplicaCheck([values], 4), ReplicaCheck([values.clone()], 4)
+    pairs = [(active.words(step, False)[0], late.words(step, step < 6)[0]) for step in range(40)]
+    assert all(one == other for one, other in pairs if one and other)
+    assert sum(bool(other) for _, other in pairs) == 8
 
 
 def test_no_interval_means_no_sum() -> None:
