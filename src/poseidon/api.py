@@ -205,6 +205,7 @@ class DistributedDataParallel(TorchSurface):
         """Part of torch's generic join protocol."""
         assert self._engine is not None
         self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        self._joins = True
         return ShadowHook(self)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:

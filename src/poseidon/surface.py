@@ -34,6 +34,10 @@ class TorchSurface(nn.Module, Joinable):
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     _ignored: set[str]
+    _authoritative_rank: int | None = None
+    """Whose model all workers took at the end of the last join()."""
+    _joins: bool = False
+    """join() was used."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -125,6 +129,7 @@ class TorchSurface(nn.Module, Joinable):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
+            "join_uneven_inputs": int(self._joins),
             **self._logged(),
         }
 
