@@ -31,9 +31,8 @@ from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, standard_routes
-from poseidon.routes.served import ServedRoute
-from poseidon.sim.ranking import Means, observed_profile
+from poseidon.routes.catalogue import COLLECTIVES, ServedRoute, standard_routes
+from poseidon.sim.ranking import Equipment, observed_profile
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
@@ -156,7 +155,7 @@ class Schedules:
 
     def _make_choosing(self, is_cuda: bool) -> Choosing:
         topology = self._team.topology
-        means = Means(
+        equipment = Equipment(
             routes=self.routes,
             is_nccl=is_cuda and self._team.is_nccl,
             compacts=is_cuda and importlib.util.find_spec("triton") is not None,
@@ -168,7 +167,7 @@ class Schedules:
         tries = self._options.tries and mode != "0" and not torch.are_deterministic_algorithms_enabled()
         all_try = all(row[0] for row in self._team.gather_ints([int(tries)], "the choice of a plan"))
         choices = Choices(cache_folder(), reads=mode != "fresh") if all_try else None
-        return Choosing(self._team, means, Laps(self._parameters[0].device), choices)
+        return Choosing(self._team, equipment, Laps(self._parameters[0].device), choices)
 
     def _plan_if_due(self, batch: float, backward: Backward) -> bool:
         """Plan after the first backward, and anew when the batch has changed permanently; return whether it did."""

@@ -15,8 +15,7 @@ from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import compacted_bits, is_worth_compacting
-from poseidon.sums.halves import HALVES_SHARE
+from poseidon.sums.compact import HALVES_SHARE, compacted_bits, is_worth_compacting
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
@@ -154,7 +153,7 @@ class ShardedRoute(Route):
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
-            messages=legs[0].out_bytes / self.chunk_bytes_on(conditions.cluster),
+            messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -162,6 +161,26 @@ class ShardedRoute(Route):
         from poseidon.routes.sharded import ShardedExchanger
 
         return ShardedExchanger(context)
+
+
+@dataclass(frozen=True)
+class ServedRoute(ShardedRoute):
+    """Full gradients to the owners of their chunks, and weights back; for ``update="server"`` only."""
+
+    name = "served"
+    summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
+    note = ""
+
+    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
+        """Return the shares of parts and weights; a weight has as many bits as a gradient of the same precision."""
+        part, _ = super()._shares(item, chunks, conditions)
+        return part, part
+
+    def open(self, context: Context) -> Exchanger:
+        """See ``served.py``."""
+        from poseidon.routes.served import ServedExchanger
+
+        return ServedExchanger(context)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _STEPS = 4
 
 
 @dataclass(frozen=True)
-class Means:
+class Equipment:
     """What carries a team's gradients, as the predictions depend on it."""
 
     routes: Routes
@@ -62,10 +62,10 @@ def observed_profile(
     return Profile("observed", "", 1, units, tuple(reversed(order)), tuple(order), 0.0, source="observed")
 
 
-def predict_s(candidate: Candidate, profile: Profile, means: Means) -> float:
+def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> float:
     """Return the time of one step with a plan."""
     cluster = candidate.plan.cluster
-    host = host_of(means.is_nccl, means.cores, means.uses_cores)
+    host = host_of(equipment.is_nccl, equipment.cores, equipment.uses_cores)
     setting = Setting(
         profile=profile,
         cluster=cluster,
@@ -74,9 +74,16 @@ def predict_s(candidate: Candidate, profile: Profile, means: Means) -> float:
         messages=host.messages,
         contention=host.contention,
         payload=1.0,  # programs measured the rate
-        compacts=means.compacts,
+        compacts=equipment.compacts,
+        precision=_precision_of(profile),
         steps=_STEPS,
     )
     route_of = list(candidate.plan.routes.values())
-    workload = plan_workload(setting, candidate.plan, route_of, means.routes, candidate.packing)
+    workload = plan_workload(setting, candidate.plan, route_of, equipment.routes, candidate.packing)
     return simulate(setting, workload=workload).step_s
+
+
+def _precision_of(profile: Profile) -> str:
+    """Return what gradients are computed in; fp16, which is rarer, counts as bf16."""
+    is_half = any(unit.load is not None and unit.load.value_bytes == 2 for unit in profile.units)
+    return "bf16" if is_half else "float32"
