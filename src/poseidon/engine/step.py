@@ -291,16 +291,16 @@ class Step:
         return 0 if self._expected is None else self._expected[parameter]
 
     def _twice(self, parameter: int) -> UnsupportedError:
-        name = self.schedule.model.units[self.schedule.model.unit_of[parameter]].name
+        name = self.schedule.model.parameters[parameter].name
         if self._is_static:
             return UnsupportedError(
-                f"Your training graph has changed in this iteration: a parameter of {name} got a gradient "
-                f"{self.additions[parameter]} time(s) in step {self.number}, {self._expected_of(parameter)} in the "
-                "first, but static_graph=True promises that every step does the same; remove static_graph"
+                f"Your training graph has changed in this iteration: {name} got a gradient {self.additions[parameter]} "
+                f"time(s) in step {self.number}, {self._expected_of(parameter)} in the first, but static_graph=True "
+                "promises that every step does the same; remove static_graph"
             )
         return UnsupportedError(
-            f"{name}: a parameter's gradient was finished twice in one backward. Expected to mark a variable ready "
-            "only once. Re-entrant activation checkpointing of shared layers does this, or of any layer with "
-            "find_unused_parameters; use checkpoint(..., use_reentrant=False), or pass static_graph=True if every step "
-            "does the same"
+            f"Expected to mark a variable ready only once. Parameter at index {parameter} with name {name}: its "
+            "gradient was finished twice in one backward. Re-entrant activation checkpointing of shared layers does "
+            "this (use checkpoint(..., use_reentrant=False), or pass static_graph=True if every step does the same), "
+            "or a layer used outside forward() with find_unused_parameters (leave that out)"
         )
