@@ -31,6 +31,7 @@ from poseidon.engine.options import Options
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
+from poseidon.engine.update import has_compiled_parts
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job import settings
 from poseidon.job.world import World, init
@@ -389,6 +390,8 @@ class DistributedDataParallel(TorchSurface):
     def _before_forward(self, is_compiling: bool) -> None:
         """Let the policy finish what this forward does not wait for by itself."""
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
+        if self._engine is not None and self._engine.plan is None and (is_compiling or has_compiled_parts(self.module)):
+            self._engine.keep_forms()
         self._policy.before_forward(self.module, asks, self._join_config.enable)
         if self._buffer_sync is not None:
             self._buffer_sync.complete()

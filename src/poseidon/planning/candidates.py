@@ -71,18 +71,19 @@ def make_candidates(
     best: Plan,
     packing: Packing,
     fulls: Sequence[str],
+    keeps_forms: bool = False,
 ) -> tuple[Candidate, ...]:
     """Return the plans to choose from; the first is ``best``, the planner's choice unit by unit, packed by ``packing``.
 
     ``order`` is that of the schedule: two plans that send the same items are one. ``fulls`` names the routes that may
-    carry all full gradients, the collective first.
+    carry all full gradients, the collective first. With ``keeps_forms`` the same units take short forms in all plans.
     """
     styles = [_Style(AS_TORCH, fulls[0], math.inf, is_even=True)]
     for full in fulls:
         styles += [
+            _Style(f"{full} alone", full, math.inf),
             _Style(f"{full} and short forms", full, 1.0),
             _Style(f"{full} and the best short forms", full, LARGE_GAIN),
-            _Style(f"{full} alone", full, math.inf),
         ]
     forced = [find_forced(unit, overrides or {}, routes.for_unit(unit)) is not None for unit in model.units]
     found = [Candidate(best, packing)]
@@ -101,10 +102,16 @@ def make_candidates(
         found = [one for one in found if one.name != AS_TORCH] + at_once
     distinct: dict[object, Candidate] = {}
     for one in found:
+        if keeps_forms and _forms(one.plan, routes) != _forms(best, routes):
+            continue
         made = make_schedule(model, list(one.plan.routes.values()), order, routes, one.packing, loads)
         sent = tuple((item.route, item.parameters) for item in made.items)
         distinct.setdefault((sent, one.packing.defers), one)
     return tuple(distinct.values())
+
+
+def _forms(plan: Plan, routes: Routes) -> list[str]:
+    return [routes[entry.route].delivers for entry in plan.entries]
 
 
 def _restyled(

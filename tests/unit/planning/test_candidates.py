@@ -94,6 +94,15 @@ def test_a_sparse_gradient_keeps_its_only_route() -> None:
     assert all(one.plan.routes["table"] == "rows" for one in candidates([CONV, sparse]).values())
 
 
+def test_in_a_compiled_model_the_same_layers_take_short_forms_in_all_plans() -> None:
+    routes = standard_routes()
+    best = make_plan(UNITS, LOADS, CLUSTER, routes)
+    order = list(reversed(range(len(UNITS))))
+    model, packing = Model.of(UNITS), Packing(CLUSTER)
+    made = make_candidates(model, order, LOADS, routes, None, best, packing, ["allreduce", "sharded"], keeps_forms=True)
+    assert [one.name for one in made] == [LAYER_BY_LAYER, "sharded and short forms"]
+
+
 def test_plans_that_send_the_same_items_are_one() -> None:
     small = unit("small", "dense", (16, 16))
     assert list(candidates([small], fulls=("allreduce",))) == [LAYER_BY_LAYER]
