@@ -58,6 +58,7 @@ class DistributedDataParallel(TorchSurface):
     The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a
     model that differs between workers raises an error that names the difference.
 
+    In the first steps several whole plans may be tried and the fastest kept, see ``docs/performance.md``.
     ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
     JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an

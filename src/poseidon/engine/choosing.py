@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import socket
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -178,7 +179,7 @@ def _kernel_number() -> int:
     try:
         return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     except OSError:
-        return 0
+        return zlib.crc32(socket.gethostname().encode())
 
 
 def _cores() -> int:

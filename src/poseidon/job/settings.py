@@ -120,7 +120,7 @@ TRIALS = Variable(
     "POSEIDON_TRIALS",
     TRIAL_MODE,
     "1",
-    "engine/schedules.py",
+    "engine/choosing.py",
     "Whether training tries several plans and keeps the fastest: 1, once for each job, remembered in the user's cache "
     "folder; `fresh`, without what earlier runs remember; 0, never.",
 )
