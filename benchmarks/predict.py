@@ -101,6 +101,7 @@ def _predict(data: dict[str, Any], cell: dict[str, Any], system: str) -> float:
         cores=cores,
         flops=flops,
         compacts=data["hardware"].get("compacts", False),
+        precision=worker.get("precision", "float32"),
         uses_cores=not is_gpu and worker["paced_ms"] is None,
     )
     predicted = predict_ms(bench, system)

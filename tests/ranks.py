@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Asking whether there is a GPU must not initialise CUDA: a process that has it cannot fork ranks that use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _SPAWN = multiprocessing.get_context("spawn")
 
 _PRELOADED = (

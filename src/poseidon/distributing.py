@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from poseidon.api import DistributedDataParallel
 from poseidon.engine.optimizers import check_max_norm, check_optimizer
 from poseidon.engine.relaxed import RelaxedUpdates
+from poseidon.engine.served import ServedUpdates
 from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster
@@ -55,6 +56,7 @@ def distribute(
     consistency: str = "bsp",
     staleness: int = 0,
     max_grad_norm: float | None = None,
+    update: str = "worker",
     **options: Unpack[WrapperOptions],
 ) -> tuple[DistributedDataParallel, Optimizer]:
     """Train ``model`` on all workers; returns the wrapped model and the same optimizer object. Collective.
@@ -72,6 +74,12 @@ def distribute(
     worker keeps its own buffers (running statistics), and ``close()`` waits for the other workers, which may need the
     parameters stored here.
 
+    With ``update="server"`` the workers that sum a gradient also take the optimizer's step, each for its share of the
+    model, and send weights back. Optimizer state takes 1/N of its memory on each of N workers, and weights that the
+    model only uses under bf16 autocast travel in fewer bits. Weights, ``.grad`` and the optimizer's state are exact
+    whenever they are looked at, and bit-identical to those of ``routes={"*": "sharded"}``. ``docs/server.md`` says what
+    it takes.
+
     ``max_grad_norm`` clips the norm of all gradients together (under ssp and asp: of the worker's own). The other
     options are those of :class:`~poseidon.DistributedDataParallel`; of these, ssp and asp accept ``timeout_s``,
     ``managed`` and ``settings``.
@@ -84,6 +92,15 @@ def distribute(
         raise ConfigError(
             f"staleness={staleness} with consistency={consistency!r}: only ssp takes one, and it must be at least 0"
         )
+    if update not in ("worker", "server"):
+        raise unknown_name("update", update, ("worker", "server"))
+    if update == "server":
+        if consistency != "bsp":
+            raise ConfigError(f'update="server" takes exact steps; consistency={consistency!r} does not, so drop one')
+        if options.get("routes"):
+            raise ConfigError(f'update="server" decides how gradients travel; routes={options["routes"]!r} cannot')
+        served: Any = options
+        return DistributedDataParallel(model, policy=ServedUpdates(optimizer, max_grad_norm), **served), optimizer
     if consistency == "bsp":
         # Saves a copy of each gradient: only the update reads it, straight from its bucket.
         exact: Any = {"gradient_as_bucket_view": True, **options}

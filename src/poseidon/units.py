@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["dense", "linear", "embedding"]
+Kind = Literal["dense", "linear", "embedding", "tied"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Unit:
     name: str
     """The module's path in the model; "(root)" for the outermost module."""
     kind: Kind
-    """Exact forms of the gradient: ``linear`` as a product of factors, ``embedding`` as touched rows."""
+    """Exact forms of the gradient: ``linear`` as a product of factors, ``embedding`` as touched rows, ``tied`` (a table
+    that is a linear layer's weight too) as the sum of both."""
     parameters: tuple[ParameterSpec, ...]
-    """The weight first, for linear and embedding units."""
+    """The weight first, except for dense units."""
     is_sparse: bool = False
     """The user asked for sparse gradients; only the rows route can carry them."""
 
@@ -59,7 +60,7 @@ class Unit:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the weight of a linear or embedding unit."""
+        """Rows and columns of the weight of a unit that is not dense."""
         rows, columns = self.parameters[0].shape
         return rows, columns
 
@@ -69,6 +70,17 @@ class Load:
     """A unit's work in one training step on one worker."""
 
     rows: float
-    """Linear: rows of the input (batch times every leading dimension). Embedding: distinct rows touched."""
+    """Linear and tied: rows of the input (batch times every leading dimension). Embedding: distinct rows touched."""
     value_bytes: int = 4
     """Bytes per value of the factors; 2 under autocast."""
+    touched: float = 0.0
+    """Tied: distinct rows touched."""
+
+    def plus(self, other: Load) -> Load:
+        """Return the load of this and other calls."""
+        value_bytes = max(self.value_bytes, other.value_bytes)
+        return Load(self.rows + other.rows, value_bytes, self.touched + other.touched)
+
+    def scaled(self, ratio: float) -> Load:
+        """Return the load expected for a batch that is ``ratio`` times as large."""
+        return Load(self.rows * ratio, self.value_bytes, self.touched * ratio)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, tied_cost
 from poseidon.planning.planner import make_plan
 from poseidon.routes import standard_routes
 from poseidon.units import Load, ParameterSpec, Unit
@@ -50,6 +50,15 @@ def test_bytes_with_one_worker_per_machine_are_the_papers(m: int, n: int, k: int
     assert 2 * allreduce_cost(linear(m, n), None, cluster).wire_bytes == pytest.approx(4 * 2 * m * n * (p + p - 2) / p)
     assert 2 * factors_cost(linear(m, n), Load(k), cluster).wire_bytes == 4 * 2 * k * (p - 1) * (m + n)
     assert rows_cost(embedding(m, n), Load(k), cluster).wire_bytes == k * (4 * n + 8) * (p - 1)
+
+
+@given(SIDES, SIDES, st.integers(0, 1000), st.integers(0, 1000), CLUSTERS)
+def test_a_tied_table_costs_its_rows_and_its_factors(m: int, n: int, k: int, touched: int, cluster: Cluster) -> None:
+    unit = Unit("words", "tied", (ParameterSpec("words.weight", (m, n), 4),))
+    cost = tied_cost(unit, Load(k, 2, touched), cluster)
+    rows, factors = rows_cost(embedding(m, n), Load(touched), cluster), factors_cost(linear(m, n), Load(k, 2), cluster)
+    assert cost.wire_bytes == rows.wire_bytes + factors.wire_bytes
+    assert cost.seconds == pytest.approx(rows.seconds + factors.seconds)
 
 
 @given(SIDES, SIDES, st.integers(1, 1000), st.integers(2, 64), WORKERS)

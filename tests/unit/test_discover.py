@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from poseidon.engine.discover import ROOT, find_units, tensors_of
-from poseidon.errors import ConfigError
+from poseidon.errors import UnsupportedError
 from poseidon.units import ParameterSpec
 
 
@@ -152,7 +152,7 @@ def test_a_shared_sparse_table_stays_sparse() -> None:
 
 def test_lazy_modules_must_run_once_before() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ConfigError, match=r"0\.weight has no shape yet .* run one batch"):
+    with pytest.raises(UnsupportedError, match=r"0\.weight has no shape yet .* run one batch"):
         find_units(model)
     model(torch.zeros(2, 5))
     assert kinds(model) == {"0": "linear"}
@@ -184,3 +184,40 @@ def test_the_names_of_units_do_not_tell_whether_a_model_is_compiled() -> None:
 def test_a_model_compiled_as_one_graph_has_no_short_forms() -> None:
     model = nn.Sequential(nn.Linear(3, 2), torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True))
     assert kinds(model) == {"0": "linear", "1": "dense"}
+
+
+def _tied(head: nn.Linear, table: nn.Embedding) -> nn.Module:
+    head.weight = table.weight
+    return nn.ModuleDict({"table": table, "head": head})
+
+
+def test_a_table_that_is_a_linear_layers_weight_too_is_one_tied_unit() -> None:
+    table, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    (unit,) = find_units(_tied(head, table))
+    assert (unit.name, unit.spec.kind, unit.parameters) == ("table", "tied", (table.weight,))
+    assert (unit.module, unit.head) == (table, head)
+    (unit,) = find_units(nn.ModuleList([head, table]))
+    assert (unit.name, unit.module, unit.head) == ("0", table, head)
+
+
+class OwnLinear(nn.Linear):
+    """May use its weight in any way."""
+
+
+@pytest.mark.parametrize(
+    ("table", "head"),
+    [
+        (nn.Embedding(9, 4), nn.Linear(4, 9)),
+        (nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 9, bias=False)),
+        (nn.Embedding(9, 4), OwnLinear(4, 9, bias=False)),
+    ],
+)
+def test_other_pairs_with_one_weight_are_dense(table: nn.Embedding, head: nn.Linear) -> None:
+    assert kinds(_tied(head, table))["table"] == "dense"
+
+
+def test_a_table_with_three_users_is_dense() -> None:
+    model = _tied(nn.Linear(4, 9, bias=False), nn.Embedding(9, 4))
+    model["again"] = nn.Linear(4, 9, bias=False)
+    model["again"].weight = model["table"].weight
+    assert kinds(model) == {"table": "dense"}

@@ -39,6 +39,7 @@ CONV = unit("conv", "dense", 64, 3, 7, 7)
 FC = unit("head.fc", "linear", 4096, 4096)
 OUT = unit("head.out", "linear", 1000, 4096)
 TABLE = unit("table", "embedding", 100_000, 64)
+WORDS = unit("words", "tied", 50_000, 768)
 SPARSE = unit("bag", "embedding", 1000, 16, is_sparse=True)
 LOADS = {"head.fc": Load(32), "head.out": Load(32), "table": Load(100)}
 
@@ -187,8 +188,24 @@ def test_no_units_make_an_empty_plan() -> None:
     assert plan.wire_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("load", "route"),
+    [
+        # A full gradient moves 2 * 50000 * 768 * 4 * 7/8 bytes, a token's factors 7 * 50768 * value_bytes.
+        (Load(150, 4, 140), "tied"),
+        (Load(300, 4, 280), "allreduce"),
+        (Load(300, 2, 280), "tied"),
+        (Load(600, 2, 560), "allreduce"),
+        (Load(0, 4, 280), "tied"),
+        (None, "allreduce"),
+    ],
+)
+def test_a_tied_table_travels_in_two_short_forms_where_both_together_are_cheaper(load: Load | None, route: str) -> None:
+    assert make_plan([WORDS], {} if load is None else {"words": load}, SLOW).routes == {"words": route}
+
+
 def test_every_route_is_known_to_some_unit() -> None:
-    assert {route for one in (CONV, FC, TABLE) for route in possible_routes(one)} == set(ROUTES)
+    assert {route for one in (CONV, FC, TABLE, WORDS) for route in possible_routes(one)} == set(ROUTES)
 
 
 def test_the_server_is_offered_beside_nccl_only_where_it_was_seen_to_pay() -> None:

@@ -102,3 +102,12 @@ def test_a_convolutional_net_sends_its_head_as_factors() -> None:
     assert isinstance(made, poseidon.Plan)
     assert made.routes == {"0": "allreduce", "2": "factors", "3": "factors"}
     assert made.wire_bytes < made.allreduce_bytes
+
+
+def test_a_tied_table_counts_touched_rows_and_the_linear_layers_rows() -> None:
+    table, head = nn.Embedding(50, 4), nn.Linear(4, 50, bias=False)
+    head.weight = table.weight
+    model = nn.Sequential(table, head)
+    assert loads_of(model, torch.tensor([[1, 2, 2], [3, 1, 1]])) == {"0": Load(6, 4, 3)}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loads_of(model, torch.tensor([7, 7])) == {"0": Load(2, 2, 1)}

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
+def aside() -> contextlib.AbstractContextManager[Any]:
     """Run the body without the caller's context: no autocast, no inference mode, no graph."""
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
+        return _away()
+    return torch.no_grad()
+
+
+@contextlib.contextmanager
+def _away() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

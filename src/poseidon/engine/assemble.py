@@ -44,10 +44,10 @@ def assemble_engine(
     no layer travels as factors, regardless of ``options``, and a warning is issued.
     """
     if not _computes_alike(team, device):
-        linear = [unit.name for unit in units if unit.spec.kind == "linear"]
+        linear = [unit.name for unit in units if unit.spec.kind in ("linear", "tied")]
         known = standard_routes()
         asked = (options.routes or {}).items()
-        wanted = {pattern: route for pattern, route in asked if known[route].delivers != "factors"}
+        wanted = {pattern: route for pattern, route in asked if "factors" not in known[route].delivers}
         options = dataclasses.replace(options, routes={**dict.fromkeys(linear, "allreduce"), **wanted})
     # Inside one machine, full gradients have only one route, whatever the speeds.
     needs_speeds = len(team.topology.machines) > 1 or any(unit.spec.kind != "dense" for unit in units)

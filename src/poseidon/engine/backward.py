@@ -18,7 +18,8 @@ from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, 
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.planning.schedule import Schedule
 from poseidon.routes.base import Brought, Exchange, Exchanger, LiveItem
-from poseidon.team.team import PendingGather, Team
+from poseidon.team.gathering import PendingGather
+from poseidon.team.team import Team
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,8 @@ class Backward:
         """Record that a parameter's gradient is final; ``is_dense``: autograd left a full gradient in ``.grad``."""
         brought = self.brought[self.live.schedule.model.unit_of[parameter]]
         brought.has_dense |= is_dense
-        self._perform(self.step.gradient(parameter, is_dense or bool(brought.pieces)))
+        if actions := self.step.gradient(parameter, is_dense or bool(brought.pieces)):
+            self._perform(actions)
 
     def close(self) -> list[int]:
         """Start all remaining items; return the parameters that fell short (:meth:`Step.close`)."""
@@ -87,12 +89,13 @@ class Backward:
     def hear(self, used: Sequence[bool] = ()) -> Verdict:
         """Wait for what the others told; ``used``: parameters that any worker uses, if known beforehand."""
         assert self._calls is not None
-        calls = [RollCall.from_words(words) for words in self._calls("the others to start backward")]
+        mine, words = self.step.call.words(), self._calls("the others to start backward")
+        calls = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
         flags = self._flags("the others' flags") if self._flags is not None else ()
         told = [used] if used else []
         if self._used is not None:
-            words = self._used("the others' used parameters")
-            told = [unpack_flags(row, len(self.step.schedule.model.parameters)) for row in words]
+            rows = self._used("the others' used parameters")
+            told = [unpack_flags(row, len(self.step.schedule.model.parameters)) for row in rows]
         verdict = self.step.hear(calls, flags, self._team.rank, told)
         for item, heard in verdict.flags.items():
             self._exchanges[item].heed(heard)

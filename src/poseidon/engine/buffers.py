@@ -19,7 +19,8 @@ class BufferSync:
     """Keeps the buffers of a module equal to one worker's. Its calls are collective."""
 
     def __init__(self, module: nn.Module, team: Team, ignored: Collection[str]) -> None:
-        self._module = module
+        # Not asked of the module in every step: with many layers that takes longer than to copy the buffers.
+        self._owners = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in module.named_modules()]
         self._team = team
         self._ignored = ignored
         self._mirrors: list[Mirror] = []
@@ -30,7 +31,12 @@ class BufferSync:
     @property
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now; any may have been replaced by assignment."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+        found: dict[Tensor, str] = {}
+        for prefix, buffers in self._owners:
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    found.setdefault(buffer, prefix + name)
+        return {name: buffer for buffer, name in found.items() if name not in self._ignored}
 
     def sync(self, source: int) -> None:
         """Make the buffers equal to ``source``'s."""

@@ -28,7 +28,7 @@ from poseidon.planning.candidates import Candidate, shortlist
 from poseidon.planning.planner import Plan, Tried
 from poseidon.planning.profile import Profile
 from poseidon.planning.route import Routes
-from poseidon.sim.ranking import Means, predict_s
+from poseidon.sim.ranking import Equipment, predict_s
 from poseidon.team.team import Team
 
 TRIAL_S = 0.4
@@ -40,13 +40,13 @@ FEWEST_LAPS, MOST_LAPS = 5, 60
 class Choosing:
     """Which plan a model uses. Its first plan is set by :meth:`begin`."""
 
-    def __init__(self, team: Team, means: Means, laps: Laps, choices: Choices | None) -> None:
+    def __init__(self, team: Team, equipment: Equipment, laps: Laps, choices: Choices | None) -> None:
         self.plan: Plan | None = None
         """The plan in force."""
         self.has_losers = False
         """Plans were tried and dropped since :attr:`plan` changed last."""
         self._team = team
-        self._means = means
+        self._equipment = equipment
         self._laps = laps
         self._choices = choices
         """None: nothing is tried."""
@@ -92,7 +92,7 @@ class Choosing:
         """Predict each plan's step, given the times of the first, and decide what to try. Collective."""
         answer = None
         if self._team.rank == 0:
-            predicted_s = [predict_s(one, profile, self._means) for one in self._candidates]
+            predicted_s = [predict_s(one, profile, self._equipment) for one in self._candidates]
             order = shortlist(self._candidates, predicted_s)
             laps = math.ceil(TRIAL_S / max(min(predicted_s), 1e-6))
             answer = {"predicted_s": predicted_s, "order": order, "laps": min(max(laps, FEWEST_LAPS), MOST_LAPS)}
@@ -163,7 +163,7 @@ def open_choosing(team: Team, routes: Routes, tries: bool, device: torch.device)
     everybody = team.gather_ints([int(tries), _kernel_number()], "the choice of a plan")
     crowd = max(Counter(number for _, number in everybody).values())
     is_cuda = device.type == "cuda"
-    means = Means(
+    equipment = Equipment(
         routes=routes,
         is_nccl=is_cuda and team.is_nccl,
         compacts=is_cuda and importlib.util.find_spec("triton") is not None,
@@ -171,7 +171,7 @@ def open_choosing(team: Team, routes: Routes, tries: bool, device: torch.device)
         uses_cores=not is_cuda,
     )
     choices = Choices(cache_folder(), reads=mode != "fresh") if all(can for can, _ in everybody) else None
-    return Choosing(team, means, Laps(device), choices)
+    return Choosing(team, equipment, Laps(device), choices)
 
 
 def _kernel_number() -> int:

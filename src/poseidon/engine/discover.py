@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Kind, ParameterSpec, Unit
 
@@ -19,16 +19,16 @@ ROOT = "(root)"
 def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit]:
     """Return the model's units with at least one trainable parameter, in the order of ``model.modules()``.
 
-    A parameter that several modules share belongs to the first of them, and its unit is dense: its gradient is a sum
-    over different uses, which has no known short form. So is every unit in a module compiled as one graph
-    (``fullgraph=True``), in which no layer can hand over anything else. ``ignored`` names parameters to skip.
+    A parameter that several modules share belongs to the first of them. If these are an embedding and a linear layer
+    without a bias, its unit is tied; otherwise dense: its gradient is a sum over different uses, which has no known
+    short form. Dense, too, is every unit in a module compiled as one graph (``fullgraph=True``), in which no layer can
+    hand over anything else. ``ignored`` names parameters to skip.
     """
-    uses = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(module)
     whole_graphs = {id(part) for module in model.modules() if _is_one_graph(module) for part in module.modules()}
     seen: set[int] = set()
     units: list[LiveUnit] = []
@@ -37,8 +37,13 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         seen.update(id(p) for _, p in mine)
         if not mine:
             continue
-        is_plain = id(module) in whole_graphs or any(uses[id(p)] > 1 for _, p in mine)
-        kind: Kind = "dense" if is_plain else _kind(module, [p for _, p in mine])
+        head: nn.Module | None = None
+        kind: Kind = "dense"
+        if id(module) not in whole_graphs:
+            if all(len(users[id(p)]) == 1 for _, p in mine):
+                kind = _kind(module, [p for _, p in mine])
+            elif (pair := _tied(users[id(mine[0][1])])) is not None:
+                kind, (module, head) = "tied", pair
         specs = tuple(ParameterSpec(name, tuple(p.shape), p.element_size()) for name, p in mine)
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and len(mine) > 1:
@@ -49,22 +54,30 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         # A compiled module holds the real one: a unit's name does not depend on that.
         name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
         spec = Unit(name or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
-        units.append(LiveUnit(len(units), spec, module, tuple(p for _, p in mine)))
+        units.append(LiveUnit(len(units), spec, module, tuple(p for _, p in mine), head))
     return units
+
+
+def only_dense(unit: LiveUnit) -> LiveUnit:
+    """Return a unit whose gradient travels in full only."""
+    if unit.spec.is_sparse:
+        raise UnsupportedError(f'{unit.name}: sparse=True makes sparse gradients, which update="server" does not take')
+    return replace(unit, spec=replace(unit.spec, kind="dense"))
 
 
 def _trainable(path: str, module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
     for short, parameter in module.named_parameters(recurse=False):
         name = f"{path}.{short}" if path else short
         if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name} has no shape yet (a lazy module); run one batch through the model first"
+            raise UnsupportedError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`: parameter "
+                f"{name} has no shape yet (a lazy module); run one batch through the model first"
             )
         if parameter.requires_grad and name not in ignored:
             yield name, parameter
 
 
-def _kind(module: nn.Module, parameters: list[nn.Parameter]) -> Kind:
+def _kind(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Kind:
     weight = getattr(module, "weight", None)
     if weight is None or not parameters or parameters[0] is not weight or not weight.is_floating_point():
         return "dense"
@@ -75,6 +88,18 @@ def _kind(module: nn.Module, parameters: list[nn.Parameter]) -> Kind:
         has_rows = not module.scale_grad_by_freq and getattr(module, "mode", "") != "max"
         return "embedding" if has_rows else "dense"
     return "dense"
+
+
+def _tied(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
+    """Return the table and the linear layer, if these modules are such a pair with a common weight."""
+    tables = [module for module in modules if type(module) is nn.Embedding]
+    heads = [module for module in modules if type(module) is nn.Linear]
+    if len(modules) != 2 or len(tables) != 1 or len(heads) != 1:
+        return None
+    (table,), (head,) = tables, heads
+    has_rows = not table.sparse and _kind(table, [table.weight]) == "embedding"
+    has_factors = _kind(head, [head.weight]) == "linear" and set(dict(head.named_parameters())) == {"weight"}
+    return (table, head) if has_rows and has_factors else None
 
 
 def _is_one_graph(module: nn.Module) -> bool:

@@ -81,8 +81,10 @@ class Engine:
         """Parameters with gradients that were not exchanged."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
-        self._complaint: UnsupportedError | None = None
-        """What was wrong with the last backward, for the next forward to raise."""
+        self._forgotten: set[nn.Parameter] | None = None
+        """Parameters that got no gradient in any backward since the last forward; None: no backward yet."""
+        self.last_error = ""
+        """Text of the last error that this engine raised for the user's doing."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
@@ -93,6 +95,15 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan in force; None before the end of the first backward."""
         return self._schedules.plan
+
+    @property
+    def planned(self) -> LiveSchedule | None:
+        """The schedule of that plan."""
+        return self._schedules.planned
+
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
+        self._schedules.mark_rounded(parameters)
 
     @property
     def is_choosing(self) -> bool:
@@ -122,6 +133,14 @@ class Engine:
         return Phase.LANDED if self._backward is None else self._backward.step.phase
 
     @property
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters for which no worker has a gradient in the last backward, once that is settled."""
+        verdict = None if self._backward is None else self._backward.step.verdict
+        if verdict is None:
+            return []
+        return [parameter for number, parameter in enumerate(self.parameters) if not verdict.is_used(number)]
+
+    @property
     def failure(self) -> BaseException | None:
         """The error that broke the exchange; the replicas may differ after it."""
         return self._failure
@@ -135,7 +154,8 @@ class Engine:
     @property
     def in_backward(self) -> bool:
         """Whether a backward that exchanges gradients is under way."""
-        return self.phase is Phase.OPEN
+        backward = self._backward  # asked for every gradient
+        return backward is not None and backward.step.phase is Phase.OPEN
 
     @property
     def is_observing(self) -> bool:
@@ -159,12 +179,12 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return self._schedules.delivers(backward.live, unit) == "factors"
+        return "factors" in self._schedules.delivers(backward.live, unit)
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and self._schedules.delivers(planned, unit) == "rows"
+        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -173,9 +193,7 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
-        complaint, self._complaint = self._complaint, None
-        if complaint is not None:
-            raise complaint
+        self._complain()
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -222,7 +240,11 @@ class Engine:
         """Record that a parameter's gradient is final; ``is_dense``: a full gradient is in ``.grad``."""
         with self._lock:
             assert self._backward is not None
-            self._backward.gradient(self._number_of[parameter], is_dense)
+            try:
+                self._backward.gradient(self._number_of[parameter], is_dense)
+            except UnsupportedError as error:
+                self.last_error = str(error)
+                raise
 
     def end_backward(self) -> None:
         """Complete the exchange; on return every ``.grad`` is the mean over all workers."""
@@ -274,9 +296,10 @@ class Engine:
 
         Not now: the exchange is complete and the replicas are equal, and torch's class does not complain earlier.
         """
-        if forgotten:
-            is_static = self.options.static_graph
-            self._complaint = self._changed_error(forgotten) if is_static else self._forgotten_error(forgotten)
+        if self._forgotten is None:
+            self._forgotten = set(forgotten)
+        else:  # outputs of one forward may have a backward each
+            self._forgotten &= set(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
         """Take part in a backward for which this worker has no input, so that the others can proceed.
@@ -298,11 +321,8 @@ class Engine:
 
     def use_only(self, route: Route) -> None:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
-        odd = [unit.name for unit in self.units if not route.accepts(unit.spec)]
-        if odd:
-            raise UnsupportedError(
-                f"{odd[0]}: its sparse gradient cannot travel by {route.name!r}; use sparse=False, which is exact too"
-            )
+        if self.options.serves:
+            raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
         self._check_at_rest(f"the route {route.name!r}")
         self._schedules.close()
         options = replace(self.options, routes=None, tries=False)
@@ -318,10 +338,11 @@ class Engine:
 
     def _check_at_rest(self, what: str) -> None:
         if self.step > 0 or self._backward is not None:
-            raise UnsupportedError(
+            self.last_error = (
                 f"rank {self.team.rank}: {what} was set in step {self.step}; it should be called before training loop "
                 "starts, right after the model is wrapped"
             )
+            raise UnsupportedError(self.last_error)
 
     def close(self) -> None:
         """Stop the background threads of this engine and its team."""
@@ -337,7 +358,7 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if self._schedules.delivers(live, unit) == "rows" and not unit.spec.is_sparse:
+        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 
@@ -366,7 +387,15 @@ class Engine:
             odd = find_differences(self.team, named, active)
         raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
 
-    def _shortfall(self, parameters: Sequence[nn.Parameter]) -> str:
+    def _complain(self) -> None:
+        forgotten, self._forgotten = self._forgotten, None
+        if forgotten:
+            make = self._changed_error if self.options.static_graph else self._forgotten_error
+            error = make(forgotten)
+            self.last_error = str(error)
+            raise error
+
+    def _shortfall(self, parameters: Collection[nn.Parameter]) -> str:
         """Say which parameters fell short in the last backward, as torch's class says it, so that help can be found."""
         numbers = sorted(self._number_of[parameter] for parameter in parameters)
         names = ", ".join(self._schedules.model.parameters[number].name for number in numbers)
@@ -375,7 +404,7 @@ class Engine:
             f"not receive grad for rank {self.team.rank}: {' '.join(map(str, numbers))}"
         )
 
-    def _changed_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+    def _changed_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
             "Expected to have finished reduction in the prior iteration before starting a new one. This error "
             "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
@@ -384,7 +413,7 @@ class Engine:
             f"remove static_graph.\n{self._shortfall(parameters)}"
         )
 
-    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+    def _forgotten_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
             "Expected to have finished reduction in the prior iteration before starting a new one. "
             f"{len(parameters)} parameter(s) got no gradient in step {self.step - 1}. Either some outputs of forward() "

@@ -56,6 +56,8 @@ class AutogradFrontEnd:
         self._nodes: dict[nn.Parameter, Node] = {}
         self._handles: list[RemovableHandle] = []
         self._unused: set[nn.Parameter] = set()
+        self._is_due = False
+        """There was a forward since the last backward."""
         self._followed: Plan | None = None
         self._is_end_queued = False
         self._has_starts = True
@@ -68,7 +70,9 @@ class AutogradFrontEnd:
 
     def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
         """Watch the backward that will start from these outputs of the model; it does not reach ``unused``."""
-        self._unused = set(unused)
+        # A backward may pass through several forwards: what any of them uses may get a gradient.
+        self._unused = self._unused & set(unused) if self._is_due else set(unused)
+        self._is_due = True
         self._is_end_queued = False
         starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
         self._has_starts = bool(starts)
@@ -102,7 +106,7 @@ class AutogradFrontEnd:
             return False
 
     def _end(self) -> None:
-        self._is_end_queued = False
+        self._is_end_queued = self._is_due = False
         if not self.engine.in_backward:
             return
         self.turns.end_backward()
@@ -142,7 +146,8 @@ class AutogradFrontEnd:
             if not self.exchanges:
                 self.engine.local_gradient(parameter)
                 return
-            self.begin()
+            if not (self._is_end_queued and self.engine.in_backward):
+                self.begin()
             self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
 
         return accumulated
@@ -163,16 +168,16 @@ class AutogradFrontEnd:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _specialise(self, unit: LiveUnit) -> None:
-        module = unit.module
-        if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
-            _LIVE[module] = (weakref.ref(self), unit.index)
-            module.__class__ = _SPECIAL[type(module)]
+        for module in (unit.module, unit.head):
+            if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
+                _LIVE[module] = (weakref.ref(self), unit.index)
+                module.__class__ = _SPECIAL[type(module)]
 
     def _restore(self, unit: LiveUnit) -> None:
-        module = unit.module
-        if module is not None and type(module) in _PLAIN:
-            _LIVE.pop(module, None)
-            module.__class__ = _PLAIN[type(module)]
+        for module in (unit.module, unit.head):
+            if module is not None and type(module) in _PLAIN:
+                _LIVE.pop(module, None)
+                module.__class__ = _PLAIN[type(module)]
 
 
 class _PlainOutside:
@@ -263,7 +268,8 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
                 if front_end.exchanges:
                     front_end.begin()
                 if front_end.engine.is_observing and front_end.engine.in_backward:
-                    front_end.engine.observe(unit, Load(rows=torch.unique(indices).numel()))
+                    count = torch.unique(indices).numel()
+                    front_end.engine.observe(unit, Load(0, 0, count) if unit.spec.kind == "tied" else Load(count))
 
             out.register_hook(observe)
         return out

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from poseidon.errors import ConfigError, UnsupportedError
@@ -65,6 +65,66 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+_ELEMENTWISE = frozenset(
+    getattr(optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise unless the optimizer treats every value of a parameter by itself, so that a chunk can be stepped alone."""
+    plain = type(optimizer)
+    if plain not in _ELEMENTWISE and not plain.__dict__.get("is_elementwise", False):
+        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        raise UnsupportedError(
+            f'update="server" steps parts of parameters, and {plain.__name__} may need whole ones; it works with '
+            f"{known}, and with classes of your own that set is_elementwise = True because they treat every value by "
+            "itself. Or leave update out"
+        )
+
+
+_MEMBERS = ("params", "state", "param_groups", "_poseidon_policy", "step")
+
+
+def freeze_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, or an optimizer's attributes, as they are now: schedulers write into tensors."""
+    kept = {key: value for key, value in options.items() if key not in _MEMBERS}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
+
+
+def make_stand_in(plain: type[Optimizer], attributes: Mapping[str, Any]) -> Optimizer:
+    """Return an optimizer with these attributes, whose groups :func:`step_groups` sets."""
+    stand_in: Optimizer = object.__new__(plain)
+    stand_in.__dict__.update(attributes)
+    return stand_in
+
+
+def step_groups(
+    optimizer: Optimizer,
+    plain: type[Optimizer],
+    options: Sequence[dict[str, Any]],
+    members: Sequence[Sequence[nn.Parameter]],
+) -> None:
+    """Step an optimizer for some parameters, given by group, with the options of each group."""
+    shadows = [{**option, "params": list(some)} for option, some in zip(options, members, strict=True) if some]
+    if not shadows:
+        return
+    before = [dict(shadow) for shadow in shadows]
+    real = optimizer.__dict__.get("param_groups")
+    optimizer.param_groups = shadows
+    try:
+        plain_step(plain)(optimizer)
+    finally:
+        optimizer.__dict__["param_groups"] = real
+    for shadow, old in zip(shadows, before, strict=True):
+        for key in shadow:
+            if shadow[key] is not old.get(key):
+                raise UnsupportedError(
+                    f"{plain.__name__} changes its own option {key!r} in step(), so its parameters cannot be updated "
+                    "one by one; use poseidon.DistributedDataParallel with it"
+                )
+
+
 def plain_step(plain: type[Optimizer]) -> Any:
     """Return the class's step without PyTorch's profiling wrapper, which would call the user's step hooks each time."""
     return getattr(plain.step, "__wrapped__", plain.step)
@@ -87,6 +147,12 @@ class StepTaker(Protocol):
     def finish(self) -> None:
         """Finish the step under way."""
 
+    def show_state(self) -> None:
+        """Finish the step under way, and let the optimizer have its whole state."""
+
+    def take_state(self) -> None:
+        """Note that the optimizer's state was replaced."""
+
 
 class Deferring:
     """Mixed into an optimizer's class: same object, same state, but steps are deferred."""
@@ -101,22 +167,24 @@ class Deferring:
     def state(self) -> Any:
         """Like the optimizer's own, after finishing the step under way."""
         if not self._poseidon_policy.is_updating:
-            self._poseidon_policy.finish()
+            self._poseidon_policy.show_state()
         return self.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
         self.__dict__["state"] = value
+        self._poseidon_policy.take_state()
 
     def state_dict(self) -> Any:
         """Like the optimizer's own, after finishing the step under way."""
-        self._poseidon_policy.finish()
+        self._poseidon_policy.show_state()
         return super().state_dict()  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Like the optimizer's own, after finishing the step under way."""
         self._poseidon_policy.finish()
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._poseidon_policy.take_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the optimizer's own, after finishing the step under way."""
@@ -125,7 +193,7 @@ class Deferring:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is a plain optimizer: it has no model to wait for.
-        self._poseidon_policy.finish()
+        self._poseidon_policy.show_state()
         state = {key: value for key, value in self.__dict__.items() if key not in ("_poseidon_policy", "step")}
         return object.__new__, (self._poseidon_policy.plain,), state
 

@@ -26,5 +26,7 @@ class Options:
     """Steps between two comparisons of a part of the parameters with the other workers'; 0: none (``replicas.py``)."""
     defers: bool = False
     """Gradients may land after backward ends, each when it is first needed (``update.py``)."""
+    serves: bool = False
+    """The owners of the parameter server's chunks take the optimizer's step (``served.py``)."""
     tries: bool = False
     """Plans may be tried in training, and the fastest kept; the front end can change plans between any two steps."""

@@ -27,7 +27,7 @@ _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous"),
     *("is_floating_point", "is_complex", "register_hook", "register_post_accumulate_grad_hook"),
 )
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         *(getattr(Tensor, name) for name in _METHODS),
@@ -48,7 +48,7 @@ class Pending:
     ) -> Any:
         """Land every pending parameter among the arguments, then run the operation."""
         kwargs = kwargs or {}
-        if func in _HARMLESS:
+        if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         land(*tree_leaves((args, kwargs)))

@@ -23,6 +23,8 @@ class Policy(ABC):
     """Gradients are exchanged; if false, the policy connects the workers itself."""
     defers: bool = False
     """Means may land after ``backward()`` has returned."""
+    serves: bool = False
+    """The owners of the parameter server's chunks take the steps."""
     syncs_buffers_early: bool = False
     """Buffers travel right after the forward that changed them instead of before the next one."""
     holds_replicas: bool = True

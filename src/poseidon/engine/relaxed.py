@@ -181,6 +181,12 @@ class RelaxedUpdates(Policy):
         clear_gradients([p for group in self._optimizer.param_groups for p in group["params"]], set_to_none)
         return True
 
+    def show_state(self) -> None:
+        """No-op: the state is always here."""
+
+    def take_state(self) -> None:
+        """No-op: the optimizer uses it where it is."""
+
     def close(self) -> None:
         """Wait until the other workers are done, and restore the optimizer's own class."""
         if self._cancel is None:

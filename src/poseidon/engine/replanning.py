@@ -33,8 +33,8 @@ class Replanning:
 
     def observe(self, unit: str, load: Load) -> None:
         """Record load on a unit in the first backward; loads of several calls accumulate."""
-        before = self.loads.get(unit, Load(0, load.value_bytes))
-        self.loads[unit] = Load(before.rows + load.rows, max(before.value_bytes, load.value_bytes))
+        before = self.loads.get(unit)
+        self.loads[unit] = load if before is None else before.plus(load)
 
     def make(self, loads: Mapping[str, Load], batch: float) -> Plan:
         """Plan for these loads, measured at this mean batch."""
@@ -58,7 +58,7 @@ class Replanning:
     def scaled_loads(self, batch: float) -> dict[str, Load]:
         """Return the loads expected for another batch size."""
         ratio = self._ratio(batch)
-        return {name: Load(load.rows * ratio, load.value_bytes) for name, load in self.loads.items()}
+        return {name: load.scaled(ratio) for name, load in self.loads.items()}
 
     def _ratio(self, batch: float) -> float:
         return batch / self._planned_batch if self._planned_batch else 1.0

@@ -38,23 +38,24 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
 
     loads: dict[str, Load] = {}
 
-    def record(unit: LiveUnit, x: Tensor) -> None:
-        value_bytes = unit.weight.element_size()
-        if unit.spec.kind == "linear":
-            rows = x.numel() // max(x.shape[-1], 1)
-            value_bytes = linear_dtype(x, unit.weight).itemsize
+    def record(unit: LiveUnit, module: nn.Module, x: Tensor) -> None:
+        if isinstance(module, torch.nn.Linear):
+            load = Load(x.numel() // max(x.shape[-1], 1), linear_dtype(x, unit.weight).itemsize)
         else:
             table_rows, _ = unit.spec.matrix
-            rows = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
-        before = loads.get(unit.name, Load(0, value_bytes))
-        loads[unit.name] = Load(before.rows + rows, max(before.value_bytes, value_bytes))
+            count = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
+            load = Load(0, 0, count) if unit.spec.kind == "tied" else Load(count)
+        loads[unit.name] = loads[unit.name].plus(load) if unit.name in loads else load
 
     handles = [
-        unit.module.register_forward_pre_hook(
-            lambda _, inputs, named, unit=unit: record(unit, inputs[0] if inputs else named["input"]), with_kwargs=True
+        module.register_forward_pre_hook(
+            lambda module, inputs, named, unit=unit: record(unit, module, inputs[0] if inputs else named["input"]),
+            with_kwargs=True,
         )
         for unit in units
-        if unit.spec.kind != "dense" and unit.module is not None
+        if unit.spec.kind != "dense"
+        for module in (unit.module, unit.head)
+        if module is not None
     ]
     was_training = model.training
     model.eval()  # sampling must not update BatchNorm's statistics

@@ -6,7 +6,8 @@ collective where they say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, standard_routes
+from poseidon.routes.served import ServedRoute
 from poseidon.sim.ranking import observed_profile
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
@@ -56,8 +58,12 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = open_choosing(team, self.routes, options.tries, self._parameters[0].device)
         specs = [unit.spec for unit in units]
-        self.model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self._parameters])
-        self._planning = Replanning(specs, cluster, self.routes, options.routes)
+        # A sparse gradient shares no bucket with others.
+        lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
+        kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
+        self.model = Model.of(specs, kinds)
+        overrides = {"*": ServedRoute.name} if options.serves else options.routes
+        self._planning = Replanning(specs, cluster, self.routes, overrides)
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
         self._packing = Packing(cluster, options.bucket_bytes, options.defers)
@@ -121,7 +127,16 @@ class Schedules:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
+    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan."""
+        self._context.rounded.update(parameters)
+        kinds = [(kind, p in parameters) for kind, p in zip(self.model.kinds, self._parameters, strict=True)]
+        self.model = Model.of(self.model.units, kinds)
+
     def _choose_routes(self, is_cuda: bool) -> Routes:
+        if self._options.serves:
+            # The first backward travels by the first route that accepts everything.
+            return Routes([*standard_routes().values(), ServedRoute()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
@@ -144,7 +159,7 @@ class Schedules:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
             return True
-        if not self._planning.is_due(batch):
+        if self._options.serves or not self._planning.is_due(batch):
             self._waits_for_landing = False
         elif self.lands_at_once:
             self._waits_for_landing = False
@@ -167,6 +182,8 @@ class Schedules:
         candidates = make_candidates(
             self.model, self._order, loads, self.routes, options.routes, best, packing, known, keeps_forms
         )
+        if options.serves:
+            candidates = candidates[:1]
         device = self._parameters[0].device
         others = {
             "versions": [__version__, torch.__version__],
@@ -184,13 +201,13 @@ class Schedules:
         """
         special = [unit for unit in self._units if unit.spec.kind != "dense"]
         mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
-        everybody = self._team.gather_ints([word for load in mine for word in (round(load.rows), load.value_bytes)])
+        words = [word for load in mine for word in (round(load.rows), load.value_bytes, round(load.touched))]
+        everybody = self._team.gather_ints(words)
         loads = {}
         for i, unit in enumerate(special):
-            seen = [(words[2 * i], words[2 * i + 1]) for words in everybody if words[2 * i] > 0]
+            seen = [Load(*words[3 * i : 3 * i + 3]) for words in everybody if words[3 * i] or words[3 * i + 2]]
             if seen:
-                rows = sum(count for count, _ in seen) / self._team.size
-                loads[unit.name] = Load(rows, max(value_bytes for _, value_bytes in seen))
+                loads[unit.name] = reduce(Load.plus, seen).scaled(1 / self._team.size)
         return loads
 
     def _adopt(self, candidate: Candidate) -> None:
@@ -199,7 +216,8 @@ class Schedules:
         self._packing = candidate.packing
         self.planned = self._make_live(list(candidate.plan.routes.values()), candidate.packing)
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
-        self.dense = self._make_live(self.dense.schedule.route_of, candidate.packing)
+        route_of = self.dense.schedule.route_of
+        self.dense = self.planned if self._options.serves else self._make_live(route_of, candidate.packing)
 
     def _release_losers(self) -> None:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
@@ -223,9 +241,13 @@ class Schedules:
         return LiveSchedule(schedule, items, exchangers)
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
-        item = schedule.items[number]
+        item, options = schedule.items[number], self._options
         parameters = tuple(self._parameters[p] for p in item.parameters)
-        bucket = Bucket(parameters, self._options.keep_views) if item.is_packed else None
+        bucket = (
+            Bucket(parameters, options.keep_views and not options.serves, not options.serves)
+            if item.is_packed
+            else None
+        )
         return LiveItem(item, tuple(self._units[unit] for unit in item.units), parameters, bucket)
 
     def _exchanger(self, name: str) -> Exchanger:

@@ -26,8 +26,9 @@ from poseidon.engine.optimizers import (
     clip,
     clip_before_steps,
     defer,
+    freeze_options,
     give_back,
-    plain_step,
+    step_groups,
 )
 from poseidon.engine.pending import make_pending, make_plain
 from poseidon.engine.policy import Policy
@@ -178,7 +179,7 @@ class DeferredUpdates(Policy):
                 # step() was called twice in a row; or some gradients were read, and the norm needs all of them.
                 self.finish()
             groups = self.optimizer.param_groups
-            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            options = [freeze_options(group) for group in groups]
             self._group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
             self._due = options if self._pending else None
             self._clears = None
@@ -199,6 +200,13 @@ class DeferredUpdates(Policy):
             members = [p for group in self.optimizer.param_groups for p in group["params"]]
             clear_gradients([p for p in members if p not in self._pending], set_to_none)
             return True
+
+    def show_state(self) -> None:
+        """Finish the step under way: the state is here."""
+        self.finish()
+
+    def take_state(self) -> None:
+        """No-op: the optimizer uses its state where it is."""
 
     def close(self) -> None:
         """Finish the step under way, restore the optimizer's own class, and close the engine."""
@@ -236,26 +244,12 @@ class DeferredUpdates(Policy):
         for parameter in parameters:
             if parameter in self._group_of:
                 members[self._group_of[parameter]].append(parameter)
-        shadows = [{**option, "params": some} for option, some in zip(options, members, strict=True) if some]
-        if not shadows:
-            return
-        before = [dict(shadow) for shadow in shadows]
-        optimizer = self.optimizer
-        real, optimizer.param_groups = optimizer.param_groups, shadows
         self.is_updating = True
         try:
             with aside():
-                plain_step(self.plain)(optimizer)
+                step_groups(self.optimizer, self.plain, options, members)
         finally:
             self.is_updating = False
-            optimizer.param_groups = real
-        for shadow, old in zip(shadows, before, strict=True):
-            for key in shadow:
-                if shadow[key] is not old.get(key):
-                    raise UnsupportedError(
-                        f"{self.plain.__name__} changes its own option {key!r} in step(), so its parameters cannot be "
-                        "updated one by one; use poseidon.DistributedDataParallel with it"
-                    )
 
 
 def has_compiled_parts(module: nn.Module) -> bool:

@@ -25,7 +25,8 @@ from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
-from poseidon.team.team import PendingGather, Team
+from poseidon.team.gathering import PendingGather
+from poseidon.team.team import Team
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 log = logging.getLogger("poseidon.keras")

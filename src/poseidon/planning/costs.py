@@ -8,6 +8,7 @@ allreduce (ring)      ``2 B (P - 1) / P``: the machine combines inside first, so
 sharded               ``2 B (P - 1) / P``: every machine owns a share of the parameter server, 2 hops per chunk
 factors               ``L K (M + N) v (P - 1)``: every worker's factors, once to every other machine
 rows                  ``L U (D s + 8) (P - 1)``: U touched rows of D values of s bytes, and their indices
+tied                  both, for a table that is a linear layer's weight too
 ====================  ==================================================================================
 
 For L = 1 these are the parameter-server and SFB rows of the Poseidon paper's cost table (a co-located server moves as
@@ -62,7 +63,7 @@ def allreduce_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
     wire_s = _ring_or_tree_s(size, cluster.machines, cluster.between)
     wire_s += _ring_or_tree_s(size, cluster.workers_per_machine, cluster.inside)
     compute_s = 0.0
-    if unit.kind == "linear" and load is not None:
+    if unit.kind in ("linear", "tied") and load is not None:
         rows, columns = unit.matrix
         compute_s = 2 * load.rows * rows * columns / cluster.flops
     members = cluster.machines if cluster.machines > 1 else cluster.workers_per_machine
@@ -101,7 +102,17 @@ def factors_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
 
 def rows_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
     """Cost of sending the touched rows of an embedding unit's gradient to all workers."""
+    return _rows_cost(unit, load.rows, cluster)
+
+
+def tied_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
+    """Cost of sending the touched rows of a table and the factors of the linear layer that has the same weight."""
+    rows, factors = _rows_cost(unit, load.touched, cluster), factors_cost(unit, load, cluster)
+    return Cost(rows.wire_bytes + factors.wire_bytes, rows.wire_s + factors.wire_s, factors.compute_s)
+
+
+def _rows_cost(unit: Unit, touched: float, cluster: Cluster) -> Cost:
     _, width = unit.matrix
     row_bytes = width * unit.parameters[0].itemsize + _INDEX_BYTES
-    wire_bytes, wire_s = _broadcast_cost(load.rows * row_bytes, cluster)
+    wire_bytes, wire_s = _broadcast_cost(touched * row_bytes, cluster)
     return Cost(wire_bytes, wire_s, 0.0)

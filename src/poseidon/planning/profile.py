@@ -174,10 +174,12 @@ class Profile:
 def _grown(one: UnitProfile, factor: float) -> Load | None:
     if one.load is None:
         return None
-    rows = one.load.rows * factor
+    load = one.load.scaled(factor)
     if one.unit.kind == "embedding":
-        rows = min(rows, one.unit.matrix[0])
-    return replace(one.load, rows=rows)
+        load = replace(load, rows=min(load.rows, one.unit.matrix[0]))
+    if one.unit.kind == "tied":
+        load = replace(load, touched=min(load.touched, one.unit.matrix[0]))
+    return load
 
 
 def _check_time(what: str, value: float) -> None:

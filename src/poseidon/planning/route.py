@@ -22,7 +22,7 @@ from poseidon.units import Load, Unit
 if TYPE_CHECKING:
     from poseidon.planning.schedule import Item
 
-Delivery = Literal["gradients", "factors", "rows"]
+Delivery = Literal["gradients", "factors", "rows", "rows and factors"]
 
 
 class Route(ABC):
@@ -33,7 +33,8 @@ class Route(ABC):
     summary: str
     """One line for the documentation."""
     delivers: Delivery = "gradients"
-    """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, or touched rows."""
+    """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, touched rows, or
+    both for a table that is a linear layer's weight too."""
     has_flags: bool = False
     """Items carry a flag word that all workers must know before any item lands (:class:`routes.base.Flag`)."""
     shares_messages: bool = False

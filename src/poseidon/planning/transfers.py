@@ -65,6 +65,8 @@ class Conditions:
     """Bytes on the wire per byte of a full gradient: 0.5 for bf16, which is lossy."""
     compacts: bool = False
     """Devices compact what goes through the parameter server, without loss."""
+    precision: str = "float32"
+    """What gradients are computed in: autocast, "bf16" or "fp16", leaves fewer bits in them than their dtype has."""
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0

@@ -7,6 +7,7 @@ NCCL knows the topology and does the same by itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,8 @@ class _FlatExchange(Exchange):
         self._team = team
         self._flat = flat
         self._name = name
-        self._work = dist.all_reduce(flat, group=team.group, async_op=True)
+        # Not by way of dist.all_reduce, whose checks and logs take longer than to start a small one.
+        self._work = team.group.allreduce([flat], _sums())
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         self.wait()
@@ -60,6 +62,14 @@ class _FlatExchange(Exchange):
     def join_stream(self) -> None:
         if self._flat.is_cuda and self._team.is_nccl:
             self._work.wait()
+
+
+@functools.cache
+def _sums() -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    if hasattr(options, "asyncOp"):  # since torch 2.7
+        options.asyncOp = True
+    return options
 
 
 def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -49,6 +49,8 @@ class LiveUnit:
     module: nn.Module | None
     parameters: tuple[nn.Parameter, ...]
     """In the order of ``spec.parameters``."""
+    head: nn.Module | None = None
+    """Tied: the linear layer; ``module`` is the table."""
 
     @property
     def name(self) -> str:
@@ -57,7 +59,7 @@ class LiveUnit:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight of a linear or embedding unit."""
+        """The weight of a unit that is not dense."""
         return self.parameters[0]
 
 
@@ -132,6 +134,8 @@ class Context:
     cluster: Cluster
     is_cuda: bool
     """Whether any parameter is on a CUDA device."""
+    rounded: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that the model only uses rounded to bf16 (``served.py``)."""
 
     @cached_property
     def pairs(self) -> Pairs:

@@ -14,9 +14,11 @@ class Bucket:
     A bucket of one parameter needs no extra tensor: the gradient travels in place.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], keep_views: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], keep_views: bool, in_place: bool = True) -> None:
         self.parameters = list(parameters)
         self._keep_views = keep_views
+        self._in_place = in_place
+        """A gradient that is alone may travel in place."""
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
@@ -30,9 +32,7 @@ class Bucket:
         lone = self._lone_gradient()
         if lone is not None:
             return lone
-        if self._flat is None:
-            self._allocate()
-        assert self._flat is not None
+        flat = self.flat
         targets, sources = [], []
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
@@ -42,6 +42,14 @@ class Bucket:
                 sources.append(parameter.grad)
         if targets:
             torch._foreach_copy_(targets, sources)
+        return flat
+
+    @property
+    def flat(self) -> Tensor:
+        """The flat tensor, whatever it holds."""
+        if self._flat is None:
+            self._allocate()
+        assert self._flat is not None
         return self._flat
 
     def unpack(self, is_used: Sequence[bool]) -> None:
@@ -62,23 +70,27 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def write_to(self, tensors: list[Tensor]) -> None:
+        """Copy the flat tensor to ``tensors``, one for each parameter and like it."""
+        torch._foreach_copy_(tensors, self._views)
+
     def _lone_gradient(self) -> Tensor | None:
-        if len(self.parameters) > 1 or self._flat is not None:
+        if len(self.parameters) > 1 or self._flat is not None or not self._in_place:
             return None
         (parameter,) = self.parameters
         if parameter.grad is None or not parameter.grad.is_contiguous():
             return None
         return parameter.grad.view(-1)
 
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return views of a flat tensor that are like the parameters."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return [_shaped_like(part, p) for part, p in zip(flat.split(sizes), self.parameters, strict=True)]
+
     def _allocate(self) -> None:
         first = self.parameters[0]
         self._flat = torch.empty(self.size, dtype=first.dtype, device=first.device)
-        self._views = []
-        start = 0
-        for parameter in self.parameters:
-            part = self._flat[start : start + parameter.numel()]
-            self._views.append(_shaped_like(part, parameter))
-            start += parameter.numel()
+        self._views = self.views_of(self._flat)
 
 
 def _shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost, tied_cost
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import COMPACT_SHARE, is_worth_compacting
+from poseidon.sums.compact import compacted_bits, is_worth_compacting
+from poseidon.sums.halves import HALVES_SHARE
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
@@ -123,27 +124,37 @@ class ShardedRoute(Route):
             self.chunk_bytes_on(conditions.cluster), conditions.model_bytes // (conditions.rounds * machines)
         )
         (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
-        # Values that were shortened are no longer float32.
-        can_be = conditions.compacts and conditions.wire_share == 1
-        share = COMPACT_SHARE if can_be and item.itemsize == 4 and is_worth_compacting(slot.chunks) else 1.0
+        shares = self._shares(item, slot.chunks, conditions)
         rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
-        return [self._round(item, chunks, share, conditions) for chunks in rounds]
+        return [self._round(item, chunks, shares, conditions) for chunks in rounds]
 
-    def _round(self, item: Item, chunks: tuple[Chunk, ...], share: float, conditions: Conditions) -> Transfer:
+    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
+        """Return the shares of their bytes in which parts and sums travel."""
+        # Values that were shortened are no longer float32.
+        if item.itemsize != 4 or conditions.wire_share != 1:
+            return 1.0, 1.0
+        if conditions.compacts and is_worth_compacting(chunks):
+            part, total = compacted_bits(conditions.precision, conditions.cluster.machines)
+            return part / 32, total / 32
+        return (HALVES_SHARE if conditions.precision == "bf16" else 1.0), 1.0
+
+    def _round(
+        self, item: Item, chunks: tuple[Chunk, ...], shares: tuple[float, float], conditions: Conditions
+    ) -> Transfer:
         machines = conditions.cluster.machines
         size = sum(chunk.length for chunk in chunks) * item.itemsize * conditions.wire_share
-        leg = Leg(size * share * (machines - 1) / machines)
+        legs = tuple(Leg(size * share * (machines - 1) / machines) for share in shares)
         return Transfer(
             name=f"{item.specs[-1].name} [{chunks[0].index}]",
             units=item.units,
             route=self.name,
-            legs=(leg, leg),
+            legs=legs,
             is_collective=False,
             is_whole=True,
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
-            messages=leg.out_bytes / self.chunk_bytes_on(conditions.cluster),
+            messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -250,6 +261,30 @@ class RowsRoute(BroadcastRoute):
         return RowsExchanger(context)
 
 
+@dataclass(frozen=True)
+class TiedRoute(BroadcastRoute):
+    """The gradient of a table that is a linear layer's weight too, as touched rows and factors."""
+
+    name = "tied"
+    summary = "a table's touched rows, and the factors of the linear layer that has the same weight"
+    delivers = "rows and factors"
+    shares_messages = False
+
+    def accepts(self, unit: Unit) -> bool:
+        """Tables that are a linear layer's weight too."""
+        return unit.kind == "tied"
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count the rows and both factors to all workers, and one product of everyone's factors."""
+        return None if load is None or load.rows + load.touched <= 0 else tied_cost(unit, load, cluster)
+
+    def open(self, context: Context) -> Exchanger:
+        """See ``tied.py``."""
+        from poseidon.routes.tied import TiedExchanger
+
+        return TiedExchanger(context)
+
+
 _ADDED: list[Route] = []
 
 
@@ -277,5 +312,6 @@ def standard_routes(
         ShardedRoute(offers_server, combines_first, chunk_bytes),
         FactorsRoute(gathers_factors),
         RowsRoute(),
+        TiedRoute(),
     )
     return Routes([*built_in, *_ADDED])

@@ -28,6 +28,7 @@ from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array
+from poseidon.wire.settings import WireSettings
 
 _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
     torch.float32: ("float32", None),
@@ -51,7 +52,7 @@ class ShardedExchanger(Exchanger):
         self._transport = connect_wire(team, self._members, link=link)
         self._server = SumServer(self._transport)
         self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(self._members[peer], why)))
-        self._device = self._agree_on_device(is_cuda)
+        self._device = agree_on_device(team, self._transport.settings, is_cuda)
         self._levels = Levels(team) if use_levels else None
         self._stager = Stager() if is_cuda else None
         self._slots: dict[LiveItem, Slot] = {}
@@ -124,11 +125,12 @@ class ShardedExchanger(Exchanger):
             booked += [(slot, DeviceAdder(slot, rank, size, device, size, dtype)) for slot, dtype in on_device]
         self._server.book(booked)
 
-    def _agree_on_device(self, is_cuda: bool) -> DeviceArithmetic | None:
-        """Let buckets travel compacted if all workers support it. Collective."""
-        compactor = find_compactor(self._transport.settings) if is_cuda else None
-        all_can = all(row[0] for row in self._team.gather_ints([int(compactor is not None)], "the parameter server"))
-        return DeviceArithmetic(compactor) if compactor is not None and all_can else None
+
+def agree_on_device(team: Team, settings: WireSettings, is_cuda: bool) -> DeviceArithmetic | None:
+    """Let buckets travel compacted if all workers support it. Collective."""
+    compactor = find_compactor(settings) if is_cuda else None
+    all_can = all(row[0] for row in team.gather_ints([int(compactor is not None)], "the parameter server"))
+    return DeviceArithmetic(compactor) if compactor is not None and all_can else None
 
 
 @dataclass(frozen=True)

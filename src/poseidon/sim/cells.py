@@ -42,6 +42,8 @@ class Bench:
     """One worker's matrix rate while all compute."""
     compacts: bool = False
     """Devices compact what goes through the parameter server."""
+    precision: str = "float32"
+    """What forward computes in."""
     uses_cores: bool = False
     """Workers compute on the host's cores; false where a GPU computes, or computation is paced."""
 
@@ -70,5 +72,6 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         compacts=bench.compacts,
+        precision=bench.precision,
         gathers_factors=is_nccl,
     )

@@ -23,7 +23,7 @@ _STEPS = 4
 
 
 @dataclass(frozen=True)
-class Means:
+class Equipment:
     """What carries a team's gradients, as the predictions depend on it."""
 
     routes: Routes
@@ -62,10 +62,10 @@ def observed_profile(
     return Profile("observed", "", 1, units, tuple(reversed(order)), tuple(order), 0.0, source="observed")
 
 
-def predict_s(candidate: Candidate, profile: Profile, means: Means) -> float:
+def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> float:
     """Return the time of one step with a plan."""
     cluster = candidate.plan.cluster
-    transports = transports_of(means.is_nccl, means.cores, means.uses_cores)
+    transports = transports_of(equipment.is_nccl, equipment.cores, equipment.uses_cores)
     setting = Setting(
         profile=profile,
         cluster=cluster,
@@ -74,9 +74,17 @@ def predict_s(candidate: Candidate, profile: Profile, means: Means) -> float:
         messages=transports.messages,
         contention=transports.contention,
         payload=1.0,  # programs measured the rate
-        compacts=means.compacts,
+        compacts=equipment.compacts,
+        precision="bf16" if any(map(_is_short, profile.units)) else "float32",
         steps=_STEPS,
     )
     route_of = list(candidate.plan.routes.values())
-    workload = plan_workload(setting, candidate.plan, route_of, means.routes, candidate.packing)
+    workload = plan_workload(setting, candidate.plan, route_of, equipment.routes, candidate.packing)
     return simulate(setting, workload=workload).step_s
+
+
+def _is_short(one: UnitProfile) -> bool:
+    """Return whether a unit's factors have fewer bytes than its parameters, as under autocast."""
+    if one.load is None or one.unit.kind == "embedding":
+        return False
+    return one.load.value_bytes < one.unit.parameters[0].itemsize

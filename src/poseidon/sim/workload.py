@@ -110,6 +110,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         message_s=setting.messages.message_s,
         wire_share=setting.wire_share,
         compacts=setting.compacts,
+        precision=setting.precision,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
     )
     sizes: Counter[str] = Counter()
@@ -136,7 +137,7 @@ def _by_need(setting: Setting, transfers: list[Transfer], place: Mapping[int, in
 
 def _device_s(entry: PlanEntry, route: Route) -> tuple[float, float]:
     """Return the time to rebuild a gradient from all factors, and the time saved by not computing the local one."""
-    if route.delivers != "factors" or route.name not in entry.costs:
+    if "factors" not in route.delivers or route.name not in entry.costs:
         return 0.0, 0.0
     return entry.costs[route.name].compute_s, entry.costs["allreduce"].compute_s
 

@@ -39,7 +39,10 @@ class Adder(Protocol):
         """Return this worker's part of a chunk it owns itself."""
 
     def place_part(self, chunk: Chunk, rank: int, length: int) -> memoryview | None:
-        """Return where to receive the part of ``rank``, whose turn it is; None for memory of the wire's own."""
+        """Return where to receive the part of ``rank``, whose turn it is; None for memory of the wire's own.
+
+        Parts of one chunk may be received, and so placed, on several threads at once.
+        """
 
     def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
         """Return a part that has been received."""

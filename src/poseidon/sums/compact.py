@@ -37,6 +37,7 @@ plain. Values in bf16 are compacted as float32. Whatever the values, restoring t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,8 +59,10 @@ ENTRY_BYTES = 8
 """Of the directory."""
 KINDS_AT, TOP_AT = 32, 56
 """Bits of a directory's entry."""
-COMPACT_SHARE = 28.25 / 32
-"""Share of their bytes that gradients computed in float32 keep, on average."""
+_BITS = {"float32": 28.3, "bf16": 12.3, "fp16": 16.3}
+"""Of a gradient's value, by what it was computed in."""
+_SUM_BITS = {"bf16": (15.4, 1.5), "fp16": (18.6, 1.4)}
+"""Of a sum: bits, and more of them each time the number of workers doubles."""
 FEWEST_COMPACTED = 4096
 """Shorter chunks travel plain."""
 SMALLEST_COMPACTED = 1 << 21
@@ -117,6 +120,18 @@ class ChunkRows:
         quotient = chunks[-1].length
         longer = sum(chunk.length > quotient for chunk in chunks)
         return cls(chunks, CompactLayout(chunks[0].length, itemsize), quotient, longer)
+
+
+def compacted_bits(precision: str, workers: int) -> tuple[float, float]:
+    """Return about how many of 32 bits a gradient's value takes as a part, and as the sum of all parts.
+
+    ``precision`` is what it was computed in: float32, or under autocast bf16 or fp16.
+    """
+    part = _BITS[precision]
+    if precision not in _SUM_BITS or workers == 1:
+        return part, part
+    least, more = _SUM_BITS[precision]
+    return part, min(least + more * math.log2(workers), _BITS["float32"])
 
 
 def is_worth_compacting(chunks: Sequence[Chunk]) -> bool:

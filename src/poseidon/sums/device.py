@@ -229,6 +229,21 @@ class DeviceAdder:
         self._part_tables[index].clear()
         return self._finish(chunk, self._sums[index], self._sum_views[index], self._sum_reaches[index], total, 0)
 
+    def sum_of(self, chunk: Chunk) -> Tensor:
+        """Return a finished sum where it lies on the device; bf16 is divided already."""
+        return self._own(chunk)
+
+    def encode_instead(self, chunk: Chunk, values: Tensor) -> Encoded:
+        """Put ``values`` in the place of a finished sum, and return them as they travel. Waits for the device."""
+        index = chunk.index
+        own, row, reach = self._own(chunk), self._sums[index], self._sum_reaches[index]
+        own.copy_(values)
+        alone = ChunkRows((Chunk(chunk.slot, 0, 0, chunk.length, chunk.owner),), self._layout, chunk.length, 0)
+        compacted = self._compactor.compact(own, alone, row.view(1, -1), {0: reach.length})
+        compacted.synchronize()
+        self._part_tables[index].clear()
+        return self._finish(chunk, row, self._sum_views[index], reach, compacted, 0)
+
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:
         """Return the row of this worker's part."""
         return self._views[chunk.index][:length]

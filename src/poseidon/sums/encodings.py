@@ -18,7 +18,9 @@ class Encoding(IntEnum):
     PLAIN = 0
     """Value after value, in the slot's number format."""
     COMPACT = 1
-    """float32 or bf16 in as many bits as they need, without loss: ``compact.py``."""
+    """float32 or bf16 in as many bits as they need, without loss: ``compact.py``. For devices."""
+    HALVES = 2
+    """float32, mostly in 16 bits, without loss: ``halves.py``. For processors."""
 
 
 Payload = Array | memoryview

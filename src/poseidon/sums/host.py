@@ -13,6 +13,7 @@ from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Fail, Then
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.encodings import Encoded, Encoding, Payload, PlainLayout
+from poseidon.sums.halves import HalvesLayout, halve, join_halves
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.wire.formats import Array, Format, find_format
@@ -35,7 +36,12 @@ class HostAdder:
     together = FEWEST_ADDED
 
     def __init__(self, slot: Slot, rank: int, number_format: Format, pool: Pool, divisor: int = 1) -> None:
-        self.layouts: Layouts = {Encoding.PLAIN: PlainLayout(number_format.stored.itemsize)}
+        plain = PlainLayout(number_format.stored.itemsize)
+        self._halves = number_format.name == "float32"
+        """Whether a chunk may travel in halves."""
+        self.layouts: Layouts = (
+            {Encoding.PLAIN: plain, Encoding.HALVES: HalvesLayout()} if self._halves else {Encoding.PLAIN: plain}
+        )
         self._slot = slot
         self._size = slot.chunks[-1].stop if slot.chunks else 0
         self._rank = rank
@@ -55,8 +61,8 @@ class HostAdder:
         then()
 
     def part(self, chunk: Chunk) -> Encoded:
-        """Return this worker's part, where it lies."""
-        return Encoded(Encoding.PLAIN, self.own(chunk))
+        """Return this worker's part, where it lies unless it can be shorter."""
+        return self._shorten(self.own(chunk))
 
     def own(self, chunk: Chunk) -> Array:
         """Return this worker's part, where it lies."""
@@ -66,8 +72,10 @@ class HostAdder:
     def place_part(self, chunk: Chunk, rank: int, length: int) -> None:
         """Let the wire choose the memory."""
 
-    def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Array:  # noqa: ARG002 - as in the contract
-        """Return the values of a part, where they lie."""
+    def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Array:
+        """Return the values of a part, where they lie if it is plain."""
+        if encoding == Encoding.HALVES:
+            return join_halves(np.frombuffer(payload, np.uint8), chunk.length, self._pool.lend)
         return np.frombuffer(payload, self._format.stored)
 
     def add(self, chunk: Chunk, parts: Sequence[Array], total: Array | None) -> Array:
@@ -89,23 +97,30 @@ class HostAdder:
         """Return a finished sum; in half precision, divided and rounded."""
         if self._format.rounds and self._divisor != 1:
             np.divide(total, self._divisor, out=total)
-        return Encoded(Encoding.PLAIN, self._format.narrow(total))
+        return self._shorten(self._format.narrow(total))
 
-    def place_sum(self, chunk: Chunk, length: int) -> memoryview:  # noqa: ARG002 - as in the contract
+    def place_sum(self, chunk: Chunk, length: int) -> memoryview:
         """Return the memory of this worker's part."""
-        return self.own(chunk).data.cast("B")
+        return self.own(chunk).data.cast("B")[:length]
 
-    def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:  # noqa: ARG002 - as in the contract
-        """Divide a sum, unless its owner did, and leave it in its place, where it lies unless it was made here."""
+    def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:
+        """Divide a sum, unless its owner did, and leave it in its place, where a plain one from another rank lies."""
         own = self.own(chunk)
+        is_in_place = encoding == Encoding.PLAIN and chunk.owner != self._rank
+        data = payload.data if isinstance(payload, np.ndarray) else payload
+        total = own if is_in_place else self.decode(chunk, encoding, data)
         if not self._format.rounds and self._divisor != 1:
-            np.divide(payload if chunk.owner == self._rank else own, self._divisor, out=own)
-        elif chunk.owner == self._rank:
-            np.copyto(own, payload)
+            np.divide(total, self._divisor, out=own)
+        elif not is_in_place:
+            np.copyto(own, total)
 
     def close(self) -> None:
         """Let go of the values."""
         self._values = None
+
+    def _shorten(self, values: Array) -> Encoded:
+        halves = halve(values, self._pool.lend) if self._halves else None
+        return Encoded(Encoding.PLAIN, values) if halves is None else Encoded(Encoding.HALVES, halves)
 
 
 def host_adders(slots: Sequence[Slot], formats: Sequence[str], rank: int, divisor: int = 1) -> list[HostAdder]:

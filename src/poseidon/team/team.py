@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import secrets
 import socket
 import time
 from collections import Counter
@@ -20,9 +21,11 @@ from torch import Tensor
 from poseidon.errors import PoseidonError
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
+from poseidon.team.gathering import PendingGather, connect_mesh, open_mesh
 from poseidon.team.membership import Member, Membership
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
+from poseidon.wire.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -76,38 +79,45 @@ class Team:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        self.group = dist.group.WORLD if group is None else group
-        assert self.group is not None
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        self.group: dist.ProcessGroup = whole
         self.timeout_s = timeout_s
         self._deadline = timedelta(seconds=timeout_s)
-        self._global_rank = dist.get_rank()
         # Known before anything blocks, so that the workers that arrive can name one that does not.
         self.membership = Membership.unnamed(dist.get_process_group_ranks(self.group))
+        self.rank = self.membership.rank_of(dist.get_rank())
+        """Rank of this worker in the team."""
+        self.size = self.membership.size
+        """Number of workers in the team."""
         name = self.group.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
         self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, self.membership, timeout_s)
         self.control = self.new_group()
+        self.mesh: Mesh | None = None
+        """Carries gathers once all workers are connected to it."""
         self.watch.membership = self.membership = self._introduce()
 
     def _introduce(self) -> Membership:
-        """Exchange names with the other workers. Collective."""
-        mine = {"host": socket.gethostname(), "machine": machine_name()}
-        members = zip(self.membership.members, self.gather_json(mine), strict=True)
+        """Exchange names and addresses with the other workers, and connect the mesh. Collective."""
+        mesh = open_mesh(self.rank, self.size)
+        mine = {
+            "host": socket.gethostname(),
+            "machine": machine_name(),
+            "address": None if mesh is None else mesh.address,
+            "secret": secrets.token_hex(32) if self.rank == 0 else "",
+        }
+        everybody = self.gather_json(mine)
+        addresses, drawn = [names["address"] for names in everybody], everybody[0]["secret"]
+        is_connected = mesh is not None and all(addresses) and connect_mesh(mesh, addresses, drawn, self.timeout_s)
+        if all(row[0] for row in self.gather_ints([is_connected], "the mesh of workers")):
+            self.mesh = mesh
+        members = zip(self.membership.members, everybody, strict=True)
         return Membership(
             self.membership.epoch,
             tuple(Member(member.global_rank, names["host"], names["machine"]) for member, names in members),
         )
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker in the team."""
-        return self.membership.rank_of(self._global_rank)
-
-    @property
-    def size(self) -> int:
-        """Number of workers in the team."""
-        return self.membership.size
 
     @property
     def topology(self) -> Topology:
@@ -188,21 +198,6 @@ class Team:
     def close(self) -> None:
         """Stop the heartbeat. The private channels stay open: see :data:`_CHANNELS`."""
         self.watch.close()
-
-
-class PendingGather:
-    """Integers on their way from every worker to every worker."""
-
-    def __init__(self, team: Team, values: Sequence[int]) -> None:
-        self._team = team
-        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        self._everybody = [torch.empty_like(mine) for _ in range(team.size)]
-        self._work = dist.all_gather(self._everybody, mine, group=team.control, async_op=True)
-
-    def __call__(self, what: str) -> list[list[int]]:
-        """Wait for and return the integers, by rank."""
-        self._team.wait(self._work, what)
-        return [row.tolist() for row in self._everybody]
 
 
 class PeerLostError(PoseidonError):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Sequence
 
 from poseidon.errors import WireError
 from poseidon.job.settings import SECRET
 from poseidon.planning.cluster import Link
 from poseidon.team.team import Team
+from poseidon.wire.address import default_place
 from poseidon.wire.network import NetworkTransport
 from poseidon.wire.open import open_transport
 from poseidon.wire.settings import WireSettings, suited_to
@@ -39,20 +39,6 @@ def connect_wire(
         transport.close()
         raise
     return transport
-
-
-def default_place() -> dict[str, str]:
-    """Return where to listen by default: on the interface that gloo uses, or the address that leads to worker 0."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return {"interface": interface}
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 9))  # sends nothing; the kernel only looks up the route
-            return {"ip": probe.getsockname()[0]}
-        except OSError:
-            return {"ip": "127.0.0.1"}
 
 
 def _agree_on_secret(team: Team) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 
@@ -43,3 +44,17 @@ def listening_ip(settings: WireSettings) -> str:
     if not settings.interface:
         return "127.0.0.1"
     return address_of(settings.interface)
+
+
+def default_place() -> dict[str, str]:
+    """Return where to listen by default: on the interface that gloo uses, or the address that leads to worker 0."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return {"interface": interface}
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))  # sends nothing; the kernel only looks up the route
+            return {"ip": probe.getsockname()[0]}
+        except OSError:
+            return {"ip": "127.0.0.1"}

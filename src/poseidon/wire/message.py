@@ -55,6 +55,12 @@ class Kind(IntEnum):
     """A server's whole state, to be saved or restored."""
     ERROR = 12
     """The request failed; the payload says why, as UTF-8."""
+    FETCH = 13
+    """A request for what the owner of a chunk keeps of it; the detail says what."""
+    FETCHED = 14
+    """The answer to ``FETCH``."""
+    LEAVE = 15
+    """A worker will fetch nothing more."""
 
 
 class Header(NamedTuple):

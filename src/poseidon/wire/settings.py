@@ -45,7 +45,7 @@ class WireSettings:
     balance: bool = False
     """Give connections with more left to send larger buffers, and so more of the link (tcp)."""
     compact: bool = True
-    """Compress float32 gradients on CUDA devices, without loss, to seven eighths of their bytes."""
+    """Compress float32 and bf16 gradients on CUDA devices, without loss."""
     congestion: str = "cubic"
     """Congestion control for tcp connections, if the kernel has it; empty: the system's default. BBR sends at the rate
     it saw before, and is slow to notice that a link is free again when urgent messages go to ever different peers."""

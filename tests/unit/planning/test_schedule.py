@@ -98,6 +98,28 @@ def test_transfers_carry_what_the_costs_count() -> None:
         assert moved == pytest.approx(counted)
 
 
+@pytest.mark.parametrize(
+    ("compacts", "precision", "parts", "sums"),
+    [
+        (False, "float32", 32, 32),
+        (True, "float32", 28.3, 28.3),
+        (True, "bf16", 12.3, 16.9),
+        (True, "fp16", 16.3, 20.0),
+        (False, "bf16", 16, 32),
+    ],
+)
+def test_parts_and_sums_travel_in_the_bits_that_their_precision_leaves(
+    compacts: bool, precision: str, parts: float, sums: float
+) -> None:
+    large = unit("large", "dense", (4096, 2048))
+    (item,) = schedule([large], ["sharded"]).items
+    conditions = Conditions(CLUSTER, compacts=compacts, precision=precision)
+    transfers = standard_routes()["sharded"].transfers(item, conditions)
+    legs = [sum(transfer.legs[at].out_bytes for transfer in transfers) for at in (0, 1)]
+    # Each of the two workers owns half of the values.
+    assert [8 * leg / (4096 * 2048 / 2) for leg in legs] == pytest.approx([parts, sums])
+
+
 def test_even_buckets_are_as_torch_makes_them() -> None:
     mib = 2**20
     sizes = [("float32", size) for size in (mib // 2, mib // 2, 10 * mib, 20 * mib, mib)]

@@ -8,7 +8,7 @@ from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import LAYER_BY_LAYER, make_plan
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.routes import standard_routes
-from poseidon.sim.ranking import Means, observed_profile, predict_s
+from poseidon.sim.ranking import Equipment, observed_profile, predict_s
 
 
 def ranked(given, gbit=10.0, machines=8, defers=False, offers=False, **changes):
@@ -19,9 +19,9 @@ def ranked(given, gbit=10.0, machines=8, defers=False, offers=False, **changes):
     packing, fulls = Packing(cluster, None, defers), ["allreduce", "sharded"]
     model = Model.of(given.specs)
     made = make_candidates(model, given.ready_order, given.loads, routes, None, best, packing, fulls)
-    means = Means(routes, is_nccl=True, compacts=True, cores=2.0, uses_cores=False)
-    means = Means(**{**vars(means), **changes})
-    return made, {one.name: predict_s(one, given, means) for one in made}
+    equipment = Equipment(routes, is_nccl=True, compacts=True, cores=2.0, uses_cores=False)
+    equipment = Equipment(**{**vars(equipment), **changes})
+    return made, {one.name: predict_s(one, given, equipment) for one in made}
 
 
 def transformer(layers=12, tokens=4096):
@@ -60,8 +60,8 @@ def test_direct_messages_inside_one_machine_cost_their_processor_time():
     cluster = Cluster(1, 2, inside=Link(10e9, 5e-5), flops=1e12)
     packing = Packing(cluster)
     plans = [make_plan(small.specs, small.loads, cluster, routes, {"*": name}) for name in ("factors", "allreduce")]
-    means = Means(routes, is_nccl=False, compacts=False, cores=1.0, uses_cores=True)
-    times = [predict_s(Candidate(plan, packing), small, means) for plan in plans]
+    equipment = Equipment(routes, is_nccl=False, compacts=False, cores=1.0, uses_cores=True)
+    times = [predict_s(Candidate(plan, packing), small, equipment) for plan in plans]
     assert times[0] > times[1]
 
 

@@ -125,11 +125,12 @@ def test_sums_are_kept_until_everybody_has_them_and_then_used_again() -> None:
     team, (slot,), network = make_team("host", 2, [8 * length], chunk_values=length)
     pool = team[0].adders[0]._pool  # type: ignore[attr-defined]
     for step in range(3):
-        values = [np.full(8 * length, rank + step, np.float32) for rank in range(2)]
+        values = [np.full(8 * length, rank + step + 0.1, np.float32) for rank in range(2)]
+        total = values[0] + values[1]
         for worker, mine in zip(team, values, strict=True):
             worker.start(mine, slot, step)
         network.pump()
-        assert all((mine == 2 * step + 1).all() for mine in values)
+        assert all(np.array_equal(mine, total) for mine in values)
         # All four sums were under way at once, and none more was needed later.
         assert pool.spare_bytes == 4 * 4 * length
 

@@ -1,0 +1,499 @@
+"""Step 6 of the journey, on the server: the owners of the chunks take the optimizer's step and send weights.
+
+Before: ``routes/served.py`` has sent a backward's gradients to the owners. :class:`ServedUpdates` sits between the
+user's optimizer and the engine. ``step()`` gives the *order* to step, with the current learning rates; an owner's own
+user gives it for the chunks owned there. The first touch of a parameter (``watched.py``) waits for its weights.
+
+What the user looks at is put in place, and is taken from there afterwards. A ``.grad`` that somebody reads is fetched
+from the owners, and the owner on this worker then steps with that, changed or not; the same goes for the weights, and
+for the optimizer's state. All workers run the same program, so all change them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poseidon.engine.aside import aside
+from poseidon.engine.engine import Engine
+from poseidon.engine.optimizers import (
+    check_elementwise,
+    check_max_norm,
+    check_optimizer,
+    clip_before_steps,
+    defer,
+    freeze_options,
+    give_back,
+    make_stand_in,
+    step_groups,
+)
+from poseidon.engine.policy import Policy
+from poseidon.engine.step import Phase
+from poseidon.engine.update import has_compiled_parts
+from poseidon.engine.watched import Touch, is_rounding, unwatch, watch
+from poseidon.errors import UnsupportedError, WorkerLostError
+from poseidon.job.closing import Stage, at_exit
+from poseidon.routes.base import LiveItem, can_be_served
+from poseidon.routes.served import ServedExchanger, ServedRoute
+from poseidon.routes.shard import Order, Piece, State, flat_memory
+
+
+class ServedUpdates(Policy):
+    """Lets the owners step one optimizer; any thread may touch parameters."""
+
+    defers = True
+    serves = True
+    syncs_buffers_early = True
+    holds_replicas = False
+    """A worker may hold exact weights where another one holds rounded ones."""
+    is_copyable = False
+
+    def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
+        check_optimizer(optimizer)
+        check_elementwise(optimizer)
+        check_max_norm(max_grad_norm)
+        self.optimizer = optimizer
+        self.plain = type(optimizer)
+        self.is_updating = False
+        self._max_grad_norm = max_grad_norm
+        self._engine: Engine | None = None
+        self._exchanger: ServedExchanger | None = None
+        """None before the first plan."""
+        self._item_of: dict[nn.Parameter, LiveItem] = {}
+        self._lock = threading.RLock()
+        self._lazy: dict[nn.Parameter, None] = {}
+        """Parameters whose mean gradient is at its owners only."""
+        self._due: set[LiveItem] = set()
+        """Items whose new weights are under way."""
+        self._candidates: set[nn.Parameter] = set()
+        """Parameters that the model only uses rounded..."""
+        self._rounded: set[nn.Parameter] = set()
+        """... and those of them that hold rounded values at present."""
+        self._exact_items: set[LiveItem] = set()
+        """Items of rounded parameters that arrive exact from now on."""
+        self._has_state = True
+        """The user's optimizer has its whole state, as the user may have changed it."""
+        self._observed: dict[nn.Parameter, set[Touch]] | None = defaultdict(set)
+        """How the first forward touches parameters."""
+        self._undo: list[Callable[[], None]] = []
+
+    # What the wrapper and the front end call.
+
+    def connect(self, module: nn.Module, engine: Engine | None) -> None:
+        """Take over the optimizer's steps; with one worker, only clip the norm."""
+        self._engine = engine
+        if engine is None:
+            if self._max_grad_norm is not None:
+                self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
+            return
+        for parameter in engine.parameters:
+            if not can_be_served(parameter):
+                raise UnsupportedError(f'a parameter is {parameter.dtype}, which update="server" cannot sum')
+            flat_memory(parameter)
+        defer(self.optimizer, self)
+        # A script may exit with a step under way, or while others still fetch what is kept here.
+        self._undo.append(at_exit(Stage.STEPS, self._leave_unless_broken))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine whose gradients this policy waits for."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def exchanger(self) -> ServedExchanger:
+        """What moves gradients and weights."""
+        assert self._exchanger is not None
+        return self._exchanger
+
+    def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
+        """Put everything in place if the forward does not touch parameters one by one."""
+        if is_joining:
+            raise UnsupportedError(
+                'join() with update="server": a worker without input takes no steps, but owns chunks; leave update out'
+            )
+        is_opaque = has_compiled_parts(module)
+        if self._observed is not None and asks and not is_opaque:
+            for parameter in self.engine.parameters:
+                watch(parameter, self)
+        if not asks or is_opaque:
+            self.finish()
+            if is_opaque or not is_rounding(self.engine.parameters[0].device.type):
+                with self._lock, self._broken_by_errors():
+                    self._fetch_exact(self._rounded)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Guard a part of backward: if a worker is lost in it, no step may use what it left."""
+        try:
+            yield
+        except WorkerLostError as error:
+            self.engine.fail(error)
+            raise
+
+    def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
+        """Finish the previous step, then begin this one's exchange unless it has begun."""
+        if not self.engine.in_backward:  # called for every gradient
+            with self.guard():
+                self._end_step()
+                self.engine.begin_backward(unused)
+
+    def end_backward(self) -> None:
+        """Leave the means with their owners; in the first backward, let everybody have them."""
+        if self.engine.plan is None:
+            self._agree_on_rounding()
+            self.engine.end_backward()
+            self._follow_plan()
+            return
+        forgotten = self.engine.close_backward()
+        with self._lock:
+            self._lazy = dict.fromkeys(self.engine.parameters)
+            for parameter in self.engine.parameters:
+                watch(parameter, self)
+            if not (self.engine.options.allow_unused or self.engine.options.static_graph):
+                # What is left of them was sent; without this, gradients would take twice their memory.
+                with _in_private():
+                    for parameter in self.engine.parameters:
+                        parameter.grad = None
+        if forgotten:
+            self._settle()
+            self.engine.check_forgotten(forgotten)
+
+    def finish(self) -> None:
+        """Wait for all weights that are under way."""
+        if self._engine is None:
+            return
+        with self._lock, self._broken_by_errors():
+            for item in list(self._due):
+                self._land(item)
+
+    def close(self) -> None:
+        """Give model and optimizer everything back, and close the engine. Collective."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._engine is None:
+            return
+        try:
+            if self.engine.failure is None:
+                self._give_everything_back()
+        finally:
+            for parameter in self.engine.parameters:
+                unwatch(parameter)
+            give_back(self.optimizer, self.plain)
+            self.engine.close()
+            self._engine = None
+
+    # How parameters are touched.
+
+    def touch(self, parameter: nn.Parameter, touch: Touch) -> None:
+        """Put in place what an operation needs."""
+        with self._lock, self._broken_by_errors():
+            if self._observed is not None:
+                self._observed[parameter].add(touch)
+            if touch is Touch.NEW_GRADIENT:
+                self._lazy.pop(parameter, None)
+            elif touch is Touch.GRADIENT:
+                self._show_gradient(parameter)
+            else:
+                self._land(self._item_of.get(parameter))
+                if touch is Touch.VALUES and parameter in self._rounded:
+                    self._fetch_exact({parameter})
+            self._unwatch_if_plain(parameter)
+
+    def open(self, parameter: nn.Parameter) -> None:
+        """Put everything in place."""
+        with self._lock:
+            if self._observed is not None:
+                self._observed[parameter].add(Touch.VALUES)
+            for touch in (Touch.VALUES, Touch.GRADIENT):
+                self.touch(parameter, touch)
+            unwatch(parameter)
+
+    def _unwatch_if_plain(self, parameter: nn.Parameter) -> None:
+        is_due = self._item_of.get(parameter) in self._due
+        if not (is_due or parameter in self._lazy or parameter in self._rounded or self._observed is not None):
+            unwatch(parameter)
+
+    # Gradients.
+
+    def _settle(self) -> None:
+        """Hear the others' roll calls, once in a step."""
+        if self.engine.phase is not Phase.CLOSED:
+            return
+        self.engine.settle()
+        for parameter in self.engine.unused:
+            # No worker has a gradient of it, so what its .grad was counts.
+            self._lazy.pop(parameter, None)
+
+    def _show_gradient(self, parameter: nn.Parameter) -> None:
+        """Put the means of all that travels with a parameter into ``.grad``, except where it was replaced."""
+        if parameter not in self._lazy:
+            return
+        self._settle()
+        if parameter not in self._lazy:
+            return
+        item = self._item_of[parameter]
+        assert item.bucket is not None
+        with _in_private():
+            means = item.bucket.views_of(self.exchanger.fetch_means(item))
+            for other, mean in zip(item.parameters, means, strict=True):
+                if other in self._lazy:
+                    other.grad = mean
+        for other in item.parameters:
+            self._lazy.pop(other, None)
+            self._unwatch_if_plain(other)
+
+    def _show_gradients(self) -> None:
+        while self._lazy:
+            self._show_gradient(next(iter(self._lazy)))
+
+    # Weights.
+
+    def _land(self, item: LiveItem | None) -> None:
+        """Wait for the weights of an item and put them in place."""
+        if item is None or item not in self._due:
+            return
+        with _in_private():
+            self.exchanger.under_way.pop(item).finish(is_used=True)
+            self._write(item)
+        self._due.remove(item)
+        is_rounded = item.parameters[0] in self._candidates and item not in self._exact_items
+        for parameter in item.parameters:
+            if is_rounded:
+                self._rounded.add(parameter)
+            self._unwatch_if_plain(parameter)
+
+    def _write(self, item: LiveItem) -> None:
+        assert item.bucket is not None
+        item.bucket.write_to([parameter.detach() for parameter in item.parameters])
+
+    def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
+        """Replace rounded values, of all parameters that travel with these, by the exact ones."""
+        for item in {self._item_of[parameter]: None for parameter in parameters}:
+            with _in_private():
+                if self.exchanger.fetch_weights(item):
+                    self._exact_items.add(item)
+                self._write(item)
+            for parameter in item.parameters:
+                self._rounded.discard(parameter)
+                self._unwatch_if_plain(parameter)
+
+    # Replacements for the optimizer's own methods.
+
+    def step(self) -> None:
+        """Order the owners to step."""
+        with self._lock, self._broken_by_errors():
+            self.finish()  # step() was called twice in a row
+            self._settle()
+            groups = self.optimizer.param_groups
+            group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+            options = [freeze_options(group) for group in groups]
+            if self._exchanger is None:
+                self._step_here(list(group_of), options, group_of)
+                return
+            with _in_private():
+                self._order(options, group_of)
+            self._step_here([p for p in group_of if p not in self._item_of], options, group_of)
+
+    def zero_grad(self, set_to_none: bool = True) -> bool:
+        """Clear gradients, without waiting for them."""
+        if self._engine is None:
+            return False
+        with self._lock, self._broken_by_errors():
+            members = [p for group in self.optimizer.param_groups for p in group["params"]]
+            with _in_private():
+                for parameter in members:
+                    if set_to_none:
+                        parameter.grad = None
+                    elif parameter.grad is not None or parameter in self._lazy:
+                        # Not in place: it may be under way.
+                        parameter.grad = torch.zeros_like(parameter)
+            for parameter in members:
+                self._lazy.pop(parameter, None)
+                self._unwatch_if_plain(parameter)
+            return True
+
+    def show_state(self) -> None:
+        """Put the whole state of the optimizer in place; it is taken from there at the next step."""
+        with self._lock, self._broken_by_errors():
+            if self._has_state or self._exchanger is None:
+                return
+            self.finish()
+            full: State = defaultdict(dict)
+            with _in_private():
+                for item in self.exchanger.items:
+                    self.exchanger.fetch_state(item, full)
+            # In the order of the groups, as a plain optimizer would have made it.
+            mine = self.optimizer.__dict__["state"]
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in full:
+                        mine[parameter] = full[parameter]
+            self._has_state = True
+
+    def take_state(self) -> None:
+        """Note that the state was replaced."""
+        self._has_state = True
+
+    # Inside.
+
+    def _order(self, options: list[dict[str, Any]], group_of: Mapping[nn.Parameter, int]) -> None:
+        exchanger, shard = self.exchanger, self.exchanger.shard
+        if not exchanger.under_way:
+            # Nothing was sent since the last step: the gradients are those in hand.
+            self._show_gradients()
+            for item in exchanger.items:
+                exchanger.start(item, (), 0)
+        shard.take_weights(set(self._item_of) - self._rounded)
+        if self._has_state:
+            self._take_state()
+        coefficient = self._clip()
+        in_hand = {
+            piece: None if piece.parameter.grad is None else piece.cut(piece.parameter.grad).clone()
+            for piece in shard.pieces
+            if piece.parameter not in self._lazy
+        }
+        attributes = freeze_options(self.optimizer.__dict__)
+
+        def update(pieces: Sequence[Piece], state: State) -> None:
+            members: list[list[nn.Parameter]] = [[] for _ in options]
+            for piece in pieces:
+                if piece.parameter in group_of:
+                    members[group_of[piece.parameter]].append(piece.held)
+            stand_in = make_stand_in(self.plain, {**attributes, "state": state})
+            with aside():
+                step_groups(stand_in, self.plain, options, members)
+
+        exchanger.order(Order(update, in_hand, coefficient))
+        self._due = set(exchanger.items)
+        self._rounded.clear()
+        for parameter in self._item_of:
+            watch(parameter, self)
+
+    def _take_state(self) -> None:
+        """Let owners have the state that the user's optimizer holds, and drop it there."""
+        state = self.optimizer.__dict__["state"]
+        self.exchanger.shard.take_state(state)
+        for parameter in self._item_of:
+            state.pop(parameter, None)
+        self._has_state = False
+
+    def _clip(self) -> Tensor | None:
+        """Clip gradients in hand; return what to multiply the others by. Collective."""
+        if self._max_grad_norm is None:
+            return None
+        shard, total = self.exchanger.shard, 0.0
+        for chunk, mean in self.exchanger.means():
+            for piece in shard.pieces_of(chunk):
+                if piece.parameter in self._lazy:
+                    gradient = mean[piece.at : piece.at + piece.length]
+                elif piece.parameter.grad is not None:
+                    gradient = piece.cut(piece.parameter.grad)
+                else:
+                    continue
+                total += float(gradient.double().square().sum())
+        words = torch.tensor(total, dtype=torch.float64).view(torch.int64).item()
+        everybody = self.engine.team.gather_ints([int(words)], "the norm of the gradients")
+        squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64).view(torch.float64)
+        norm = squares.sum().sqrt().to(torch.float32)
+        coefficient = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
+        for parameter in self._item_of:
+            if parameter not in self._lazy and parameter.grad is not None:
+                parameter.grad.detach().mul_(coefficient.to(parameter.grad.device))
+        return coefficient
+
+    def _step_here(
+        self, parameters: Sequence[nn.Parameter], options: list[dict[str, Any]], group_of: Mapping[nn.Parameter, int]
+    ) -> None:
+        """Step, on every worker alike, parameters that are not served."""
+        members: list[list[nn.Parameter]] = [[] for _ in options]
+        for parameter in parameters:
+            members[group_of[parameter]].append(parameter)
+        self.is_updating = True
+        try:
+            with _in_private():
+                step_groups(self.optimizer, self.plain, options, members)
+        finally:
+            self.is_updating = False
+
+    def _end_step(self) -> None:
+        """Before a backward: nothing may be under way, and gradients that were not cleared must be in place."""
+        if self._exchanger is None:
+            return
+        with self._lock, self._broken_by_errors():
+            self.finish()
+            self._settle()
+            self._show_gradients()
+            if self.exchanger.under_way:
+                # There was no step(): the owners send the weights as they are.
+                self.exchanger.order(Order(None, {}))
+                for item in list(self.exchanger.under_way):
+                    self.exchanger.under_way.pop(item).finish(is_used=True)
+
+    def _agree_on_rounding(self) -> None:
+        """Let all workers choose the same parameters to be sent rounded. Collective."""
+        observed, engine = self._observed, self.engine
+        assert observed is not None
+        mine = [
+            int(p.dtype is torch.float32 and observed[p] & {Touch.ROUNDED, Touch.VALUES} == {Touch.ROUNDED})
+            for p in engine.parameters
+        ]
+        everybody = engine.team.gather_ints(mine, "how parameters are used")
+        columns = zip(engine.parameters, zip(*everybody, strict=True), strict=True)
+        self._candidates = {parameter for parameter, column in columns if all(column)}
+        engine.mark_rounded(self._candidates)
+        self._observed = None
+        for parameter in engine.parameters:
+            unwatch(parameter)
+
+    def _follow_plan(self) -> None:
+        planned = self.engine.planned
+        if planned is None:
+            return
+        exchanger = planned.exchangers[ServedRoute.name]
+        assert isinstance(exchanger, ServedExchanger)
+        self._exchanger = exchanger
+        self._item_of = {parameter: item for item in planned.items for parameter in item.parameters}
+
+    def _give_everything_back(self) -> None:
+        with self._lock, self._broken_by_errors():
+            if self._exchanger is None:
+                return
+            self._end_step()
+            self._fetch_exact(self._rounded)
+            self.show_state()
+            self.exchanger.leave()
+
+    def _leave_unless_broken(self) -> None:
+        if self._engine is not None and self.engine.failure is None and self._exchanger is not None:
+            self._end_step()
+            self.exchanger.leave()
+
+    @contextlib.contextmanager
+    def _broken_by_errors(self) -> Iterator[None]:
+        """After an error in the middle of an exchange, replicas may differ: nothing goes on."""
+        if self.engine.failure is not None:
+            raise UnsupportedError(
+                f"rank {self.engine.team.rank}: an update was interrupted by an error, so the replicas may differ; "
+                "restart from a checkpoint"
+            ) from self.engine.failure
+        try:
+            yield
+        except BaseException as error:
+            self.engine.fail(error)
+            raise
+
+
+@contextlib.contextmanager
+def _in_private() -> Iterator[None]:
+    """Touch parameters unwatched, and without the caller's context."""
+    with aside(), torch._C.DisableTorchFunctionSubclass():
+        yield

@@ -1,0 +1,276 @@
+"""Step 3, served: gradients go to the owners of their chunks, which take the optimizer's step and send weights back.
+
+The route of ``poseidon.distribute(..., update="server")``, and only of that. As with ``sharded``, the owner of a chunk
+adds the parts in rank order (``sums/``). Then it steps the user's optimizer on its chunk (``shard.py``), and what comes
+back is the new weights. A worker that looks at a mean gradient, at the exact value of a weight that was sent rounded,
+or at the optimizer's state, fetches it from the owners (``sums/fetching.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
+from poseidon.routes.buckets import Bucket
+from poseidon.routes.catalogue import ShardedRoute
+from poseidon.routes.shard import Order, Shard, State, read_state
+from poseidon.routes.sharded import agree_on_device
+from poseidon.routes.staging import StagedExchange, Stager
+from poseidon.sums.arithmetic import Adder
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.device import DeviceAdder, is_compacted
+from poseidon.sums.fetching import Answer, Ask, FetchDesk
+from poseidon.sums.host import host_adders
+from poseidon.sums.server import SumServer
+from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
+from poseidon.sums.stepping import DeviceMeans, HostMeans, Lane, Means, StepAdder, StepThread
+from poseidon.team.team import PeerLostError, Team
+from poseidon.team.wiring import connect_wire
+from poseidon.wire.formats import Array, find_format
+
+ALIGNMENT = 64
+"""Chunks end at multiples of so many values of a parameter: fused optimizers on CPUs round the last few values of a
+tensor, which do not fill a vector, differently."""
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+_HELD = {torch.bfloat16: torch.uint16}
+"""NumPy has no bfloat16."""
+
+
+@dataclass(frozen=True)
+class ServedRoute(ShardedRoute):
+    """Full gradients to the owners of their chunks, and weights back."""
+
+    name = "served"
+    summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
+    note = ""
+
+    def open(self, context: Context) -> Exchanger:
+        """Connect the workers."""
+        return ServedExchanger(context)
+
+
+class ServedExchanger(Exchanger):
+    """Exchanges gradients for weights; calls may come in any order."""
+
+    def __init__(self, context: Context) -> None:
+        team = self.team = context.team
+        link = context.cluster.between
+        self._rounded = context.rounded
+        self._chunk_bytes = chunk_bytes_for(link.bytes_per_s)
+        self._transport = connect_wire(team, range(team.size), link=link)
+        self._server = SumServer(self._transport)
+        self._desk = FetchDesk(self._transport)
+        self._transport.listen_lost(self._lose)
+        stream = torch.cuda.Stream(priority=-1) if context.is_cuda else None
+        self._lane: Lane = contextlib.nullcontext if stream is None else lambda: torch.cuda.stream(stream)
+        self._thread = StepThread(self._lane)
+        self._device = agree_on_device(team, self._transport.settings, context.is_cuda)
+        self._stager = Stager() if context.is_cuda else None
+        self._slots: dict[LiveItem, Slot] = {}
+        self._adders: dict[LiveItem, StepAdder] = {}
+        self._versions: dict[LiveItem, int] = {}
+        """Of the last exchange of each item; 0 before the first."""
+        self.shard = Shard([], team.rank, self._rounded)
+        self.under_way: dict[LiveItem, StepExchange] = {}
+        """Exchanges whose weights have not been taken."""
+
+    @property
+    def items(self) -> list[LiveItem]:
+        """All items, in the order in which they become ready."""
+        return [*self._slots]
+
+    def prepare(self, items: Sequence[LiveItem]) -> None:
+        """Agree on the owners of all chunks, which take the weights of theirs from the model. Called once."""
+        assert not self._slots, "owners cannot change: they keep the optimizer's state"
+        team = self.team
+        dtypes = [item.parameters[0].dtype for item in items]
+        itemsizes = [dtype.itemsize for dtype in dtypes]
+        cut = make_slots(0, [item.item.numel for item in items], itemsizes, team.size, self._chunk_bytes)
+        for item, slot, dtype in zip(items, cut, dtypes, strict=True):
+            self._slots[item] = (
+                slot if self._is_on_device(slot, dtype) else align(slot, [p.numel() for p in item.parameters])
+            )
+        self._versions = dict.fromkeys(items, 0)
+        self.shard = Shard(self._slots.items(), team.rank, self._rounded)
+        self._adders = dict(zip(items, self._make_adders(dtypes), strict=True))
+        booked = [(slot, self._adders[item]) for item, slot in self._slots.items()]
+        self._server.book(booked)
+        self._desk.book(booked)
+        # Nobody may send before all workers know the slots.
+        team.gather_ints([len(items)], "the parameter server")
+
+    def _make_adders(self, dtypes: Sequence[torch.dtype]) -> Iterator[StepAdder]:
+        rank, size, device = self.team.rank, self.team.size, self._device
+        kinds = list(zip(self._slots.values(), dtypes, strict=True))
+        names = [_NAMES[dtype] for slot, dtype in kinds if not self._is_on_device(slot, dtype)]
+        on_host = iter(host_adders([slot for slot, dtype in kinds if not self._is_on_device(slot, dtype)], names, rank))
+        for slot, dtype in kinds:
+            adder: Adder
+            means: Means
+            if self._is_on_device(slot, dtype):
+                assert device is not None
+                # The owner divides: what others restore is weights. Halves are divided as they are rounded.
+                adder = DeviceAdder(slot, rank, size, device, 1 if dtype is torch.float32 else size, dtype)
+                means = DeviceMeans(adder, dtype, size, self._lane)
+            else:
+                adder = next(on_host)
+                means = HostMeans(adder, find_format(_NAMES[dtype]), dtype, size)
+            yield StepAdder(adder, slot, rank, means, self.shard, self._thread)
+
+    def _is_on_device(self, slot: Slot, dtype: torch.dtype) -> bool:
+        return self._device is not None and is_compacted(slot, dtype)
+
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> StepExchange:  # noqa: ARG002
+        """Send the gradients of an item to the owners of its chunks."""
+        slot = self._slots[item]
+        with torch._C.DisableTorchFunctionSubclass():
+            flat = item.pack()
+        self._versions[item] += 1
+        version = self._versions[item]
+        name = item.name
+        # Reserved now, because the values come later where they are on a device.
+        begin = self._server.reserve(slot, version)
+        back: Exchange
+        if self._is_on_device(slot, flat.dtype):
+            back = StagedExchange(self.team, begin(flat), name, flat.device)
+        elif self._stager is not None:
+            back = self._stager.start(flat, slot.number, lambda host: begin(_as_numpy(host)), self.team, name)
+        else:
+            back = _HostArrival(self.team, begin(_as_numpy(flat)), name)
+        exchange = StepExchange(version, back)
+        self.under_way[item] = exchange
+        return exchange
+
+    def order(self, order: Order) -> None:
+        """Let the chunks owned here be stepped, of everything under way."""
+        if self._stager is not None:
+            order = replace(order, ready=torch.cuda.current_stream().record_event())
+        for item, exchange in self.under_way.items():
+            self._adders[item].order(exchange.version, order)
+
+    def means(self) -> Iterator[tuple[Chunk, Tensor]]:
+        """Wait for the sums of all chunks owned here, and return their means."""
+        for item, exchange in self.under_way.items():
+            self.team.result(self._adders[item].when_summed(exchange.version), item.name, grace_s=0)
+            yield from self._adders[item].means()
+
+    def fetch(self, item: LiveItem, what: Ask) -> list[tuple[Chunk, Answer]]:
+        """Return what the owners have of an item's chunks; blocks."""
+        version = self._versions[item]
+        asked = [(chunk, self._desk.fetch(chunk, what, version)) for chunk in self._slots[item].chunks]
+        return [(chunk, self._result(future, item)) for chunk, future in asked]
+
+    def fetch_means(self, item: LiveItem) -> Tensor:
+        """Return the mean gradients of an item, in new memory: weights may be arriving in the bucket's."""
+        flat = torch.empty_like(_bucket(item).flat)
+        self._fill(flat, self.fetch(item, Ask.MEAN))
+        return flat
+
+    def fetch_weights(self, item: LiveItem) -> bool:
+        """Leave the exact weights in the bucket; return whether the owners send exact ones from now on."""
+        found = self.fetch(item, Ask.WEIGHTS)
+        self._fill(_bucket(item).flat, found)
+        return all(answer.is_exact_later for _, answer in found)
+
+    def _fill(self, flat: Tensor, found: Sequence[tuple[Chunk, Answer]]) -> None:
+        for chunk, answer in found:
+            flat[chunk.start : chunk.stop].copy_(torch.frombuffer(answer.payload, dtype=flat.dtype))
+
+    def fetch_state(self, item: LiveItem, full: State) -> None:
+        """Add the optimizer's state of an item's parameters to ``full``."""
+        for chunk, answer in self.fetch(item, Ask.STATE):
+            read_state(answer.payload, [*runs(item, chunk)], full)
+
+    def leave(self) -> None:
+        """Answer the others until nobody asks any more."""
+        self._desk.leave()
+
+    def close(self) -> None:
+        """Stop the threads and close the connections."""
+        if self._stager is not None:
+            self._stager.close()
+        if self._device is not None:
+            self._device.close()
+        self._thread.close()
+        self._transport.close()
+
+    def _result(self, future: Future[Answer], item: LiveItem) -> Answer:
+        return self.team.result(future, item.name, grace_s=0)
+
+    def _lose(self, peer: int, why: str) -> None:
+        error = PeerLostError(peer, why)
+        self._server.fail(error)
+        self._desk.fail(error)
+
+
+class StepExchange(Exchange):
+    """Gradients on their way to the owners, or weights on their way back."""
+
+    def __init__(self, version: int, back: Exchange) -> None:
+        self.version = version
+        self._back = back
+
+    def finish(self, is_used: bool) -> None:
+        """Wait for the weights, which then lie where the gradients lay; they come only after an order to step."""
+        self._back.finish(is_used)
+
+
+class _HostArrival(Exchange):
+    def __init__(self, team: Team, future: Future[None], name: str) -> None:
+        self._team = team
+        self._future = future
+        self._name = name
+
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        self._team.result(self._future, self._name, grace_s=0)
+
+
+def align(slot: Slot, sizes: Sequence[int]) -> Slot:
+    """Return a slot whose chunks end at multiples of :data:`ALIGNMENT` in parameters of these sizes."""
+    starts = [0, *itertools.accumulate(sizes)]
+    chunks: list[Chunk] = []
+    begin = 0
+    for chunk in slot.chunks:
+        end = chunk.stop
+        if chunk is not slot.chunks[-1]:
+            first, last = next(pair for pair in itertools.pairwise(starts) if pair[0] < end <= pair[1])
+            end = min(first + round((end - first) / ALIGNMENT) * ALIGNMENT, last)
+        if end > begin:
+            chunks.append(Chunk(chunk.slot, len(chunks), begin, end, chunk.owner))
+            begin = end
+    return Slot(slot.number, tuple(chunks), slot.priority)
+
+
+def runs(item: LiveItem, chunk: Chunk) -> Iterable[tuple[nn.Parameter, int, int]]:
+    """Return the pieces of a chunk: parameter, and where in it the piece begins and ends."""
+    begin = 0
+    for parameter in item.parameters:
+        end = begin + parameter.numel()
+        first, last = max(begin, chunk.start), min(end, chunk.stop)
+        if first < last:
+            yield parameter, first - begin, last - begin
+        begin = end
+
+
+def _bucket(item: LiveItem) -> Bucket:
+    assert item.bucket is not None
+    return item.bucket
+
+
+def _as_numpy(flat: Tensor) -> Array:
+    held = _HELD.get(flat.dtype)
+    array: Array = (flat if held is None else flat.view(held)).numpy()
+    return array

@@ -1,0 +1,341 @@
+"""Owners that take the optimizer's step: an adder whose chunks come back as weights instead of sums.
+
+Parts go up as ever. When a sum is there and this worker's own user has called ``step()``, the owner steps its chunk of
+the weights (:class:`Stepper`), on a thread of its own, and what goes down is the new weights. Everybody runs the same
+program, so an owner need not ask the others whether to step, or with which learning rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from poseidon.errors import ServerError
+from poseidon.sums.arithmetic import Adder, Fail, Then
+from poseidon.sums.chunks import Chunk
+from poseidon.sums.device import DeviceAdder
+from poseidon.sums.encodings import Encoded, Payload
+from poseidon.sums.fetching import Answer, Ask, Reply
+from poseidon.sums.host import HostAdder
+from poseidon.sums.messages import Layouts
+from poseidon.sums.slots import Slot
+from poseidon.team.team import CLOSE_S
+from poseidon.wire.formats import Array, Format
+
+
+class Stepper(Protocol):
+    """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
+
+    def step(self, chunk: Chunk, mean: Tensor, order: Any) -> None:
+        """Update a chunk's weights with its mean gradient, as ``order`` says. May change ``mean``."""
+
+    def outgoing(self, chunk: Chunk) -> Tensor:
+        """Return the weights of a chunk as workers get them: exact, or rounded where they only use them so."""
+
+    def exact(self, chunk: Chunk) -> memoryview:
+        """Return the exact weights."""
+
+    def state_of(self, chunk: Chunk) -> memoryview:
+        """Return the optimizer's state."""
+
+    def stop_rounding(self, chunk: Chunk) -> None:
+        """Send exact weights from the next step on."""
+
+
+class Means(Protocol):
+    """How an adder's sums become gradients, and weights what it sends: on the host or on a device."""
+
+    def mean(self, chunk: Chunk, total: Any) -> Tensor:
+        """Return the mean gradient, given a finished sum."""
+
+    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
+        """Return a mean as it is fetched."""
+
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+        """Return weights as they travel."""
+
+
+Lane = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes what runs inside use another stream of the device than the model's computation does."""
+
+
+class StepThread:
+    """Runs steps one after the other, the most urgent first."""
+
+    def __init__(self, lane: Lane = contextlib.nullcontext) -> None:
+        self._lane = lane
+        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._work, name="poseidon-stepping", daemon=True)
+        self._thread.start()
+
+    def put(self, priority: float, job: Callable[[], None]) -> None:
+        """Run ``job``, which must not raise."""
+        self._jobs.put((priority, next(self._numbers), job))
+
+    def close(self) -> None:
+        """End the thread after what it was given."""
+        self._jobs.put((float("inf"), next(self._numbers), None))
+        self._thread.join(timeout=CLOSE_S)
+
+    def _work(self) -> None:
+        with self._lane():
+            while (job := self._jobs.get()[2]) is not None:
+                job()
+
+
+@dataclass(eq=False)
+class _Total:
+    """A sum on its way to become weights."""
+
+    chunk: Chunk
+    values: Any
+    """What the adder made."""
+    encoded: Encoded | None = None
+    """The new weights."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A finished sum whose step has not been ordered."""
+
+    total: _Total
+    mean: Tensor
+    then: Then
+    fail: Fail
+
+
+class StepAdder:
+    """An :class:`~poseidon.sums.arithmetic.Adder` around another; also keeps what workers may fetch.
+
+    Versions count the sums of this slot, from 1; the order for each is given once.
+    """
+
+    def __init__(self, inner: Adder, slot: Slot, rank: int, means: Means, stepper: Stepper, thread: StepThread) -> None:
+        self.layouts: Layouts = inner.layouts
+        self.together = inner.together
+        self._inner = inner
+        self._slot = slot
+        self._owned = [chunk for chunk in slot.chunks if chunk.owner == rank]
+        self._means = means
+        self._stepper = stepper
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._order: tuple[int, Any] | None = None
+        self._summed = dict.fromkeys((chunk.index for chunk in self._owned), 0)
+        """Version of each chunk's last finished sum..."""
+        self._stepped = dict(self._summed)
+        """... and of its weights; 0: as they were at first."""
+        self._kept: dict[int, Tensor] = {}
+        """The mean of each chunk's last sum."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._asks: list[tuple[Chunk, Ask, int, Reply]] = []
+        self._looked: dict[int, set[int]] = {}
+        """Versions at which a chunk's exact weights were fetched."""
+        self._all_summed: dict[int, Future[None]] = {}
+
+    # What this worker's own user does.
+
+    def order(self, version: int, order: Any) -> None:
+        """Step every chunk of ``version``, now or when its sum is there."""
+        with self._lock:
+            self._order = (version, order)
+            ready = [self._waiting.pop(index) for index in list(self._waiting)]
+        for waiting in ready:
+            self._submit(waiting, version, order)
+
+    def when_summed(self, version: int) -> Future[None]:
+        """Return a future for all chunks' sums."""
+        future: Future[None] = Future()
+        with self._lock:
+            if all(summed >= version for summed in self._summed.values()):
+                future.set_result(None)
+            else:
+                self._all_summed[version] = future
+        return future
+
+    def means(self) -> list[tuple[Chunk, Tensor]]:
+        """Return the mean gradients of the last sum."""
+        return [(chunk, self._kept[chunk.index]) for chunk in self._owned]
+
+    # What other workers ask.
+
+    def ask(self, chunk: Chunk, what: Ask, version: int, reply: Reply) -> None:
+        """Answer now, or when ``version`` is there."""
+        with self._lock:
+            have = (self._summed if what is Ask.MEAN else self._stepped)[chunk.index]
+            if have < version:
+                self._asks.append((chunk, what, version, reply))
+                return
+            if have > version:
+                raise ServerError(f"version {version} of {chunk} was asked for ({what.name}), but it has {have}")
+        reply(self._answer(chunk, what, version))
+
+    def _answer(self, chunk: Chunk, what: Ask, version: int) -> Answer:
+        if what is Ask.MEAN:
+            return Answer(self._means.payload(chunk, self._kept[chunk.index]))
+        if what is Ask.STATE:
+            return Answer(self._stepper.state_of(chunk))
+        # Rounding saves nothing where somebody looks at the exact weights step after step.
+        looked = self._looked.setdefault(chunk.index, set())
+        looked.add(version)
+        is_frequent = version - 1 in looked
+        if is_frequent:
+            self._stepper.stop_rounding(chunk)
+        return Answer(self._stepper.exact(chunk), is_frequent)
+
+    def _answer_asks(self, chunk: Chunk, kinds: Sequence[Ask], version: int) -> None:
+        with self._lock:
+            mine = [each for each in self._asks if each[0] is chunk and each[1] in kinds and each[2] == version]
+            self._asks = [each for each in self._asks if each not in mine]
+        for _, what, _, reply in mine:
+            reply(self._answer(chunk, what, version))
+
+    # The adder.
+
+    def open(self, values: Any, then: Then, fail: Fail) -> None:
+        """Begin a step."""
+        self._inner.open(values, then, fail)
+
+    def part(self, chunk: Chunk) -> Encoded:
+        """Return this worker's part."""
+        return self._inner.part(chunk)
+
+    def own(self, chunk: Chunk) -> Any:
+        """Return this worker's part."""
+        return self._inner.own(chunk)
+
+    def place_part(self, chunk: Chunk, rank: int, length: int) -> memoryview | None:
+        """Return where to receive a part."""
+        return self._inner.place_part(chunk, rank, length)
+
+    def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
+        """Return a part that has been received."""
+        return self._inner.decode(chunk, encoding, payload)
+
+    def add(self, chunk: Chunk, parts: Sequence[Any], total: _Total | None) -> _Total:
+        """Add parts."""
+        return _Total(chunk, self._inner.add(chunk, parts, None if total is None else total.values))
+
+    def wait(self, total: _Total, then: Then, fail: Fail) -> None:
+        """Call ``then`` once the chunk has been stepped."""
+        self._inner.wait(total.values, lambda: self._take_sum(total, then, fail), fail)
+
+    def encode(self, chunk: Chunk, total: _Total) -> Encoded:  # noqa: ARG002 - as in the contract
+        """Return the new weights."""
+        assert total.encoded is not None
+        return total.encoded
+
+    def place_sum(self, chunk: Chunk, length: int) -> memoryview:
+        """Return where to receive weights: where this worker's part lay."""
+        return self._inner.place_sum(chunk, length)
+
+    def land(self, chunk: Chunk, encoding: int, payload: Payload) -> None:
+        """Note that a chunk's weights are here."""
+        self._inner.land(chunk, encoding, payload)
+
+    def close(self) -> Any:
+        """Leave the weights in the values."""
+        return self._inner.close()
+
+    # Inside.
+
+    def _take_sum(self, total: _Total, then: Then, fail: Fail) -> None:
+        chunk = total.chunk
+        mean = self._means.mean(chunk, total.values)
+        waiting = _Waiting(total, mean, then, fail)
+        with self._lock:
+            version = self._summed[chunk.index] + 1
+            self._summed[chunk.index] = version
+            self._kept[chunk.index] = mean
+            order = self._order if self._order is not None and self._order[0] == version else None
+            if order is None:
+                self._waiting[chunk.index] = waiting
+            are_all = all(summed >= version for summed in self._summed.values())
+            everybody = self._all_summed.pop(version, None) if are_all else None
+        self._answer_asks(chunk, [Ask.MEAN], version)
+        if everybody is not None:
+            everybody.set_result(None)
+        if order is not None:
+            self._submit(waiting, *order)
+
+    def _submit(self, waiting: _Waiting, version: int, order: Any) -> None:
+        self._thread.put(self._slot.priority, lambda: self._step(waiting, version, order))
+
+    def _step(self, waiting: _Waiting, version: int, order: Any) -> None:
+        total, chunk = waiting.total, waiting.total.chunk
+        try:
+            self._stepper.step(chunk, waiting.mean, order)
+            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
+            with self._lock:
+                self._stepped[chunk.index] = version
+            waiting.then()
+            self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
+        except BaseException as error:
+            waiting.fail(error)
+
+
+class HostMeans:
+    """Sums in host memory, divided by the number of workers; half precision is rounded once."""
+
+    def __init__(self, inner: HostAdder, number_format: Format, dtype: torch.dtype, workers: int) -> None:
+        self._inner = inner
+        self._format = number_format
+        self._dtype = dtype
+        self._workers = workers
+
+    def mean(self, chunk: Chunk, total: Array) -> Tensor:  # noqa: ARG002 - as in the contract
+        """Divide, in the memory of the sum."""
+        total /= self._workers
+        return torch.from_numpy(self._format.narrow(total)).view(self._dtype)
+
+    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
+        """Return the mean where it lies."""
+        return bytes_of(mean)
+
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+        """Let the adder encode them as it does sums."""
+        stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
+        return self._inner.encode(chunk, self._format.widen(stored))
+
+
+class DeviceMeans:
+    """Sums on a device."""
+
+    def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
+        self._inner = inner
+        self._dtype = dtype
+        self._workers = workers
+        self._lane = lane
+
+    def mean(self, chunk: Chunk, total: Any) -> Tensor:  # noqa: ARG002 - it lies on the device
+        """Divide, in new memory: the weights come where the sum lies."""
+        with self._lane():
+            own = self._inner.sum_of(chunk)
+            if self._dtype is not torch.float32:  # divided as it was rounded
+                return own.clone()
+            # Not by a number, which CUDA would multiply by the inverse of.
+            return own / torch.full((), self._workers, dtype=own.dtype, device=own.device)
+
+    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
+        """Return a copy in host memory."""
+        with self._lane():
+            return bytes_of(mean)
+
+    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+        """Compact them."""
+        return self._inner.encode_instead(chunk, weights)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a flat tensor; of a copy if that is on a device."""
+    return memoryview(tensor.cpu().view(torch.uint8).numpy().data)

@@ -1,0 +1,190 @@
+"""A few integers from every rank to every rank, with the least work: one connection per pair, and no threads.
+
+A collective wakes several threads on every machine and passes its values around in as many hops as there are ranks.
+Here a rank writes to each connection and goes on; whoever needs the values reads them later, when the kernel usually
+has them already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from poseidon.errors import FrameError, WireError
+from poseidon.wire.handshake import challenge, claim
+from poseidon.wire.secret import JobSecret
+
+MOST_WORDS = 1024
+"""In one message: whatever else is under way, the kernel takes it at once, so sending never waits."""
+_HANDSHAKE_S = 2.0
+_LOOK_S = 0.1
+_HEAD = struct.Struct("<QI")
+_READ_BYTES = 1 << 16
+
+
+class MeshError(WireError):
+    """No message came from ``rank``: its connection ended, or it was silent for too long."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"no message from rank {rank}: {why}")
+        self.rank = rank
+
+
+class Mesh:
+    """One rank's connections; any thread may use them. It listens at ``address`` from construction on."""
+
+    def __init__(self, rank: int, size: int, ip: str) -> None:
+        self._rank = rank
+        self._size = size
+        self._listener = socket.create_server((ip, 0), backlog=size)
+        self._peers: dict[int, _Peer] = {}
+        self._number = 0
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, _close_all, self._listener, self._peers)
+        self._close.atexit = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the other ranks find this one."""
+        ip, port = self._listener.getsockname()
+        return str(ip), int(port)
+
+    def connect(self, addresses: Sequence[tuple[str, int]], secret: bytes, timeout_s: float) -> None:
+        """Connect to all ranks, given their addresses by rank; ``WireError`` if that takes longer than ``timeout_s``.
+
+        Of two ranks the higher one opens the connection; both prove that they know the secret.
+        """
+        deadline = time.monotonic() + timeout_s
+        known = JobSecret(secret)
+        try:
+            for peer in range(self._rank):
+                self._peers[peer] = _Peer(peer, self._open(peer, addresses[peer], known, deadline))
+            while len(self._peers) < self._size - 1:
+                self._admit(known, deadline)
+        except (OSError, FrameError) as error:
+            missing = [peer for peer in range(self._size) if peer != self._rank and peer not in self._peers]
+            raise WireError(f"rank {self._rank} is not connected to ranks {missing}: {error}") from error
+        self._listener.close()
+
+    def send(self, words: Sequence[int]) -> int:
+        """Send integers of 64 bits to all ranks, at most :data:`MOST_WORDS`; return the message's number.
+
+        Ranks must send equally often; the messages with one number belong together.
+        """
+        body = struct.pack(f"<{len(words)}q", *words)
+        with self._lock:
+            number, self._number = self._number, self._number + 1
+            data = _HEAD.pack(number, len(words)) + body
+            for peer in self._peers.values():
+                peer.send(data)
+        return number
+
+    def receive(self, number: int, mine: Sequence[int], timeout_s: float) -> list[list[int]]:
+        """Return the words of all ranks in the messages with this number, ``mine`` among them.
+
+        Raises :class:`MeshError` if one does not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        peers = self._peers
+        return [
+            list(mine) if rank == self._rank else peers[rank].receive(number, deadline) for rank in range(self._size)
+        ]
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._close()
+
+    def _open(self, peer: int, address: tuple[str, int], secret: JobSecret, deadline: float) -> socket.socket:
+        with contextlib.ExitStack() as undo:
+            source = (self.address[0], 0)
+            left_s = max(0.1, deadline - time.monotonic())
+            connection = undo.enter_context(socket.create_connection(address, left_s, source))
+            claim(connection, secret, self._rank, peer)
+            undo.pop_all()
+        return connection
+
+    def _admit(self, secret: JobSecret, deadline: float) -> None:
+        """Accept one connection; a stranger's is closed."""
+        self._listener.settimeout(max(0.1, deadline - time.monotonic()))
+        with contextlib.ExitStack() as undo:
+            connection = undo.enter_context(self._listener.accept()[0])
+            connection.settimeout(_HANDSHAKE_S)
+            with contextlib.suppress(FrameError, OSError):
+                sender = challenge(connection, secret, self._rank, self._size)
+                if sender > self._rank and sender not in self._peers:
+                    self._peers[sender] = _Peer(sender, connection)
+                    undo.pop_all()
+
+
+class _Peer:
+    """The connection to one rank, and what has come from it."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._rank = rank
+        self._connection = connection
+        self._data = bytearray()
+        self._words: dict[int, list[int]] = {}
+        """By number, what nobody has asked for yet."""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def send(self, data: bytes) -> None:
+        # A connection that has ended, or is full because nothing reads, is reported by whoever waits for the answer.
+        with contextlib.suppress(OSError):
+            self._connection.send(data)
+
+    def receive(self, number: int, deadline: float) -> list[int]:
+        while True:
+            with self._lock:
+                while number not in self._words and self._read():
+                    pass
+                if number in self._words:
+                    return self._words.pop(number)
+            self._wait(deadline)
+
+    def _read(self) -> bool:
+        """Take what has come; return whether anything had."""
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise MeshError(self._rank, str(error)) from error
+        if not data:
+            raise MeshError(self._rank, "its connection ended")
+        self._data += data
+        while len(self._data) >= _HEAD.size:
+            number, count = _HEAD.unpack_from(self._data)
+            end = _HEAD.size + 8 * count
+            if count > MOST_WORDS:
+                raise MeshError(self._rank, f"it sent {count} words at once; {MOST_WORDS} are the most")
+            if len(self._data) < end:
+                break
+            self._words[number] = list(struct.unpack_from(f"<{count}q", self._data, _HEAD.size))
+            del self._data[:end]
+        return True
+
+    def _wait(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise MeshError(self._rank, "it was silent for too long")
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        # Not for too long: another thread may take what comes.
+        poll.poll(min(left_s, _LOOK_S) * 1e3)
+
+
+def _close_all(listener: socket.socket, peers: dict[int, _Peer]) -> None:
+    listener.close()
+    for peer in peers.values():
+        peer.close()

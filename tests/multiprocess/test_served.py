@@ -1,0 +1,655 @@
+"""``update="server"`` gives the bits that ``distribute`` gives, whatever is read in between."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import poseidon
+import twins
+from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.sums.fetching import FetchDesk
+from ranks import run_ranks
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
+    "nesterov": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "maximize": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, dampening=0.1, maximize=True),
+    "sgd_fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, amsgrad=True, weight_decay=0.1),
+    "adam_foreach": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, foreach=True),
+    "adam_tensor": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(1e-3)),
+    "adamw_fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters()),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters()),
+    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=1e-2),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, momentum=0.5, centered=True),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), initial_accumulator_value=0.1),
+    "adagrad_fused": lambda m: torch.optim.Adagrad(m.parameters(), fused=True),
+    "adadelta": lambda m: torch.optim.Adadelta(m.parameters(), lr=1.0),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=1e-3),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), lr=1e-2, t0=2, weight_decay=0.1),
+    "groups": lambda m: torch.optim.SGD(
+        [
+            {"params": [p for p in m.parameters() if p.ndim > 1], "weight_decay": 1e-2},
+            {"params": [p for p in m.parameters() if p.ndim == 1], "lr": 0.2},
+        ],
+        lr=0.05,
+        momentum=0.9,
+    ),
+    "some": lambda m: torch.optim.SGD([*m.parameters()][2:], lr=0.05, momentum=0.9),
+}
+
+
+def _net() -> nn.Module:
+    """Large enough for a bucket to be cut inside a parameter, at odd places."""
+    return nn.Sequential(
+        nn.Conv2d(3, 7, 3, padding=1),
+        nn.BatchNorm2d(7),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(7 * 36, 101),
+        nn.ReLU(),
+        nn.Linear(101, 5),
+    )
+
+
+def _loss(model: nn.Module, number: int) -> Tensor:
+    generator = twins.seed_of_rank(number)
+    x, y = torch.randn(6, 3, 6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    optimizer.step()
+
+
+def _distribute(model: nn.Module, optimizer: torch.optim.Optimizer, update: str, **options: Any) -> Any:
+    if update == "worker":
+        options["routes"] = {"*": "sharded"}
+    return poseidon.distribute(model, optimizer, cluster=twins.slow_cluster(), update=update, **options)
+
+
+def _train(update: str, make: MakeOptimizer, loop: Loop, steps: int = 5, **options: Any) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = _net()
+    optimizer = make(model)
+    wrapped, optimizer = _distribute(model, optimizer, update, **options)
+    for number in range(steps):
+        loop(wrapped, optimizer, number)
+    found = [p.detach().clone() for p in model.parameters()]
+    for _, entry in sorted(optimizer.state_dict()["state"].items()):
+        found += [value.detach().clone() for value in entry.values() if isinstance(value, Tensor)]
+    wrapped.verify_replicas()
+    wrapped.close()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert type(optimizer) is type(make(_net()))
+    return found
+
+
+def _compare(make: MakeOptimizer, loop: Loop, steps: int = 5, **options: Any) -> None:
+    twins.quiet()
+    plain, ours = (_train(update, make, loop, steps, **options) for update in ("worker", "server"))
+    assert len(plain) == len(ours)
+    for a, b in zip(plain, ours, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+
+
+def _apart(workers: int) -> list[dict[str, str]]:
+    """Return an environment that makes every worker a machine of its own."""
+    return [{"POSEIDON_MACHINE": str(rank)} for rank in range(workers)]
+
+
+def _compare_optimizers(names: list[str]) -> None:
+    for name in names:
+        _compare(OPTIMIZERS[name], _plain_loop)
+
+
+@pytest.mark.parametrize("third", range(3))
+def test_same_bits_with_every_optimizer(third: int) -> None:
+    run_ranks(_compare_optimizers, 2, [*OPTIMIZERS][third::3])
+
+
+def test_same_bits_with_three_workers() -> None:
+    run_ranks(_compare_optimizers, 3, ["groups", "adamw_fused"], env=_apart(3))
+
+
+# What a training loop may do.
+
+
+def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    with model.no_sync():  # type: ignore[operator]
+        _loss(model, 10 * number).backward()
+    _loss(model, 10 * number + 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _clipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def _clearing_late(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss = _loss(model, number)
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    loss.backward()
+    optimizer.step()
+
+
+def _clearing_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    _loss(model, number).backward()
+    optimizer.step()
+
+
+def _evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _plain_loop(model, optimizer, number)
+    model.eval()
+    with torch.no_grad():
+        _loss(model, 100 + number)
+    model.train()
+
+
+def _editing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    _loss(model, number).backward()
+    first, *_, last = model.parameters()
+    assert last.grad is not None
+    last.grad.mul_(0.5)
+    if number == 2:
+        first.grad = None
+    if number == 3:
+        first.grad = torch.ones_like(first)
+    optimizer.step()
+    if dist.get_rank() == 0:  # one worker alone must be able to look, and to save
+        assert last.grad is not None
+        assert first.sum() != 0
+        copy.deepcopy(model.module)  # type: ignore[arg-type]
+        optimizer.state_dict()
+
+
+def _reading_after_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _plain_loop(model, optimizer, number)
+    norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05 / (1 + float(norm))
+
+
+def _editing_weights(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _plain_loop(model, optimizer, number)
+    first, second, *_, last = model.parameters()
+    with torch.no_grad():
+        last.clamp_(-0.05, 0.05)
+        first.data.mul_(0.9)
+    second.data = second.data + 0.25  # other memory
+    if number == 2:
+        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def _editing_between(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+    optimizer.step()
+
+
+def _editing_state(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _plain_loop(model, optimizer, number)
+    last = [*model.parameters()][-1]
+    if number == 1:
+        optimizer.state[last]["momentum_buffer"].zero_()
+    if number == 2:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if number == 3:
+        optimizer.state.clear()
+
+
+def _stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def _never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _loss(model, number).backward()
+    optimizer.step()
+    if number == 3:
+        model.zero_grad()
+
+
+def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    _loss(model, 50 + number).backward()
+    optimizer.step()
+
+
+def _skipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    if number != 2:
+        optimizer.step()
+
+
+def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    scaler = _SCALERS.setdefault(model, torch.amp.GradScaler("cpu", init_scale=1024.0))
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = _loss(model, number)
+    scaler.scale(loss * (float("inf") if number == 2 else 1.0)).backward()
+    if number == 3:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+_SCALERS: weakref.WeakKeyDictionary[nn.Module, torch.amp.GradScaler] = weakref.WeakKeyDictionary()
+
+LOOPS: dict[str, Loop] = {
+    "accumulating": _accumulating,
+    "clipping": _clipping,
+    "clearing_late": _clearing_late,
+    "clearing_by_hand": _clearing_by_hand,
+    "evaluating": _evaluating,
+    "editing_gradients": _editing_gradients,
+    "reading_after_the_step": _reading_after_the_step,
+    "editing_weights": _editing_weights,
+    "editing_between": _editing_between,
+    "editing_state": _editing_state,
+    "stepping_twice": _stepping_twice,
+    "never_clearing": _never_clearing,
+    "backward_twice": _backward_twice,
+    "skipping": _skipping,
+    "scaling": _scaling,
+}
+
+
+def _compare_loop(name: str) -> None:
+    _compare(OPTIMIZERS["nesterov"], LOOPS[name], steps=6)
+    if name == "scaling":
+        _compare(OPTIMIZERS["adamw_fused"], LOOPS[name], steps=6)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_same_bits_in_every_loop(name: str) -> None:
+    run_ranks(_compare_loop, 2, name)
+
+
+def _with_scheduler() -> None:
+    twins.quiet()
+    results = []
+    for update in ("worker", "server"):
+        torch.manual_seed(3)
+        model = _net()
+        optimizer = OPTIMIZERS["adam_tensor"](model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        wrapped, optimizer = _distribute(model, optimizer, update)
+        for number in range(5):
+            _plain_loop(wrapped, optimizer, number)
+            scheduler.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+        wrapped.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_learning_rate_of_the_moment_of_step_counts() -> None:
+    run_ranks(_with_scheduler, 2)
+
+
+class _Branches(nn.Module):
+    """Uses some of its layers only in some steps, and one weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 40)
+        self.second = nn.Linear(40, 40)
+        self.never = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 40)
+        self.last.weight = self.first.weight
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        # Only one worker in some steps, and nobody in others.
+        if self.number % 3 == 0 or (self.number % 3 == 1 and dist.get_rank() == 0):
+            x = self.second(x)
+        return self.last(x)
+
+
+def _branching(update: str, **options: Any) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = _Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    wrapped, optimizer = _distribute(model, optimizer, update, **options)
+    for number in range(7):
+        model.number = 0 if options.get("static_graph") else number
+        optimizer.zero_grad(set_to_none=number != 4)
+        wrapped(torch.randn(3, 40, generator=twins.seed_of_rank(number))).square().mean().backward()
+        optimizer.step()
+    found = [p.detach().clone() for p in model.parameters()]
+    states = optimizer.state_dict()["state"]
+    wrapped.close()
+    return [*found, *(states[number]["exp_avg"] for number in sorted(states))]
+
+
+def _unused() -> None:
+    twins.quiet()
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        plain, ours = (_branching(update, **options) for update in ("worker", "server"))
+        assert len(plain) == len(ours)
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    with pytest.raises(UnsupportedError, match=r"never\.weight"):
+        _branching("server")
+
+
+def test_unused_and_shared_parameters() -> None:
+    run_ranks(_unused, 2)
+
+
+def _clip_inside() -> None:
+    twins.quiet()
+    plain = _train("worker", OPTIMIZERS["nesterov"], _plain_loop, max_grad_norm=0.1)
+    for loop in (_plain_loop, _editing_nothing):
+        ours = _train("server", OPTIMIZERS["nesterov"], loop, max_grad_norm=0.1)
+        for a, b in zip(plain, ours, strict=True):
+            # The norm is added in float64 here, and tensor by tensor in float32 there.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    free = _train("server", OPTIMIZERS["nesterov"], _plain_loop)
+    clipped = _train("server", OPTIMIZERS["nesterov"], _plain_loop, max_grad_norm=1e9)
+    assert all(torch.equal(a, b) for a, b in zip(free, clipped, strict=True))
+
+
+def _editing_nothing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    _loss(model, number).backward()
+    first, *_ = model.parameters()
+    assert first.grad is not None
+    optimizer.step()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert number == 0 or abs(float(norm) - 0.1) < 1e-5
+
+
+def test_max_grad_norm_clips_all_gradients_together() -> None:
+    run_ranks(_clip_inside, 2)
+
+
+# Saving and giving back.
+
+
+def _train_on(path: str, workers: int, steps: range, saves: bool) -> list[Tensor]:
+    """Train a while on some of the ranks, from the checkpoint that is there, and perhaps leave one."""
+    group = dist.new_group(range(workers))
+    if dist.get_rank() >= workers:
+        return []
+    torch.manual_seed(3)
+    model = _net()
+    optimizer = OPTIMIZERS["adam"](model)
+    wrapped, optimizer = _distribute(model, optimizer, "server", process_group=group)
+    if steps.start:
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for number in steps:
+        optimizer.zero_grad()
+        # The same batch everywhere: the number of workers must not matter.
+        x = torch.randn(6, 3, 6, 6, generator=torch.Generator().manual_seed(number))
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+    if saves and dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    wrapped.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _checkpoints(path: str) -> None:
+    whole = _train_on(path, 4, range(6), saves=False)
+    _train_on(path, 4, range(3), saves=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        model = _net()
+        optimizer = OPTIMIZERS["adam"](model)
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for number in range(3, 6):
+            optimizer.zero_grad()
+            x = torch.randn(6, 3, 6, 6, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(whole, model.parameters(), strict=True))
+    resumed = _train_on(path, 2, range(3, 6), saves=False)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=dist.get_rank() < 2))
+
+
+def test_checkpoints_load_into_any_number_of_workers_and_plain_torch(tmp_path: Path) -> None:
+    run_ranks(_checkpoints, 4, str(tmp_path / "checkpoint.pt"))
+
+
+def _give_back() -> None:
+    twins.quiet()
+    torch.manual_seed(3)
+    model = _net()
+    optimizer = OPTIMIZERS["adam"](model)
+    wrapped, optimizer = _distribute(model, optimizer, "server")
+    for number in range(3):
+        _plain_loop(wrapped, optimizer, number)
+    share = sum(
+        value.numel()
+        for entry in wrapped._policy.exchanger.shard.state.values()  # type: ignore[attr-defined]
+        for value in entry.values()
+    )
+    assert not optimizer.__dict__["state"], "the whole state is nowhere"
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert type(twin) is torch.optim.Adam
+    state = optimizer.state_dict()["state"]
+    whole = sum(value.numel() for entry in state.values() for value in entry.values())
+    assert share <= whole * (1 / dist.get_world_size() + 0.05)
+    wrapped.close()
+    assert type(optimizer) is torch.optim.Adam
+    after = optimizer.state_dict()["state"]
+    for number, entry in state.items():
+        for key, value in entry.items():
+            assert torch.equal(value, after[number][key])
+            assert torch.equal(value, twin.state_dict()["state"][number][key])
+            assert value.shape == after[number][key].shape
+    assert all(p.grad is not None for p in model.parameters())
+    # From here on each worker trains alone.
+    model(torch.ones(2, 3, 6, 6)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_owners_share_the_state_and_give_it_back(workers: int) -> None:
+    run_ranks(_give_back, workers)
+
+
+# Refusals.
+
+
+class _Elementwise(torch.optim.SGD):
+    is_elementwise = True
+
+
+class _Unknown(torch.optim.SGD):
+    pass
+
+
+def _refusals() -> None:
+    model = _net()
+    parameters = [*model.parameters()]
+    with pytest.raises(ConfigError, match="unknown update 'sever'"):
+        poseidon.distribute(model, torch.optim.SGD(parameters, lr=0.1), update="sever")
+    with pytest.raises(ConfigError, match="consistency='ssp'"):
+        poseidon.distribute(model, torch.optim.SGD(parameters, lr=0.1), update="server", consistency="ssp")
+    with pytest.raises(ConfigError, match="routes"):
+        poseidon.distribute(model, torch.optim.SGD(parameters, lr=0.1), update="server", routes={"*": "sharded"})
+    for optimizer in (_Unknown(parameters, lr=0.1), torch.optim.Adafactor(parameters)):
+        with pytest.raises(UnsupportedError, match=type(optimizer).__name__):
+            poseidon.distribute(model, optimizer, update="server")
+    sparse = nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(UnsupportedError, match="sparse=True"):
+        poseidon.distribute(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1), update="server")
+    wrapped, _ = poseidon.distribute(model, _Elementwise(parameters, lr=0.1), update="server")
+    with pytest.raises(UnsupportedError, match="join"), wrapped.join():
+        _loss(wrapped, 0)
+
+
+def test_what_owners_cannot_step_is_refused() -> None:
+    run_ranks(_refusals, 2)
+
+
+def test_alone_it_is_the_plain_loop() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    wrapped, optimizer = poseidon.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), update="server")
+    before = model.weight.detach().clone()
+    wrapped(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.1)
+
+
+# Weights that the model only uses rounded.
+
+
+class _Mixed(nn.Module):
+    """Uses some weights only under autocast, and others exactly: an embedding, a norm, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 48)
+        self.norm = nn.LayerNorm(48)
+        self.attention = nn.MultiheadAttention(48, 3, batch_first=True)
+        self.up = nn.Linear(48, 190)
+        self.down = nn.Linear(190, 48)
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(self.norm(x), x, x, need_weights=False)[0]
+        x = x + self.down(nn.functional.gelu(self.up(x))) * self.scale
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+ROUNDED = {
+    *("attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj.weight", "attention.out_proj.bias"),
+    *("up.weight", "up.bias", "down.weight", "down.bias"),
+}
+
+
+def _autocast_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    tokens = torch.randint(0, 50, (2, 9), generator=twins.seed_of_rank(number))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def _looking(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    _autocast_step(model, optimizer, number)
+    inner = model.module
+    if number == 1:
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, 3, dtype=torch.long))  # without autocast
+        model.train()
+    if number == 3 and dist.get_rank() == 0:
+        assert inner.up.weight.abs().sum() > 0
+    if number == 5:
+        with torch.no_grad():
+            inner.up.weight.mul_(1.001)
+            inner.down.weight.data = inner.down.weight.data * 1.001
+        inner.up.bias.data.clamp_(-0.01, 0.01)
+    if number == 4:
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(1, 3, dtype=torch.long))
+        model.train()
+
+
+def _holding(model: nn.Module) -> set[str]:
+    """Return the names of the parameters whose memory holds rounded values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            name
+            for name, p in model.named_parameters()
+            if not (p.detach().view(torch.int32) & 0xFFFF).any() and bool((p.detach() != 1).any())
+        }
+
+
+def _train_mixed(update: str, loop: Loop, steps: int = 8) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = _Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped, optimizer = _distribute(model, optimizer, update)
+    for number in range(steps):
+        loop(wrapped, optimizer, number)
+    wrapped.finish_step()
+    if update == "server":
+        assert _holding(model) == ROUNDED
+    found = [value.clone() for value in model.state_dict().values()]
+    wrapped.verify_replicas()
+    assert not _holding(model) & ROUNDED
+    for _, entry in sorted(optimizer.state_dict()["state"].items()):
+        found += [value.clone() for value in entry.values()]
+    wrapped.close()
+    return found
+
+
+def _rounded() -> None:
+    twins.quiet()
+    for loop in (_autocast_step, _looking):
+        plain, ours = (_train_mixed(update, loop) for update in ("worker", "server"))
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_weights_used_under_autocast_only_are_rounded_and_exact_when_looked_at() -> None:
+    run_ranks(_rounded, 2)
+
+
+def _often() -> None:
+    """A weight that is looked at step after step is sent exactly after a while."""
+    torch.manual_seed(5)
+    model = _Mixed()
+    wrapped, optimizer = _distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "server")
+    fetches = []
+    fetch = FetchDesk.fetch
+
+    def counting(self: Any, *what: Any) -> Any:
+        fetches.append(what)
+        return fetch(self, *what)
+
+    FetchDesk.fetch = counting  # type: ignore[method-assign]
+    for number in range(8):
+        _autocast_step(wrapped, optimizer, number)
+        before = len(fetches)
+        assert model.up.weight.sum() != 0
+        assert (len(fetches) > before) == (number < 2)
+    FetchDesk.fetch = fetch  # type: ignore[method-assign]
+    wrapped.close()
+
+
+def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
+    run_ranks(_often, 2)

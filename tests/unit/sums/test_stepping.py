@@ -1,0 +1,263 @@
+"""Owners that step: weights come back instead of sums, on the in-memory network and with both arithmetics."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compact_twin import HostCompactor
+from poseidon.errors import ServerError
+from poseidon.routes.served import ALIGNMENT, align, runs
+from poseidon.routes.shard import Order, Piece, Shard, State, read_state
+from poseidon.sums.arithmetic import Adder
+from poseidon.sums.device import DeviceAdder, DeviceArithmetic
+from poseidon.sums.fetching import Ask, FetchDesk
+from poseidon.sums.host import host_adders
+from poseidon.sums.server import SumServer
+from poseidon.sums.slots import Slot, make_slots
+from poseidon.sums.stepping import DeviceMeans, HostMeans, Means, StepAdder, StepThread
+from poseidon.wire.formats import find_format
+from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
+from sum_team import CHUNK_VALUES, KINDS, Immediately
+
+SHAPES = [(37, 61), (1003,), (19, 50), (1,)]
+SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+class AtOnce(StepThread):
+    """Runs steps on the caller's thread."""
+
+    def __init__(self) -> None:
+        pass
+
+    def put(self, priority: float, job: Callable[[], None]) -> None:
+        job()
+
+
+class StepWorker:
+    """One rank: its model, what it owns, and its server."""
+
+    def __init__(self, transport: MemoryTransport, kind: str, slot: Slot, is_rounded: bool = False) -> None:
+        rank, size = transport.rank, transport.size
+        self.slot = slot
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        self.item: Any = SimpleNamespace(parameters=self.parameters)
+        self.shard = Shard([(self.item, slot)], rank, set(self.parameters) if is_rounded else set())
+        inner: Adder
+        means: Means
+        if kind == "host":
+            (inner,) = host_adders([slot], ["float32"], rank)
+            means = HostMeans(inner, find_format("float32"), torch.float32, size)
+        else:
+            inner = DeviceAdder(slot, rank, size, DeviceArithmetic(HostCompactor(), Immediately))
+            means = DeviceMeans(inner, torch.float32, size, contextlib.nullcontext)
+        self.adder = StepAdder(inner, slot, rank, means, self.shard, AtOnce())
+        self.server = SumServer(transport)
+        self.desk = FetchDesk(transport)
+        self.server.book([(slot, self.adder)])
+        self.desk.book([(slot, self.adder)])
+        self.flat = torch.empty(0)
+        self.kind = kind
+
+    def start(self, gradient: Tensor, version: int) -> Any:
+        self.flat = gradient.clone()
+        return self.server.start(self.flat.numpy() if self.kind == "host" else self.flat, self.slot, version)
+
+    def order(self, version: int, **fields: Any) -> None:
+        self.adder.order(version, Order(**{"update": _adam, "in_hand": {}, **fields}))
+
+
+def _adam(pieces: Sequence[Piece], state: State) -> None:
+    stand_in = torch.optim.AdamW([piece.held for piece in pieces], lr=1e-2)
+    stand_in.state = state
+    stand_in.step()
+
+
+def _team(
+    kind: str, workers: int, seed: int | None = None, is_rounded: bool = False
+) -> tuple[list[StepWorker], MemoryNetwork]:
+    (slot,) = make_slots(0, [SIZE], [4], workers, 4 * CHUNK_VALUES)
+    if kind == "host":
+        slot = align(slot, [torch.Size(shape).numel() for shape in SHAPES])
+    assert {chunk.owner for chunk in slot.chunks} == set(range(workers))
+    order = random.Random(seed)
+    transports = make_memory_network(workers, None if seed is None else lambda some: order.randrange(len(some)))
+    return [StepWorker(transport, kind, slot, is_rounded) for transport in transports], transports[0].network
+
+
+def _gradient(rank: int, step: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Reference:
+    """The same training in one place."""
+
+    def __init__(self, workers: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2)
+        self._workers = workers
+
+    def mean(self, step: int) -> Tensor:
+        total = _gradient(0, step)
+        for rank in range(1, self._workers):
+            total = total + _gradient(rank, step)
+        return total / self._workers
+
+    def step(self, step: int) -> Tensor:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, self.mean(step).split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        self.optimizer.step()
+        return self.flat
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
+
+
+@both
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_weights_come_back_whatever_order_messages_take(kind: str, workers: int, seed: int | None) -> None:
+    team, network = _team(kind, workers, seed)
+    reference, order = Reference(workers), random.Random(seed)
+    for step in range(4):
+        futures = [worker.start(_gradient(rank, step), step + 1) for rank, worker in enumerate(team)]
+        network.pump(limit=order.randrange(10))
+        for worker in team:
+            worker.order(step + 1)
+            network.pump(limit=order.randrange(10))
+        network.pump()
+        expected = reference.step(step)
+        for worker, future in zip(team, futures, strict=True):
+            future.result(0)
+            assert torch.equal(worker.flat, expected)
+
+
+@both
+def test_nothing_comes_back_before_the_owner_has_the_order(kind: str) -> None:
+    team, network = _team(kind, 2)
+    futures = [worker.start(_gradient(rank, 0), 1) for rank, worker in enumerate(team)]
+    team[1].order(1)
+    network.pump()
+    assert not any(future.done() for future in futures)
+    team[0].order(1)
+    network.pump()
+    assert all(future.done() for future in futures)
+
+
+@both
+def test_an_order_may_leave_weights_as_they_are_and_use_gradients_in_hand(kind: str) -> None:
+    team, network = _team(kind, 2)
+    before = Reference(2).flat
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, 0), 1)
+    for worker in team:
+        worker.order(1, update=None)
+    network.pump()
+    assert all(torch.equal(worker.flat, before) for worker in team)
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, 1), 2)
+    for worker in team:
+        first, *_ = worker.parameters
+        in_hand: dict[Piece, Tensor | None] = {
+            piece: None if piece.parameter is first else torch.ones(piece.length) for piece in worker.shard.pieces
+        }
+        worker.order(2, in_hand=in_hand)
+    network.pump()
+    reference = Reference(2)
+    for parameter in reference.parameters[1:]:
+        parameter.grad = torch.ones_like(parameter)
+    reference.optimizer.step()
+    assert all(torch.equal(worker.flat, reference.flat) for worker in team)
+
+
+def _fetch(worker: StepWorker, network: MemoryNetwork, what: Ask, version: int) -> list[memoryview]:
+    futures = [worker.desk.fetch(chunk, what, version) for chunk in worker.slot.chunks]
+    network.pump()
+    return [future.result(0).payload for future in futures]
+
+
+def _join(payloads: Sequence[memoryview]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.frombuffer(one, np.float32) for one in payloads]))
+
+
+@both
+def test_one_worker_fetches_means_weights_and_state(kind: str) -> None:
+    team, network = _team(kind, 3, is_rounded=True)
+    reference = Reference(3)
+    asker = team[2]
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, 0), 1)
+    early = [asker.desk.fetch(chunk, Ask.WEIGHTS, 1) for chunk in asker.slot.chunks]
+    means = _fetch(asker, network, Ask.MEAN, 1)
+    assert torch.equal(_join(means), reference.mean(0))
+    assert not any(future.done() for future in early)
+    for worker in team:
+        worker.order(1)
+    network.pump()
+    expected = reference.step(0)
+    assert torch.equal(asker.flat, expected.bfloat16().float())
+    weights = [future.result(0).payload for future in early]
+    assert torch.equal(_join(weights), expected)
+    means = _fetch(asker, network, Ask.MEAN, 1)
+    assert torch.equal(_join(means), reference.mean(0))
+    full: State = {parameter: {} for parameter in asker.parameters}
+    for chunk, answer in zip(asker.slot.chunks, _fetch(asker, network, Ask.STATE, 1), strict=True):
+        read_state(answer, [*runs(asker.item, chunk)], full)
+    for mine, theirs in zip(asker.parameters, reference.parameters, strict=True):
+        state = reference.optimizer.state[theirs]
+        assert full[mine].keys() == state.keys()
+        assert all(torch.equal(full[mine][key], state[key]) for key in state)
+
+
+def test_what_is_past_or_not_owned_is_refused() -> None:
+    team, network = _team("host", 2)
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, 0), 1)
+        worker.order(1)
+    network.pump()
+    others = next(chunk for chunk in team[0].slot.chunks if chunk.owner == 1)
+    team[0].desk.fetch(others, Ask.WEIGHTS, 0)
+    with pytest.raises(ServerError, match="version 0 of chunk"):
+        network.pump()
+
+
+def test_a_lost_peer_ends_what_was_asked() -> None:
+    team, network = _team("host", 2)
+    chunk = next(chunk for chunk in team[0].slot.chunks if chunk.owner == 1)
+    future = team[0].desk.fetch(chunk, Ask.WEIGHTS, 0)
+    team[0].desk.fail(ZeroDivisionError("gone"))
+    for one in (future, team[0].desk.fetch(chunk, Ask.MEAN, 0)):
+        with pytest.raises(ZeroDivisionError):
+            one.result(0)
+    team[0].desk.leave()
+    assert network.pump() >= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_end_at_aligned_places_of_parameters(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([1, 7, 300, 5000, 70000]) for _ in range(draw.randint(1, 6))]
+    (cut,) = make_slots(0, [sum(sizes)], [4], 4, 4096)
+    slot = align(cut, sizes)
+    starts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    position = 0
+    for index, chunk in enumerate(slot.chunks):
+        assert (chunk.index, chunk.start) == (index, position)
+        assert chunk.length > 0
+        position = chunk.stop
+        before = max(start for start in starts if start <= chunk.stop)
+        assert (chunk.stop - before) % ALIGNMENT == 0
+    assert position == sum(sizes)

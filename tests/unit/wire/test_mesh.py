@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from poseidon.errors import WireError
+from poseidon.wire.mesh import MOST_WORDS, Mesh, MeshError
+
+SECRET = b"sixteen bytes or more"
+
+
+def connected(size: int, secrets: list[bytes] | None = None, timeout_s: float = 10.0) -> list[Mesh]:
+    meshes = [Mesh(rank, size, "127.0.0.1") for rank in range(size)]
+    addresses = [mesh.address for mesh in meshes]
+    with ThreadPoolExecutor(size) as threads:
+        given = secrets or [SECRET] * size
+        jobs = [threads.submit(mesh.connect, addresses, given[rank], timeout_s) for rank, mesh in enumerate(meshes)]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            for mesh in meshes:
+                mesh.close()
+            raise
+    return meshes
+
+
+@pytest.fixture
+def three() -> Iterator[list[Mesh]]:
+    meshes = connected(3)
+    yield meshes
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_everybody_gets_everybodys_words_by_rank(three) -> None:
+    words = [[rank, -(2**63), 2**63 - 1] for rank in range(3)]
+    numbers = [mesh.send(mine) for mesh, mine in zip(three, words, strict=True)]
+    for mesh, mine, number in zip(three, words, numbers, strict=True):
+        assert mesh.receive(number, mine, 5.0) == words
+
+
+def test_messages_may_be_read_in_any_order_and_a_rank_may_be_ahead(three) -> None:
+    numbers = [[mesh.send([rank, step]) for step in range(5)] for rank, mesh in enumerate(three)]
+    for mesh, mine in zip(three, numbers, strict=True):
+        for step in (3, 0, 4, 2, 1):
+            rank = three.index(mesh)
+            assert mesh.receive(mine[step], [rank, step], 5.0) == [[other, step] for other in range(3)]
+
+
+def test_the_longest_messages_do_not_make_senders_wait(three) -> None:
+    longest = list(range(MOST_WORDS))
+    numbers = [[mesh.send(longest) for mesh in three] for _ in range(4)]
+    for of_ranks in numbers:
+        for mesh, number in zip(three, of_ranks, strict=True):
+            assert mesh.receive(number, longest, 5.0) == [longest] * 3
+
+
+def test_a_rank_that_leaves_is_named_after_its_last_words(three) -> None:
+    numbers = [mesh.send([rank]) for rank, mesh in enumerate(three)]
+    assert three[1].receive(numbers[1], [1], 5.0) == [[0], [1], [2]]
+    three[1].close()
+    assert three[0].receive(numbers[0], [0], 5.0) == [[0], [1], [2]]
+    number = three[0].send([0])
+    three[2].send([2])
+    with pytest.raises(MeshError, match="rank 1") as caught:
+        three[0].receive(number, [0], 5.0)
+    assert caught.value.rank == 1
+
+
+def test_a_silent_rank_is_named(three) -> None:
+    number = three[2].send([2])
+    three[0].send([0])
+    with pytest.raises(MeshError, match="rank 1: it was silent for too long"):
+        three[2].receive(number, [2], 0.05)
+
+
+def test_a_stranger_gets_no_connection() -> None:
+    with pytest.raises(WireError, match="is not connected to ranks"):
+        connected(2, [SECRET, b"another secret, also long"], timeout_s=1.0)
+
+
+def test_a_stranger_does_not_keep_the_ranks_apart() -> None:
+    meshes = [Mesh(rank, 2, "127.0.0.1") for rank in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+    with socket.create_connection(addresses[0]) as stranger, ThreadPoolExecutor(2) as threads:
+        stranger.sendall(b"GET / HTTP/1.1\r\n" * 8)
+        for job in [threads.submit(mesh.connect, addresses, SECRET, 10.0) for mesh in meshes]:
+            job.result()
+    number = meshes[1].send([1])
+    meshes[0].send([0])
+    assert meshes[1].receive(number, [1], 5.0) == [[0], [1]]
+    for mesh in meshes:
+        mesh.close()
