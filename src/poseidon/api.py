@@ -58,7 +58,8 @@ class DistributedDataParallel(TorchSurface):
     The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a
     model that differs between workers raises an error that names the difference.
 
-    In the first steps several whole plans may be tried and the fastest kept, see ``docs/performance.md``.
+    In the first steps several whole plans may be tried and the fastest kept (``docs/performance.md``), unless
+    ``trials`` is false.
     ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
     JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an
@@ -86,6 +87,7 @@ class DistributedDataParallel(TorchSurface):
         timeout_s: float = 60.0,
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
+        trials: bool = True,
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
@@ -127,6 +129,7 @@ class DistributedDataParallel(TorchSurface):
         self._routes = dict(routes or {})
         self._cluster = cluster
         self._gather_factors = gather_factors
+        self._trials = trials
         self._policy = policy or UpdateNow()
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
@@ -394,7 +397,7 @@ class DistributedDataParallel(TorchSurface):
             check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
             serves=self._policy.serves,
-            tries=not self._policy.serves,
+            tries=self._trials and not self._policy.serves,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:

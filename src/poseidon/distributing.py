@@ -43,6 +43,7 @@ class WrapperOptions(TypedDict, total=False):
     timeout_s: float
     gather_factors: bool | None
     forward_sync_buffers: bool | None
+    trials: bool
     managed: bool
     """Under ssp and asp: send updates early where the wire is idle, the largest relative change first."""
     settings: WireSettings | None

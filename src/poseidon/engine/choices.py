@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,12 @@ _LOAD_STEP, _RATE_STEP = 1.25, 2.0
 def cache_folder() -> Path:
     """Return where choices are kept."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base or Path.home() / ".cache") / "poseidon" / "choices"
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:  # a container whose user has no home
+            base = tempfile.gettempdir()
+    return Path(base) / "poseidon" / "choices"
 
 
 def describe_job(units: Sequence[Unit], loads: Mapping[str, Load], cluster: Cluster, others: Mapping[str, Any]) -> str:
