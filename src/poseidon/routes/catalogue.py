@@ -15,8 +15,7 @@ from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import compacted_bits, is_worth_compacting
-from poseidon.sums.halves import HALVES_SHARE
+from poseidon.sums.compact import HALVES_SHARE, compacted_bits, is_worth_compacting
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
