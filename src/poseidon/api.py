@@ -29,6 +29,7 @@ from poseidon.engine.options import Options
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
+from poseidon.engine.update import has_compiled_parts
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job import settings
 from poseidon.job.world import World, init
@@ -61,6 +62,8 @@ class DistributedDataParallel(TorchSurface):
     The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a
     model that differs between workers raises an error that names the difference.
 
+    In the first steps several whole plans may be tried and the fastest kept (``docs/performance.md``), unless
+    ``trials`` is false.
     ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
     JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an
@@ -88,6 +91,7 @@ class DistributedDataParallel(TorchSurface):
         timeout_s: float = 60.0,
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
+        trials: bool = True,
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
@@ -129,6 +133,7 @@ class DistributedDataParallel(TorchSurface):
         self._routes = dict(routes or {})
         self._cluster = cluster
         self._gather_factors = gather_factors
+        self._trials = trials
         self._policy = policy or UpdateNow()
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
@@ -397,7 +402,7 @@ class DistributedDataParallel(TorchSurface):
             check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
             serves=self._policy.serves,
-            tries=not self._policy.serves,
+            tries=self._trials and not self._policy.serves,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:
@@ -413,6 +418,8 @@ class DistributedDataParallel(TorchSurface):
     def _before_forward(self, is_compiling: bool) -> None:
         """Let the policy finish what this forward does not wait for by itself."""
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
+        if self._engine is not None and self._engine.plan is None and (is_compiling or has_compiled_parts(self.module)):
+            self._engine.keep_forms()
         self._policy.before_forward(self.module, asks, self._join_config.enable)
         if self._buffer_sync is not None:
             self._buffer_sync.complete()

@@ -110,6 +110,10 @@ class Engine:
         """Whether the first plan is still to be made, or other plans to be tried."""
         return self._schedules.is_choosing
 
+    def keep_forms(self) -> None:
+        """Try no plan in which other layers travel in a short form than in the first: the model is compiled."""
+        self._schedules.keeps_forms = True
+
     @property
     def lands_at_once(self) -> bool:
         """Whether the backward under way must land at its end, although the policy could defer that."""
