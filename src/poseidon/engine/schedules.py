@@ -34,6 +34,7 @@ from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, standard_routes
 from poseidon.routes.served import ServedRoute
 from poseidon.sim.ranking import Means, observed_profile
+from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
@@ -140,6 +141,7 @@ class Schedules:
             offers_server=self._offers_server(),
             gathers_factors=is_cuda and self._team.is_nccl if gathers is None else gathers,
             combines_first=topology.has_levels and topology.is_even and not is_cuda,
+            chunk_bytes=chunk_bytes_for(self._cluster.between.bytes_per_s, lands_whole=not self._options.defers),
         )
 
     def _offers_server(self) -> bool:
