@@ -102,6 +102,7 @@ def _predict(data: dict[str, Any], cell: dict[str, Any], system: str) -> float:
         flops=flops,
         compacts=data["hardware"].get("compacts", False),
         precision=worker.get("precision", "float32"),
+        uses_cores=not is_gpu and worker["paced_ms"] is None,
     )
     predicted = predict_ms(bench, system)
     assert predicted is not None

@@ -135,6 +135,7 @@ class DistributedDataParallel(TorchSurface):
         self._buffer_hook_is_late = False
         """The buffer hook runs after the forward instead of before."""
         self._comm_hooks: list[tuple[Hook, object]] = []
+        self._hook_name = ""
         self._steps_in_backward: list[nn.Parameter] | None = None
         """Parameters with an optimizer of their own that runs in backward; None before the first forward."""
         self._release: weakref.finalize[Any, Any] | None = None
@@ -224,12 +225,14 @@ class DistributedDataParallel(TorchSurface):
         if self._engine is not None:
             self._engine.use_only(HookedRoute(state, hook))
         self._comm_hooks.append((hook, state))
+        self._hook_name = name_of(hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+        self._hook_name = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Any, comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD
@@ -243,6 +246,19 @@ class DistributedDataParallel(TorchSurface):
             )
         self._buffer_hook = lambda buffers: hook(state, buffers)
         self._buffer_hook_is_late = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets have their final order, which the first backward shows."""
+        return self.plan is not None
+
+    def _logged(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"comm_hook": self._hook_name} if self._hook_name else {}
+        if self._engine is not None:
+            found["iteration"] = self._engine.step
+            if self._engine.last_error:
+                found |= {"has_error": 1, "error": self._engine.last_error}
+        return found
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -318,9 +334,9 @@ class DistributedDataParallel(TorchSurface):
         devices = sorted({str(p.device) for p in parameters})
         if self.device_ids:
             if len(self.device_ids) > 1 or len(devices) > 1:
-                raise UnsupportedError(
-                    f"device_ids={self.device_ids} with parameters on {', '.join(devices)}: one device per worker; "
-                    "start one worker per device"
+                raise ConfigError(
+                    "device_ids can only be None or contain a single element: it is "
+                    f"{self.device_ids}, with parameters on {', '.join(devices)}; start one worker per device"
                 )
             if parameters[0].device.type == "cpu":
                 raise ConfigError(
@@ -430,7 +446,8 @@ class DistributedDataParallel(TorchSurface):
         tensors = list(tensors_in(outputs))
         unused: list[nn.Parameter] = []
         if self.find_unused_parameters and not self.static_graph:
-            unused = unreached(tensors, self._engine.parameters)
+            # Outputs hidden in an opaque object may depend on anything.
+            unused = unreached(tensors, self._engine.parameters) if tensors else []
         self._front_end.watch_outputs(tensors, unused)
         if self._policy.syncs_buffers_early and not self._join_config.enable:
             # The wire is idle here; in the next forward the buffers would queue behind gradients.

@@ -29,6 +29,7 @@ class TorchSurface(nn.Module, Joinable):
     require_forward_param_sync: bool
     static_graph: bool
     find_unused_parameters: bool
+    gradient_as_bucket_view: bool
     _ignored: set[str]
 
     def __init__(self) -> None:
@@ -109,6 +110,24 @@ class TorchSurface(nn.Module, Joinable):
     ) -> None:
         tensors, size = bufs or self.modules_buffers, bucket_size or self.broadcast_bucket_size
         dist._broadcast_coalesced(self.process_group, tensors, size, authoritative_rank)  # type: ignore[attr-defined]
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return what is known of torch's entries; nothing is logged."""
+        return {
+            "module_name": type(self.module).__name__,
+            "rank": self._distributed_rank,
+            "world_size": dist.get_world_size(self.process_group),
+            "num_parameter_tensors": sum(p.requires_grad for p in self._module_parameters),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            **self._logged(),
+        }
+
+    def _logged(self) -> dict[str, Any]:
+        """Return what only the engine knows."""
+        return {}
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Ignored: outputs are never cloned."""

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from poseidon.engine.discover import ROOT, find_units, tensors_of
-from poseidon.errors import ConfigError
+from poseidon.errors import UnsupportedError
 from poseidon.units import ParameterSpec
 
 
@@ -152,7 +152,7 @@ def test_a_shared_sparse_table_stays_sparse() -> None:
 
 def test_lazy_modules_must_run_once_before() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ConfigError, match=r"0\.weight has no shape yet .* run one batch"):
+    with pytest.raises(UnsupportedError, match=r"0\.weight has no shape yet .* run one batch"):
         find_units(model)
     model(torch.zeros(2, 5))
     assert kinds(model) == {"0": "linear"}

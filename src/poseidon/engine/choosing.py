@@ -18,7 +18,7 @@ from poseidon.engine.trial import Trial, Turn
 from poseidon.planning.candidates import Candidate, shortlist
 from poseidon.planning.planner import Plan, Tried
 from poseidon.planning.profile import Profile
-from poseidon.sim.ranking import Means, predict_s
+from poseidon.sim.ranking import Equipment, predict_s
 from poseidon.team.team import Team
 
 TRIAL_S = 0.4
@@ -30,13 +30,13 @@ FEWEST_LAPS, MOST_LAPS = 5, 60
 class Choosing:
     """Which plan a model uses. Its first plan is set by :meth:`begin`."""
 
-    def __init__(self, team: Team, means: Means, laps: Laps, choices: Choices | None) -> None:
+    def __init__(self, team: Team, equipment: Equipment, laps: Laps, choices: Choices | None) -> None:
         self.plan: Plan | None = None
         """The plan in force."""
         self.has_losers = False
         """Plans were tried and dropped since :attr:`plan` changed last."""
         self._team = team
-        self._means = means
+        self._equipment = equipment
         self._laps = laps
         self._choices = choices
         """None: nothing is tried."""
@@ -82,7 +82,7 @@ class Choosing:
         """Predict each plan's step, given the times of the first, and decide what to try. Collective."""
         answer = None
         if self._team.rank == 0:
-            predicted_s = [predict_s(one, profile, self._means) for one in self._candidates]
+            predicted_s = [predict_s(one, profile, self._equipment) for one in self._candidates]
             order = shortlist(self._candidates, predicted_s)
             laps = math.ceil(TRIAL_S / max(min(predicted_s), 1e-6))
             answer = {"predicted_s": predicted_s, "order": order, "laps": min(max(laps, FEWEST_LAPS), MOST_LAPS)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Kind, ParameterSpec, Unit
 
@@ -69,8 +69,9 @@ def _trainable(path: str, module: nn.Module, ignored: Collection[str]) -> Iterat
     for short, parameter in module.named_parameters(recurse=False):
         name = f"{path}.{short}" if path else short
         if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name} has no shape yet (a lazy module); run one batch through the model first"
+            raise UnsupportedError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`: parameter "
+                f"{name} has no shape yet (a lazy module); run one batch through the model first"
             )
         if parameter.requires_grad and name not in ignored:
             yield name, parameter

@@ -81,8 +81,10 @@ class Engine:
         """Parameters with gradients that were not exchanged."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
-        self._complaint: UnsupportedError | None = None
-        """What was wrong with the last backward, for the next forward to raise."""
+        self._forgotten: set[nn.Parameter] | None = None
+        """Parameters that got no gradient in any backward since the last forward; None: no backward yet."""
+        self.last_error = ""
+        """Text of the last error that this engine raised for the user's doing."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
@@ -187,9 +189,7 @@ class Engine:
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
-        complaint, self._complaint = self._complaint, None
-        if complaint is not None:
-            raise complaint
+        self._complain()
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -236,7 +236,11 @@ class Engine:
         """Record that a parameter's gradient is final; ``is_dense``: a full gradient is in ``.grad``."""
         with self._lock:
             assert self._backward is not None
-            self._backward.gradient(self._number_of[parameter], is_dense)
+            try:
+                self._backward.gradient(self._number_of[parameter], is_dense)
+            except UnsupportedError as error:
+                self.last_error = str(error)
+                raise
 
     def end_backward(self) -> None:
         """Complete the exchange; on return every ``.grad`` is the mean over all workers."""
@@ -288,9 +292,10 @@ class Engine:
 
         Not now: the exchange is complete and the replicas are equal, and torch's class does not complain earlier.
         """
-        if forgotten:
-            is_static = self.options.static_graph
-            self._complaint = self._changed_error(forgotten) if is_static else self._forgotten_error(forgotten)
+        if self._forgotten is None:
+            self._forgotten = set(forgotten)
+        else:  # outputs of one forward may have a backward each
+            self._forgotten &= set(forgotten)
 
     def shadow_backward(self, is_dense: bool) -> None:
         """Take part in a backward for which this worker has no input, so that the others can proceed.
@@ -314,14 +319,9 @@ class Engine:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
         if self.options.serves:
             raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
-        odd = [unit.name for unit in self.units if not route.accepts(unit.spec)]
-        if odd:
-            raise UnsupportedError(
-                f"{odd[0]}: its sparse gradient cannot travel by {route.name!r}; use sparse=False, which is exact too"
-            )
         self._check_at_rest(f"the route {route.name!r}")
         self._schedules.close()
-        options = replace(self.options, routes=None)
+        options = replace(self.options, routes=None, tries=False)
         self._schedules = Schedules(self.units, self.team, self.cluster, options, Routes([route]))
         self._is_scaled = False
         # What a hook returns need not be equal on all workers: local SGD lets them drift apart.
@@ -334,10 +334,11 @@ class Engine:
 
     def _check_at_rest(self, what: str) -> None:
         if self.step > 0 or self._backward is not None:
-            raise UnsupportedError(
+            self.last_error = (
                 f"rank {self.team.rank}: {what} was set in step {self.step}; it should be called before training loop "
                 "starts, right after the model is wrapped"
             )
+            raise UnsupportedError(self.last_error)
 
     def close(self) -> None:
         """Stop the background threads of this engine and its team."""
@@ -382,7 +383,15 @@ class Engine:
             odd = find_differences(self.team, named, active)
         raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
 
-    def _shortfall(self, parameters: Sequence[nn.Parameter]) -> str:
+    def _complain(self) -> None:
+        forgotten, self._forgotten = self._forgotten, None
+        if forgotten:
+            make = self._changed_error if self.options.static_graph else self._forgotten_error
+            error = make(forgotten)
+            self.last_error = str(error)
+            raise error
+
+    def _shortfall(self, parameters: Collection[nn.Parameter]) -> str:
         """Say which parameters fell short in the last backward, as torch's class says it, so that help can be found."""
         numbers = sorted(self._number_of[parameter] for parameter in parameters)
         names = ", ".join(self._schedules.model.parameters[number].name for number in numbers)
@@ -391,7 +400,7 @@ class Engine:
             f"not receive grad for rank {self.team.rank}: {' '.join(map(str, numbers))}"
         )
 
-    def _changed_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+    def _changed_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
             "Expected to have finished reduction in the prior iteration before starting a new one. This error "
             "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
@@ -400,7 +409,7 @@ class Engine:
             f"remove static_graph.\n{self._shortfall(parameters)}"
         )
 
-    def _forgotten_error(self, parameters: Sequence[nn.Parameter]) -> UnsupportedError:
+    def _forgotten_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
         return UnsupportedError(
             "Expected to have finished reduction in the prior iteration before starting a new one. "
             f"{len(parameters)} parameter(s) got no gradient in step {self.step - 1}. Either some outputs of forward() "

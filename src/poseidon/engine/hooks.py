@@ -56,6 +56,8 @@ class AutogradFrontEnd:
         self._nodes: dict[nn.Parameter, Node] = {}
         self._handles: list[RemovableHandle] = []
         self._unused: set[nn.Parameter] = set()
+        self._is_due = False
+        """There was a forward since the last backward."""
         self._followed: Plan | None = None
         self._is_end_queued = False
         self._has_starts = True
@@ -68,7 +70,9 @@ class AutogradFrontEnd:
 
     def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
         """Watch the backward that will start from these outputs of the model; it does not reach ``unused``."""
-        self._unused = set(unused)
+        # A backward may pass through several forwards: what any of them uses may get a gradient.
+        self._unused = self._unused & set(unused) if self._is_due else set(unused)
+        self._is_due = True
         self._is_end_queued = False
         starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
         self._has_starts = bool(starts)
@@ -102,7 +106,7 @@ class AutogradFrontEnd:
             return False
 
     def _end(self) -> None:
-        self._is_end_queued = False
+        self._is_end_queued = self._is_due = False
         if not self.engine.in_backward:
             return
         self.turns.end_backward()

@@ -33,7 +33,7 @@ from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, standard_routes
 from poseidon.routes.served import ServedRoute
-from poseidon.sim.ranking import Means, observed_profile
+from poseidon.sim.ranking import Equipment, observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
@@ -62,7 +62,10 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = self._make_choosing(is_cuda)
         specs = [unit.spec for unit in units]
-        self.model = Model.of(specs, [(str(p.dtype), str(p.device)) for p in self._parameters])
+        # A sparse gradient shares no bucket with others.
+        lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
+        kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
+        self.model = Model.of(specs, kinds)
         overrides = {"*": ServedRoute.name} if options.serves else options.routes
         self._planning = Replanning(specs, cluster, self.routes, overrides)
         self._order = list(reversed(range(len(units))))
@@ -155,18 +158,19 @@ class Schedules:
 
     def _make_choosing(self, is_cuda: bool) -> Choosing:
         topology = self._team.topology
-        means = Means(
+        equipment = Equipment(
             routes=self.routes,
             is_nccl=is_cuda and self._team.is_nccl,
             compacts=is_cuda and importlib.util.find_spec("triton") is not None,
             cores=(os.cpu_count() or 1) / max(map(len, topology.machines)),
+            uses_cores=not is_cuda,
         )
         mode = settings.TRIALS.read()
         # Which plan is fastest may differ from run to run, and plans round differently.
         tries = self._options.tries and mode != "0" and not torch.are_deterministic_algorithms_enabled()
         all_try = all(row[0] for row in self._team.gather_ints([int(tries)], "the choice of a plan"))
         choices = Choices(cache_folder(), reads=mode != "fresh") if all_try else None
-        return Choosing(self._team, means, Laps(self._parameters[0].device), choices)
+        return Choosing(self._team, equipment, Laps(self._parameters[0].device), choices)
 
     def _plan_if_due(self, batch: float, backward: Backward) -> bool:
         """Plan after the first backward, and anew when the batch has changed permanently; return whether it did."""

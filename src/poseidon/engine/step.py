@@ -299,7 +299,8 @@ class Step:
                 "first, but static_graph=True promises that every step does the same; remove static_graph"
             )
         return UnsupportedError(
-            f"{name}: a parameter's gradient was finished twice in one backward. Re-entrant activation "
-            "checkpointing of shared layers does this; use checkpoint(..., use_reentrant=False), or pass "
-            "static_graph=True if every step does the same"
+            f"{name}: a parameter's gradient was finished twice in one backward. Expected to mark a variable ready "
+            "only once. Re-entrant activation checkpointing of shared layers does this, or of any layer with "
+            "find_unused_parameters; use checkpoint(..., use_reentrant=False), or pass static_graph=True if every step "
+            "does the same"
         )

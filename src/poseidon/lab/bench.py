@@ -219,6 +219,7 @@ class RankEvents:
             flops=flops,
             compacts=self.worker.device == "cuda" and can_compact(),
             precision=self.worker.precision,
+            uses_cores=self.worker.device == "cpu" and self.worker.paced_ms is None,
         )
         return predict_ms(bench, system)
 

@@ -25,9 +25,11 @@ AT_ONCE = ", landing at the end of backward"
 LARGE_GAIN = 4.0
 """A short form that is this many times as fast as the full gradient saves most of the unit's time."""
 CLOSE = 1.25
-"""Plans whose predicted time is within this factor of the best may be faster in fact..."""
+"""Plans whose predicted time is within this factor of the best may be faster in fact."""
+GUARD_CLOSE = 1.6
+"""The same for guards, which are tried even where the simulator would have to be far off..."""
 CLOSE_S = 3e-3
-"""... and so may those within this time: the simulator does not know what Python costs."""
+"""... and in either case, plans within this time are close: the simulator does not know what Python costs."""
 MOST_TRIED = 2
 """How many plans are tried, besides the guards."""
 
@@ -125,7 +127,11 @@ def _restyled(
 def shortlist(candidates: Sequence[Candidate], predicted_s: Sequence[float]) -> list[int]:
     """Return which candidates to try, the best prediction first; a single one if it is clearly the best."""
     ranked = sorted(range(len(candidates)), key=lambda number: predicted_s[number])
-    limit_s = max(CLOSE * predicted_s[ranked[0]], predicted_s[ranked[0]] + CLOSE_S)
-    close = [number for number in ranked if predicted_s[number] <= limit_s]
-    tried = close[:MOST_TRIED]
-    return tried + [number for number in close[MOST_TRIED:] if candidates[number].is_guard]
+    best_s = predicted_s[ranked[0]]
+
+    def is_close(number: int, factor: float) -> bool:
+        return predicted_s[number] <= max(factor * best_s, best_s + CLOSE_S)
+
+    tried = [number for number in ranked[:MOST_TRIED] if is_close(number, CLOSE)]
+    guards = [number for number in ranked if candidates[number].is_guard and is_close(number, GUARD_CLOSE)]
+    return list(dict.fromkeys(tried + guards))

@@ -41,6 +41,10 @@ class Transfer:
     """Sequential messages in each leg, each with the link's latency."""
     inside_s: float = 0.0
     """Time on the link inside each machine and for its own work, once before and once after."""
+    message_s: float = 0.0
+    """The part of it that is processor time for direct messages."""
+    messages: float = 0.0
+    """Other messages that each machine sends in each leg, as far as they cost processor time beyond their bytes."""
 
     @property
     def out_bytes(self) -> float:

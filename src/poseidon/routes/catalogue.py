@@ -15,8 +15,7 @@ from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import compacted_bits, is_worth_compacting
-from poseidon.sums.halves import HALVES_SHARE
+from poseidon.sums.compact import HALVES_SHARE, compacted_bits, is_worth_compacting
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
@@ -154,6 +153,7 @@ class ShardedRoute(Route):
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
+            messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -186,7 +186,8 @@ class BroadcastRoute(Route):
         wire_bytes = 0.0 if cost is None else cost.wire_bytes
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
-        message_s = 0.0 if self.is_collective else conditions.message_s * (machines - 1) / max(len(item.shipment), 1)
+        peers = 0 if self.is_collective else conditions.cluster.workers - 1
+        message_s = conditions.message_s * peers / max(len(item.shipment), 1)
         return [
             Transfer(
                 name=item.name,
@@ -197,6 +198,7 @@ class BroadcastRoute(Route):
                 staged_bytes=0.0 if self.is_collective else own * machines,
                 hops=machines - 1 if self.is_collective else 2,
                 inside_s=conditions.inside_s(own) + message_s,
+                message_s=message_s,
             )
         ]
 

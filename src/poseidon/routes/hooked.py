@@ -54,6 +54,8 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return views of the flat tensor, one per parameter, in its shape."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
@@ -77,9 +79,9 @@ class HookedRoute(Route):
         """One order on all workers: hooks use collectives."""
         return COLLECTIVES
 
-    def accepts(self, unit: Unit) -> bool:
-        """Return true for everything but sparse gradients."""
-        return not unit.is_sparse
+    def accepts(self, unit: Unit) -> bool:  # noqa: ARG002
+        """Return true: a sparse gradient is a bucket of its own."""
+        return True
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
         """Count what an allreduce would take; nobody knows what the hook sends."""
@@ -102,7 +104,8 @@ class _HookedExchanger(Exchanger):
 
     @torch.no_grad()
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
-        flat, place = item.pack(), item.item.number
+        is_sparse = item.unit.spec.is_sparse
+        flat, place = _sparse_gradient(item.unit.weight) if is_sparse else item.pack(), item.item.number
         bucket = HookBucket(place, place == self._count - 1, flat, item.parameters)
         future = self._route.hook(self._route.state, bucket)
         if not isinstance(future, torch._C.Future):
@@ -110,6 +113,8 @@ class _HookedExchanger(Exchanger):
                 f"rank {self._team.rank}: the communication hook {name_of(self._route.hook)} callback must return a "
                 f"torch.futures.Future object, but got {type(future)} for bucket {place}"
             )
+        if is_sparse:
+            return _SparseExchange(item.unit.weight, future)
         return _HookedExchange(flat, future, self._route.hook)
 
 
@@ -134,19 +139,41 @@ class _HookedExchange(Exchange):
             self._flat.copy_(value.view(-1))
 
 
+class _SparseExchange(Exchange):
+    def __init__(self, weight: nn.Parameter, future: torch._C.Future[Any]) -> None:
+        self._weight = weight
+        self._future = future
+
+    def finish(self, is_used: bool) -> None:
+        value = self._future.wait()
+        if is_used:
+            self._weight.grad = value[0] if isinstance(value, list | tuple) else value
+
+
+def _sparse_gradient(weight: nn.Parameter) -> Tensor:
+    if weight.grad is not None:
+        return weight.grad
+    indices = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
+    values = torch.empty(0, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    return torch.sparse_coo_tensor(indices, values, weight.shape)
+
+
 def check_hook(hook: Any) -> None:
     """Refuse what cannot be a communication hook, as torch's class does."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. It is {hook!r}")
-    signature = inspect.signature(hook)
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except NameError:  # an annotation written as text, with names that only a type checker knows
+        signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ConfigError(f"Communication hook {name_of(hook)}: it must take a state and an argument named bucket")
     seen = signature.parameters["bucket"].annotation
     torch_bucket = dist.GradBucket  # type: ignore[attr-defined]
-    if seen not in (inspect.Parameter.empty, torch_bucket, HookBucket) and not isinstance(seen, str):
+    if seen not in (inspect.Parameter.empty, torch_bucket, HookBucket, Any) and not isinstance(seen, str):
         raise ConfigError(f"Communication hook: bucket annotation should be dist.GradBucket. It is {seen!r}")
     returned = signature.return_annotation
-    if returned not in (inspect.Signature.empty, torch.futures.Future[Tensor]) and not isinstance(returned, str):
+    if returned not in (inspect.Signature.empty, torch.futures.Future[Tensor], Any) and not isinstance(returned, str):
         raise ConfigError(
             f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. It is {returned!r}"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
-from poseidon.sim.media import LAB_PAYLOAD, MEDIA
+from poseidon.sim.media import LAB_PAYLOAD, host_of
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
@@ -44,6 +44,8 @@ class Bench:
     """Devices compact what goes through the parameter server."""
     precision: str = "float32"
     """What forward computes in."""
+    uses_cores: bool = False
+    """Workers compute on the host's cores; false where a GPU computes, or computation is paced."""
 
 
 def predict_ms(bench: Bench, system: str) -> float | None:
@@ -59,12 +61,14 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
     cores = bench.cores / bench.machines
     cluster = Cluster(bench.machines, between=Link(bench.rate_bits, LAB_LATENCY_S), flops=bench.flops)
     simulated = SYSTEMS[SIMULATED[system]]
+    host = host_of(is_nccl, cores, bench.uses_cores)
     return Setting(
         profile=bench.profile.scaled_to(bench.linear_s),
         cluster=cluster,
         system=simulated,
-        collectives=MEDIA["nccl" if is_nccl else "gloo"].on_cores(cores),
-        messages=MEDIA["messages"].on_cores(cores),
+        collectives=host.collectives,
+        messages=host.messages,
+        contention=host.contention,
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         compacts=bench.compacts,

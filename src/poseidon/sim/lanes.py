@@ -25,19 +25,30 @@ class Freight:
     priority: int = 0
     name: str = ""
     began_s: float = -1.0
+    stall_s_per_byte: float = 0.0
+    """Additional time for each byte while the host's cores compute."""
+    work_s_per_byte: float = 0.0
+    """Processor time that each byte costs the host."""
 
 
 class Lane:
     """A serial resource with priorities."""
 
     def __init__(
-        self, agenda: Agenda, piece_bytes: float, on_freight: Callable[[Freight, float], None] | None = None
+        self,
+        agenda: Agenda,
+        piece_bytes: float,
+        on_freight: Callable[[Freight, float], None] | None = None,
+        on_work: Callable[[float], None] | None = None,
+        is_crowded: Callable[[], bool] = lambda: False,
     ) -> None:
         self.sent_bytes = 0.0
         self.busy_s = 0.0
         self._agenda = agenda
         self._piece_bytes = piece_bytes
         self._on_freight = on_freight
+        self._on_work = on_work
+        self._is_crowded = is_crowded
         self._waiting: dict[str, list[tuple[int, int, Freight]]] = {}
         self._turns: list[str] = []
         """Streams with something to carry; the first is next."""
@@ -67,9 +78,13 @@ class Lane:
             freight.began_s = self._agenda.now
         piece = min(freight.size_bytes, self._piece_bytes)
         seconds = piece * freight.seconds_per_byte
+        if freight.stall_s_per_byte > 0 and self._is_crowded():
+            seconds += piece * freight.stall_s_per_byte
         freight.size_bytes -= piece
         self.sent_bytes += piece
         self.busy_s += seconds
+        if self._on_work is not None and freight.work_s_per_byte > 0:
+            self._on_work(piece * freight.work_s_per_byte)
         if freight.size_bytes <= 0:
             heapq.heappop(queue)
         self._agenda.after(seconds, lambda: self._carried(stream, freight))

@@ -14,6 +14,12 @@ NCCL over TCP      360 .. 390  195 .. 265  pipelined, 0.52 ns/byte: 367, 236
 gloo               360 .. 439  213 .. 285  added, 0.22 ns/byte: 432, 229
 the sharded sum    362 .. 382  210 .. 260  pipelined, 0.58 ns/byte: 377, 258
 =================  ==========  ==========  ===================================
+
+Where workers compute on the cores that also move the bytes, each takes from the other. Processor time per byte and per
+message was measured with 67 MB on 4 machines at 1 Gbit/s (``benchmarks/results/wire_1gbe.json``, chunks of 0.5 to 4
+MB), and delays the computation. In turn, a thread that a message wakes waits until the scheduler takes a core from a
+worker, so bytes are slower while workers compute: :data:`STALL_S_PER_BYTE`, fitted to ResNet-18 on 2, 4 and 6 machines
+that share 2 cores at 500 Mbit/s.
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ CORES_MEASURED = 2.0
 LEAST_HOST = 0.8
 """What remains of the host's part with spare cores, when a transport's own thread cannot be parallelized further:
 fitted to 2 and 4 machines on 16 cores at 25 Gbit/s."""
+STALL_S_PER_BYTE = 4e-9
+"""Additional time per byte while one worker computes on each core."""
 
 _CORNER = 3.0
 
@@ -47,6 +55,14 @@ class Medium:
     """Host work overlaps with the wire; otherwise they add up."""
     message_s: float = 0.0
     """Host work for one unit's direct messages to one peer, and as much for those it receives from that peer."""
+    work_s_per_byte: float = 0.0
+    """Processor time for each byte a machine sends and another that it receives."""
+    work_s_per_message: float = 0.0
+    """The same for each message, where messages are small enough to matter."""
+    stall_power: float = 1.0
+    """How the additional time of a byte grows with the workers on each core that computes."""
+    stall_s_per_byte: float = 0.0
+    """Additional time of a byte while workers compute; see :meth:`crowded`."""
     has_trees: bool = False
     """Collectives may use trees, whose depth grows with the logarithm of the machine count."""
 
@@ -75,17 +91,59 @@ class Medium:
             message_s=self.message_s * max(1.0, shortage),
         )
 
+    def crowded(self, cores_per_worker: float) -> Medium:
+        """Return the transport where workers compute on the same cores, one thread each."""
+        stall = _taken(cores_per_worker) * STALL_S_PER_BYTE * max(1.0, 1 / cores_per_worker) ** self.stall_power
+        return replace(self, stall_s_per_byte=stall)
+
+
+def _taken(cores_per_worker: float) -> float:
+    """Return how much of the cores a worker's computation takes: all of them below one core, none of a spare one."""
+    return max(0.0, min(1.0, 2.0 - cores_per_worker))
+
+
+def contention_on(cores_per_worker: float) -> float:
+    """Return how many seconds a second of processor time for exchanges delays a worker that computes on one thread."""
+    return _taken(cores_per_worker) / min(cores_per_worker, 1.0)
+
 
 MEDIA = {
     transport.name: transport
     for transport in (
         Medium("ideal", 0.0, is_pipelined=True, has_trees=True),
         Medium("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
-        Medium("gloo", 0.22e-9, is_pipelined=False),
+        Medium("gloo", 0.22e-9, is_pipelined=False, work_s_per_byte=0.78e-9),
         # Time per message, fitted to the recommender on 4 and 8 machines: its eight tables send little else.
-        Medium("messages", 0.58e-9, is_pipelined=True, message_s=0.35e-3),
+        Medium(
+            "messages",
+            0.58e-9,
+            is_pipelined=True,
+            message_s=0.35e-3,
+            work_s_per_byte=0.69e-9,
+            work_s_per_message=0.143e-3,
+            stall_power=2.0,  # parts and sums: two messages one after the other
+        ),
     )
 }
+
+
+@dataclass(frozen=True)
+class HostMedia:
+    """The transports of one worker and what its share of the cores makes of them."""
+
+    collectives: Medium
+    messages: Medium
+    contention: float
+
+
+def host_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> HostMedia:
+    """Return the host of workers with this many cores each; ``computes``: they also compute on these cores."""
+    collectives = MEDIA["nccl" if is_nccl else "gloo"].on_cores(cores_per_worker)
+    messages = MEDIA["messages"].on_cores(cores_per_worker)
+    if not computes:
+        return HostMedia(collectives, messages, 0.0)
+    contention = contention_on(cores_per_worker)
+    return HostMedia(collectives.crowded(cores_per_worker), messages.crowded(cores_per_worker), contention)
 
 
 def find_medium(name: str) -> Medium:

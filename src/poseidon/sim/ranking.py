@@ -9,7 +9,7 @@ from poseidon.planning.candidates import Candidate
 from poseidon.planning.profile import Profile, UnitProfile
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Schedule
-from poseidon.sim.media import MEDIA
+from poseidon.sim.media import host_of
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
@@ -23,7 +23,7 @@ _STEPS = 4
 
 
 @dataclass(frozen=True)
-class Means:
+class Equipment:
     """What carries a team's gradients, as the predictions depend on it."""
 
     routes: Routes
@@ -32,6 +32,8 @@ class Means:
     """Devices compact what goes through the parameter server."""
     cores: float
     """Cores of one worker."""
+    uses_cores: bool
+    """Workers compute on them; false where GPUs compute."""
 
 
 def observed_profile(
@@ -60,19 +62,21 @@ def observed_profile(
     return Profile("observed", "", 1, units, tuple(reversed(order)), tuple(order), 0.0, source="observed")
 
 
-def predict_s(candidate: Candidate, profile: Profile, means: Means) -> float:
+def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> float:
     """Return the time of one step with a plan."""
     cluster = candidate.plan.cluster
+    host = host_of(equipment.is_nccl, equipment.cores, equipment.uses_cores)
     setting = Setting(
         profile=profile,
         cluster=cluster,
         system=SYSTEMS["distribute" if candidate.packing.defers else "poseidon"],
-        collectives=MEDIA["nccl" if means.is_nccl else "gloo"].on_cores(means.cores),
-        messages=MEDIA["messages"].on_cores(means.cores),
+        collectives=host.collectives,
+        messages=host.messages,
+        contention=host.contention,
         payload=1.0,  # programs measured the rate
-        compacts=means.compacts,
+        compacts=equipment.compacts,
         steps=_STEPS,
     )
     route_of = list(candidate.plan.routes.values())
-    workload = plan_workload(setting, candidate.plan, route_of, means.routes, candidate.packing)
+    workload = plan_workload(setting, candidate.plan, route_of, equipment.routes, candidate.packing)
     return simulate(setting, workload=workload).step_s

@@ -44,6 +44,8 @@ class Setting:
     """Devices compact what goes through the parameter server, without loss."""
     precision: str = "float32"
     """What gradients are computed in, which is what compacting depends on; or "bf16" or "fp16", under autocast."""
+    contention: float = 0.0
+    """Seconds by which a second of processor time for exchanges delays computation: 0 on a GPU or with spare cores."""
     switch_bits_per_s: float = math.inf
     """Total rate of the switch."""
     slowdowns: tuple[float, ...] = ()

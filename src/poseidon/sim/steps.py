@@ -102,8 +102,10 @@ class _Machine:
         record = run.spans is not None and index == 0
         self._record = record
         piece = setting.in_flight_bytes
-        self.out = Lane(run.agenda, piece, self._recorder("out") if record else None)
-        self.into = Lane(run.agenda, piece)
+        self.out = Lane(
+            run.agenda, piece, self._recorder("out") if record else None, self.work, lambda: self._is_computing
+        )
+        self.into = Lane(run.agenda, piece, is_crowded=lambda: self._is_computing)
         self.inside = Lane(run.agenda, float("inf"))
         self._step = -1
         self._missing = count_transfers(run.workload.transfers, len(profile.units))
@@ -111,6 +113,9 @@ class _Machine:
         """By step: how many transfers each unit still waits for."""
         self._rebuilds: list[int] = []
         self._blocked: Callable[[], None] | None = None
+        self._is_computing = False
+        self._owed_s = 0.0
+        """Time that exchanges took from the computation under way."""
 
     # Forward.
 
@@ -201,7 +206,27 @@ class _Machine:
         if self._record and self._run.spans is not None and seconds > 0:
             now = self._run.agenda.now
             self._run.spans.append(Span("device", f"{phase} {name}", now, now + seconds, self._step, phase))
-        self._run.agenda.after(seconds, then)
+        self._is_computing = True
+        self._run.agenda.after(seconds, lambda: self._computed(then))
+
+    def _computed(self, then: Callable[[], None]) -> None:
+        """Go on, once what exchanges took from the computation is made up for."""
+        owed_s, self._owed_s = self._owed_s, 0.0
+        if owed_s > 0:
+            self._run.agenda.after(owed_s, lambda: self._computed(then))
+            return
+        self._is_computing = False
+        then()
+
+    def work(self, seconds: float) -> None:
+        """Use processor time for an exchange, which delays the computation under way if cores are short."""
+        if self._is_computing:
+            self._owed_s += seconds * self._run.setting.contention
+
+    def message(self, seconds: float) -> None:
+        """Handle direct messages, a time that accounts for the shortage of cores already."""
+        if self._is_computing:
+            self._owed_s += seconds * min(1.0, self._run.setting.contention)
 
     def _recorder(self, place: str) -> Callable[[Freight, float], None]:
         spans = self._run.spans
@@ -241,6 +266,7 @@ class _Journey:
         if self.transfer.inside_s <= 0:
             then()
             return
+        machine.message(self.transfer.message_s)
         machine.inside.submit(Freight("inside", 1.0, self.transfer.inside_s, then))
 
     def _enter(self, machine: _Machine) -> None:
@@ -291,7 +317,12 @@ class _Journey:
             per_byte += self.transfer.staged_bytes / setting.staging_bytes_per_s / size_bytes
         stream = "collective" if self.transfer.is_collective else "message"
         name = f"{self.transfer.route} {self.transfer.name}"
-        lane.submit(Freight(stream, size_bytes, per_byte, self._part_done, self._priority, name))
+        freight = Freight(stream, size_bytes, per_byte, self._part_done, self._priority, name)
+        freight.stall_s_per_byte = transport.stall_s_per_byte
+        if lane is machine.out:
+            freight.work_s_per_byte = transport.work_s_per_byte
+            machine.work(self.transfer.messages * transport.work_s_per_message)
+        lane.submit(freight)
 
     def _part_done(self) -> None:
         self._open -= 1

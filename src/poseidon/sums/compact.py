@@ -122,6 +122,10 @@ class ChunkRows:
         return cls(chunks, CompactLayout(chunks[0].length, itemsize), quotient, longer)
 
 
+HALVES_SHARE = 0.5
+"""Share of their bytes that gradients computed in bf16 keep on the host: ``halves.py``, which needs NumPy."""
+
+
 def compacted_bits(precision: str, workers: int) -> tuple[float, float]:
     """Return about how many of 32 bits a gradient's value takes as a part, and as the sum of all parts.
 

@@ -22,8 +22,6 @@ import numpy as np
 from poseidon.errors import ServerError
 from poseidon.wire.formats import Array
 
-HALVES_SHARE = 0.5
-"""Share of their bytes that gradients computed in bf16 keep."""
 _REST_BYTES = 6
 _MOST_RESTS = 8
 """At most one in so many values may have more bits."""

@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 
-from poseidon.planning.candidates import AS_TORCH, AT_ONCE, CLOSE, CLOSE_S, Candidate, make_candidates, shortlist
+from poseidon.planning.candidates import (
+    AS_TORCH,
+    AT_ONCE,
+    CLOSE,
+    CLOSE_S,
+    GUARD_CLOSE,
+    Candidate,
+    make_candidates,
+    shortlist,
+)
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import LAYER_BY_LAYER, make_plan
 from poseidon.planning.route import Routes
@@ -115,8 +124,12 @@ def test_the_shortlist_holds_the_best_and_every_guard_that_is_close(defers: bool
 
 def test_a_clear_prediction_leaves_nothing_to_try() -> None:
     made = list(candidates().values())
-    far = [1.0 if number == 2 else CLOSE + 0.01 for number in range(len(made))]
+    guards = {number for number, one in enumerate(made) if one.is_guard}
+    assert 2 not in guards
+    far = [1.0 if number == 2 else (GUARD_CLOSE if number in guards else CLOSE) + 0.01 for number in range(len(made))]
     assert shortlist(made, far) == [2]
+    near = [1.0 if number == 2 else (GUARD_CLOSE if number in guards else CLOSE) - 0.01 for number in range(len(made))]
+    assert guards < set(shortlist(made, near))
 
 
 def test_where_python_decides_all_that_differ_by_little_time_are_close() -> None:
