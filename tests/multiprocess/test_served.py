@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,9 @@ from torch import Tensor, nn
 
 import poseidon
 import twins
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon import zoo
+from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
+from poseidon.planning.cluster import Cluster, Link
 from poseidon.sums.fetching import FetchDesk
 from ranks import run_ranks
 
@@ -238,6 +244,31 @@ def _never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: 
         model.zero_grad()
 
 
+def _adding_a_group(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    if number == 0:
+        optimizer.param_groups[0]["params"] = [*model.parameters()][2:]
+    if number == 2:
+        optimizer.add_param_group({"params": [*model.parameters()][:2], "lr": 0.01})
+    _plain_loop(model, optimizer, number)
+
+
+def _penalising(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Add gradients by a backward that exchanges nothing: before the step, or after it."""
+    if number < 3:
+        optimizer.zero_grad()
+    _loss(model, number).backward()
+    penalty = sum(p.square().sum() for p in model.parameters() if p.ndim > 1)
+    assert isinstance(penalty, Tensor)
+    if number % 2:
+        (0.1 * penalty).backward()
+        optimizer.step()
+    else:
+        optimizer.step()
+        penalty = sum(p.square().sum() for p in model.parameters() if p.ndim > 1)
+        assert isinstance(penalty, Tensor)
+        (0.1 * penalty).backward()
+
+
 def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
     _loss(model, number).backward()
@@ -280,6 +311,8 @@ LOOPS: dict[str, Loop] = {
     "editing_state": _editing_state,
     "stepping_twice": _stepping_twice,
     "never_clearing": _never_clearing,
+    "adding_a_group": _adding_a_group,
+    "penalising": _penalising,
     "backward_twice": _backward_twice,
     "skipping": _skipping,
     "scaling": _scaling,
@@ -395,6 +428,96 @@ def test_max_grad_norm_clips_all_gradients_together() -> None:
     run_ranks(_clip_inside, 2)
 
 
+# Models of all kinds.
+
+
+def _compare_models(makes: dict[str, Any]) -> None:
+    twins.quiet()
+    for name, (make, draw) in makes.items():
+        results = []
+        for update in ("worker", "server"):
+            torch.manual_seed(5)
+            model = make()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            wrapped, optimizer = _distribute(model, optimizer, update)
+            trained = torch.compile(wrapped, backend="eager") if name == "compiled wrapper" else wrapped
+            for number in range(4):
+                optimizer.zero_grad()
+                trained(draw(number)).float().square().mean().backward()
+                optimizer.step()
+            results.append([p.detach().clone() for p in model.parameters()])
+            wrapped.verify_replicas()
+            wrapped.close()
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+def _values(dtype: torch.dtype, *shape: int) -> Callable[[int], Tensor]:
+    return lambda number: torch.randn(3, *shape, generator=twins.seed_of_rank(number)).to(dtype)
+
+
+def _compiled_layers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(90, 90), nn.Linear(90, 90))
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def _models() -> None:
+    kinds = {
+        str(dtype): (lambda dtype=dtype: nn.Linear(90, 120).to(dtype), _values(dtype, 90))
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    }
+    _compare_models(
+        {
+            **kinds,
+            "channels last": (
+                lambda: nn.Conv2d(40, 30, 3).to(memory_format=torch.channels_last),
+                _values(torch.float32, 40, 5, 5),
+            ),
+            "compiled layers": (_compiled_layers, _values(torch.float32, 90)),
+            "compiled wrapper": (lambda: nn.Linear(90, 120), _values(torch.float32, 90)),
+            "a scalar": (_Scaled, _values(torch.float32, 90)),
+        }
+    )
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(90, 90)
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+def test_other_dtypes_layouts_and_compiled_parts() -> None:
+    run_ranks(_models, 2)
+
+
+def _networks(names: list[str]) -> None:
+    twins.quiet()
+    for name in names:
+        results = []
+        for update in ("worker", "server"):
+            torch.manual_seed(5)
+            network = zoo.build(name, tiny=True, dropout=0.0)
+            inputs, targets = network.batch(2, seed=dist.get_rank() + 1)
+            wrapped, optimizer = _distribute(network.model, torch.optim.AdamW(network.model.parameters()), update)
+            for _ in range(4):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = network.loss(wrapped(*inputs), targets)
+                loss.backward()
+                optimizer.step()
+            results.append([p.detach().clone() for p in network.model.parameters()])
+            wrapped.close()
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+def test_same_bits_for_networks_under_autocast() -> None:
+    run_ranks(_networks, 3, ["gpt2", "resnet50", "dlrm"], env=_apart(3))
+
+
 # Saving and giving back.
 
 
@@ -483,6 +606,64 @@ def _give_back() -> None:
 @pytest.mark.parametrize("workers", [2, 4])
 def test_owners_share_the_state_and_give_it_back(workers: int) -> None:
     run_ranks(_give_back, workers)
+
+
+# Workers that go.
+
+
+def _die_in_the_middle() -> str:
+    torch.manual_seed(3)
+    model = _net()
+    wrapped, optimizer = _distribute(model, OPTIMIZERS["adam"](model), "server", timeout_s=20)
+
+    def train() -> None:
+        for number in range(10):
+            if number == 4 and dist.get_rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _plain_loop(wrapped, optimizer, number)
+
+    with pytest.raises(WorkerLostError) as caught:
+        train()
+    with pytest.raises(UnsupportedError, match="restart from a checkpoint"):
+        optimizer.step()
+    wrapped.close()
+    return str(caught.value)
+
+
+def test_a_death_is_named() -> None:
+    for message in run_ranks(_die_in_the_middle, 3, lost=[2])[:2]:
+        assert "rank 2" in message
+
+
+_LATE = """
+import pathlib, sys, torch, poseidon
+from torch import nn
+world = poseidon.init()
+torch.manual_seed(0)
+model = nn.Linear(300, 300)
+wrapped, optimizer = poseidon.distribute(model, torch.optim.Adam(model.parameters()), update="server")
+for _ in range(3):
+    optimizer.zero_grad()
+    wrapped(torch.ones(2, 300)).square().mean().backward()
+    optimizer.step()
+last_word = pathlib.Path(sys.argv[1])
+if world.rank == 1:
+    last_word.touch()
+else:
+    # The other one has nothing left to do and ends; what it owns is still needed here.
+    while not last_word.exists():
+        pass
+    print("saved", len(optimizer.state_dict()["state"]), round(float(model.weight.detach().abs().sum()), 3) > 0)
+"""
+
+
+def test_a_worker_that_has_ended_first_still_answers(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(_LATE)
+    command = [sys.executable, "-m", "poseidon.cli", "run", "--nproc", "2", str(script), str(tmp_path / "last")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "saved 2 True" in done.stdout
 
 
 # Refusals.
@@ -582,7 +763,7 @@ def _looking(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
             inner.up.weight.mul_(1.001)
             inner.down.weight.data = inner.down.weight.data * 1.001
         inner.up.bias.data.clamp_(-0.01, 0.01)
-    if number == 4:
+    if number == 7:
         model.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(1, 3, dtype=torch.long))
@@ -599,7 +780,7 @@ def _holding(model: nn.Module) -> set[str]:
         }
 
 
-def _train_mixed(update: str, loop: Loop, steps: int = 8) -> list[Tensor]:
+def _train_mixed(update: str, loop: Loop, steps: int = 9) -> list[Tensor]:
     torch.manual_seed(5)
     model = _Mixed()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -653,3 +834,52 @@ def _often() -> None:
 
 def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
     run_ranks(_often, 2)
+
+
+# On a CUDA device, which sums and steps large buckets itself.
+
+
+def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
+    device = torch.device("cuda", 0)
+    cluster = Cluster(machines=3, between=Link(1e9, 1e-4), flops=1e12)
+    results = []
+    for update in ("worker", "server"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(1500, 1800), nn.LayerNorm(1800), nn.GELU(), nn.Linear(1800, 1501)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=is_rounded)
+        routes: Any = {} if update == "server" else {"routes": {"*": "sharded"}}
+        wrapped, optimizer = poseidon.distribute(
+            model, optimizer, cluster=cluster, update=update, max_grad_norm=max_grad_norm, **routes
+        )
+        for number in range(6):
+            x = torch.randn(8, 1500, generator=twins.seed_of_rank(number)).to(device)
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_rounded):
+                loss = wrapped(x).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if number == 3:
+                assert model[0].bias.grad is not None
+            optimizer.step()
+            if number == 2:
+                wrapped.verify_replicas()
+        if update == "server":
+            policy: Any = wrapped._policy
+            assert policy.exchanger._device is not None
+            assert bool(policy._candidates) == is_rounded
+        found = [p.detach().clone() for p in model.parameters()]
+        for _, entry in sorted(optimizer.state_dict()["state"].items()):
+            found += [value.clone() for value in entry.values()]
+        results.append(found)
+        wrapped.close()
+    for a, b in zip(*results, strict=True):
+        if max_grad_norm is None:
+            assert torch.equal(a, b), (a - b).abs().max()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_same_bits_on_a_device(is_rounded: bool, max_grad_norm: float | None) -> None:
+    run_ranks(_on_device, 3, is_rounded, max_grad_norm)

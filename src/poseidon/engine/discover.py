@@ -62,7 +62,7 @@ def only_dense(unit: LiveUnit) -> LiveUnit:
     """Return a unit whose gradient travels in full only."""
     if unit.spec.is_sparse:
         raise UnsupportedError(f'{unit.name}: sparse=True makes sparse gradients, which update="server" does not take')
-    return replace(unit, spec=replace(unit.spec, kind="dense"))
+    return replace(unit, spec=replace(unit.spec, kind="dense"), head=None)
 
 
 def _trainable(path: str, module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:

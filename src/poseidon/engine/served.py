@@ -12,6 +12,7 @@ for the optimizer's state. All workers run the same program, so all change them 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from poseidon.engine.optimizers import (
 )
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
-from poseidon.engine.watched import Touch, is_rounding, unwatch, watch
+from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.routes.base import LiveItem, can_be_served
@@ -70,6 +71,8 @@ class ServedUpdates(Policy):
         self._lock = threading.RLock()
         self._lazy: dict[nn.Parameter, None] = {}
         """Parameters whose mean gradient is at its owners only."""
+        self._sent: dict[nn.Parameter, Tensor | None] = {}
+        """What ``.grad`` was on this worker, as long as it may turn out that nobody used the parameter."""
         self._due: set[LiveItem] = set()
         """Items whose new weights are under way."""
         self._candidates: set[nn.Parameter] = set()
@@ -125,9 +128,8 @@ class ServedUpdates(Policy):
                 watch(parameter, self)
         if not asks or is_opaque:
             self.finish()
-            if is_opaque or not is_rounding(self.engine.parameters[0].device.type):
-                with self._lock, self._broken_by_errors():
-                    self._fetch_exact(self._rounded)
+            with self._lock, self._broken_by_errors():
+                self._fetch_exact(self._rounded)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -157,11 +159,12 @@ class ServedUpdates(Policy):
             self._lazy = dict.fromkeys(self.engine.parameters)
             for parameter in self.engine.parameters:
                 watch(parameter, self)
+            with _in_private():
+                for parameter in self.engine.parameters:
+                    # Sent, so its memory is free. What is here later was added by a backward without an exchange.
+                    self._sent[parameter], parameter.grad = parameter.grad, None
             if not (self.engine.options.allow_unused or self.engine.options.static_graph):
-                # What is left of them was sent; without this, gradients would take twice their memory.
-                with _in_private():
-                    for parameter in self.engine.parameters:
-                        parameter.grad = None
+                self._sent.clear()
         if forgotten:
             self._settle()
             self.engine.check_forgotten(forgotten)
@@ -229,9 +232,13 @@ class ServedUpdates(Policy):
         if self.engine.phase is not Phase.CLOSED:
             return
         self.engine.settle()
-        for parameter in self.engine.unused:
-            # No worker has a gradient of it, so what its .grad was counts.
-            self._lazy.pop(parameter, None)
+        with _in_private():
+            for parameter in self.engine.unused:
+                # No worker has a gradient of it, so what its .grad was counts.
+                if parameter in self._lazy:
+                    del self._lazy[parameter]
+                    _add_gradient(parameter, self._sent[parameter])
+        self._sent.clear()
 
     def _show_gradient(self, parameter: nn.Parameter) -> None:
         """Put the means of all that travels with a parameter into ``.grad``, except where it was replaced."""
@@ -246,7 +253,7 @@ class ServedUpdates(Policy):
             means = item.bucket.views_of(self.exchanger.fetch_means(item))
             for other, mean in zip(item.parameters, means, strict=True):
                 if other in self._lazy:
-                    other.grad = mean
+                    _add_gradient(other, mean)
         for other in item.parameters:
             self._lazy.pop(other, None)
             self._unwatch_if_plain(other)
@@ -347,6 +354,8 @@ class ServedUpdates(Policy):
 
     def _order(self, options: list[dict[str, Any]], group_of: Mapping[nn.Parameter, int]) -> None:
         exchanger, shard = self.exchanger, self.exchanger.shard
+        for parameter in [p for p in self._lazy if p.grad is not None]:
+            self._show_gradient(parameter)
         if not exchanger.under_way:
             # Nothing was sent since the last step: the gradients are those in hand.
             self._show_gradients()
@@ -473,9 +482,11 @@ class ServedUpdates(Policy):
             self.exchanger.leave()
 
     def _leave_unless_broken(self) -> None:
-        if self._engine is not None and self.engine.failure is None and self._exchanger is not None:
-            self._end_step()
-            self.exchanger.leave()
+        is_failing = getattr(sys, "last_value", None) is not None  # the launcher waits for this worker to end
+        if self._engine is None or self._exchanger is None or self.engine.failure is not None or is_failing:
+            return
+        self._end_step()
+        self.exchanger.leave()
 
     @contextlib.contextmanager
     def _broken_by_errors(self) -> Iterator[None]:
@@ -497,3 +508,11 @@ def _in_private() -> Iterator[None]:
     """Touch parameters unwatched, and without the caller's context."""
     with aside(), torch._C.DisableTorchFunctionSubclass():
         yield
+
+
+def _add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Add to what a backward without an exchange has left in ``.grad``."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif gradient is not None:
+        parameter.grad += gradient

@@ -30,7 +30,7 @@ from poseidon.sums.fetching import Answer, Ask, FetchDesk
 from poseidon.sums.host import host_adders
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.sums.stepping import DeviceMeans, HostMeans, Lane, Means, StepAdder, StepThread
+from poseidon.sums.stepping import DeviceMeans, HostMeans, Lane, MeanMaker, StepAdder, StepThread
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array, find_format
@@ -74,7 +74,7 @@ class ServedExchanger(Exchanger):
         self._server = SumServer(self._transport)
         self._desk = FetchDesk(self._transport)
         self._transport.listen_lost(self._lose)
-        stream = torch.cuda.Stream(priority=-1) if context.is_cuda else None
+        stream = self._stream = torch.cuda.Stream(priority=-1) if context.is_cuda else None
         self._lane: Lane = contextlib.nullcontext if stream is None else lambda: torch.cuda.stream(stream)
         self._thread = StepThread(self._lane)
         self._device = agree_on_device(team, self._transport.settings, context.is_cuda)
@@ -119,7 +119,7 @@ class ServedExchanger(Exchanger):
         on_host = iter(host_adders([slot for slot, dtype in kinds if not self._is_on_device(slot, dtype)], names, rank))
         for slot, dtype in kinds:
             adder: Adder
-            means: Means
+            means: MeanMaker
             if self._is_on_device(slot, dtype):
                 assert device is not None
                 # The owner divides: what others restore is weights. Halves are divided as they are rounded.
@@ -156,7 +156,7 @@ class ServedExchanger(Exchanger):
 
     def order(self, order: Order) -> None:
         """Let the chunks owned here be stepped, of everything under way."""
-        if self._stager is not None:
+        if self._stream is not None:
             order = replace(order, ready=torch.cuda.current_stream().record_event())
         for item, exchange in self.under_way.items():
             self._adders[item].order(exchange.version, order)
@@ -165,6 +165,8 @@ class ServedExchanger(Exchanger):
         """Wait for the sums of all chunks owned here, and return their means."""
         for item, exchange in self.under_way.items():
             self.team.result(self._adders[item].when_summed(exchange.version), item.name, grace_s=0)
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
             yield from self._adders[item].means()
 
     def fetch(self, item: LiveItem, what: Ask) -> list[tuple[Chunk, Answer]]:

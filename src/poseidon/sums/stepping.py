@@ -51,7 +51,7 @@ class Stepper(Protocol):
         """Send exact weights from the next step on."""
 
 
-class Means(Protocol):
+class MeanMaker(Protocol):
     """How an adder's sums become gradients, and weights what it sends: on the host or on a device."""
 
     def mean(self, chunk: Chunk, total: Any) -> Tensor:
@@ -120,7 +120,9 @@ class StepAdder:
     Versions count the sums of this slot, from 1; the order for each is given once.
     """
 
-    def __init__(self, inner: Adder, slot: Slot, rank: int, means: Means, stepper: Stepper, thread: StepThread) -> None:
+    def __init__(
+        self, inner: Adder, slot: Slot, rank: int, means: MeanMaker, stepper: Stepper, thread: StepThread
+    ) -> None:
         self.layouts: Layouts = inner.layouts
         self.together = inner.together
         self._inner = inner
@@ -303,13 +305,13 @@ class HostMeans:
         return bytes_of(mean)
 
     def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
-        """Let the adder encode them as it does sums."""
+        """Let the adder encode them as it does sums: rounded ones get shorter."""
         stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
         return self._inner.encode(chunk, self._format.widen(stored))
 
 
 class DeviceMeans:
-    """Sums on a device."""
+    """Sums on a device, and weights compacted by it."""
 
     def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
         self._inner = inner

@@ -23,7 +23,7 @@ from poseidon.sums.fetching import Ask, FetchDesk
 from poseidon.sums.host import host_adders
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
-from poseidon.sums.stepping import DeviceMeans, HostMeans, Means, StepAdder, StepThread
+from poseidon.sums.stepping import DeviceMeans, HostMeans, MeanMaker, StepAdder, StepThread
 from poseidon.wire.formats import find_format
 from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
 from sum_team import CHUNK_VALUES, KINDS, Immediately
@@ -54,7 +54,7 @@ class StepWorker:
         self.item: Any = SimpleNamespace(parameters=self.parameters)
         self.shard = Shard([(self.item, slot)], rank, set(self.parameters) if is_rounded else set())
         inner: Adder
-        means: Means
+        means: MeanMaker
         if kind == "host":
             (inner,) = host_adders([slot], ["float32"], rank)
             means = HostMeans(inner, find_format("float32"), torch.float32, size)
