@@ -13,7 +13,7 @@ from poseidon.engine.pending import land
 
 def has_compiled_parts(module: nn.Module) -> bool:
     """Return whether the module or any part of it is compiled."""
-    return any(_is_wrapped(part) or part._compiled_call_impl is not None for part in module.modules())
+    return any(_is_wrapped(part) or part._compiled_call_impl is not None for part in _parts_of(module))
 
 
 class CompiledParts:
@@ -28,11 +28,10 @@ class CompiledParts:
         One that was compiled in place (``part.compile()``) cannot: its hooks are part of its graph. A module that is
         compiled as a whole needs all its parameters at once.
         """
-        parts = [part for part in module.modules() if _is_wrapped(part)]
-        if module in parts or any(part._compiled_call_impl is not None for part in module.modules()):
-            return False
-        for part in parts:
-            if part not in self._handles:
+        for part in _parts_of(module):
+            if part._compiled_call_impl is not None or (part is module and _is_wrapped(part)):
+                return False
+            if _is_wrapped(part) and part not in self._handles:
                 self._handles[part] = part.register_forward_pre_hook(_land_part)
         return True
 
@@ -41,6 +40,18 @@ class CompiledParts:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+
+def _parts_of(module: nn.Module) -> list[nn.Module]:
+    """Return the module and all parts of it, as they are now; asked in every step, so not by way of ``modules()``."""
+    found = {module: None}
+    waiting = [module]
+    while waiting:
+        for part in waiting.pop()._modules.values():
+            if part is not None and part not in found:
+                found[part] = None
+                waiting.append(part)
+    return list(found)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
