@@ -99,6 +99,39 @@ def _compact_and_restore(kind: str, rows: ChunkRows, divisor: int) -> None:
     assert same_bits(back.cpu().numpy(), values / np.float32(divisor) if divisor > 1 else values)
 
 
+def _change(kind: str, is_rounded: bool) -> None:
+    """New weights from old ones; the second chunk is compacted as it is, beside those that change."""
+    from poseidon.sums import compact_kernels as kernels
+
+    rows = _rows_of(3, 700, 1)
+    layout = rows.layout
+    new = _draw(kind, rows.chunks[-1].stop)
+    old = np.random.default_rng(7).permutation(new) if kind == "any bits" else new * np.float32(1.001)
+    values, before = torch.from_numpy(new).to(DEVICE), torch.from_numpy(old).to(DEVICE)
+    into = torch.empty((3, layout.row_bytes), dtype=torch.uint8, device=DEVICE)
+    kernels.compact(values, rows, into, before, is_rounded)
+    packed: list[tuple[int, bytes] | None] = []
+    for chunk, row in zip(rows.chunks, into.cpu().numpy(), strict=True):
+        part, earlier = new[chunk.start : chunk.stop], old[chunk.start : chunk.stop]
+        size = layout.measure(row.data)
+        expected = compact_codec.change(part, earlier, is_rounded)
+        assert same_bits(compact_codec.changed(expected, earlier, is_rounded), _rounded(part, is_rounded))
+        assert size == len(compact_codec.compact(expected, layout))
+        if chunk.index == 1 or size not in layout.sizes(len(part)):
+            packed.append(_encode(_rounded(part, is_rounded), layout))
+        else:
+            packed.append((Encoding.ROUNDED_CHANGE if is_rounded else Encoding.CHANGE, row[:size].tobytes()))
+    back = torch.full((len(new),), 7.0, device=DEVICE)
+    # Where weights come rounded, somebody may have looked at the exact ones, and somebody not.
+    for held in [old, compact_codec.to_half(old)] if is_rounded else [old]:
+        kernels.restore(_pack(packed), rows, back, 1, torch.from_numpy(held).to(DEVICE))
+        assert same_bits(back.cpu().numpy(), _rounded(new, is_rounded))
+
+
+def _rounded(values: Array, is_rounded: bool) -> Array:
+    return compact_codec.to_half(values) if is_rounded else values
+
+
 def _add(place: int, length: int) -> None:
     from poseidon.sums import compact_kernels as kernels
 
@@ -187,9 +220,13 @@ def _compile() -> None:
 
 def _main() -> None:
     for kind in ["normal", "bf16", "zeros", "strays", "any bits"]:
-        for chunks, quotient, longer in [(2, 1024, 0), (3, 700, 1)]:
+        for chunks, quotient, longer in [(2, 512, 0), (3, 700, 1)]:
             print(f"compacting {chunks} chunks of {quotient} values, {longer} of them longer: {kind}", flush=True)
             _compact_and_restore(kind, _rows_of(chunks, quotient, longer), divisor=1 + longer * 2 * (kind == "normal"))
+    for kind in ["normal", "any bits"]:
+        for is_rounded in (False, True):
+            print(f"changes, rounded {is_rounded}: {kind}", flush=True)
+            _change(kind, is_rounded)
     for place in (0, 2):
         print(f"adding as worker {place}", flush=True)
         _add(place, 1025)

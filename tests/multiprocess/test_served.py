@@ -578,6 +578,8 @@ def _give_back() -> None:
     wrapped, optimizer = _distribute(model, optimizer, "server")
     for number in range(3):
         _plain_loop(wrapped, optimizer, number)
+    assert set(wrapped.plan.routes.values()) == {"served"}
+    assert "served" in str(wrapped.plan)
     share = sum(
         value.numel()
         for entry in wrapped._policy.exchanger.shard.state.values()  # type: ignore[attr-defined]

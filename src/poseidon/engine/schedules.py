@@ -31,8 +31,7 @@ from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, standard_routes
-from poseidon.routes.served import ServedRoute
+from poseidon.routes.catalogue import COLLECTIVES, ServedRoute, standard_routes
 from poseidon.sim.ranking import Equipment, observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets

@@ -42,7 +42,8 @@ from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.routes.base import LiveItem, can_be_served
-from poseidon.routes.served import ServedExchanger, ServedRoute
+from poseidon.routes.catalogue import ServedRoute
+from poseidon.routes.served import ServedExchanger
 from poseidon.routes.shard import Order, Piece, State, flat_memory
 
 

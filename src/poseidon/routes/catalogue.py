@@ -164,6 +164,26 @@ class ShardedRoute(Route):
 
 
 @dataclass(frozen=True)
+class ServedRoute(ShardedRoute):
+    """Full gradients to the owners of their chunks, and weights back; for ``update="server"`` only."""
+
+    name = "served"
+    summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
+    note = ""
+
+    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
+        """Return the shares of parts and weights; a weight has as many bits as a gradient of the same precision."""
+        part, _ = super()._shares(item, chunks, conditions)
+        return part, part
+
+    def open(self, context: Context) -> Exchanger:
+        """See ``served.py``."""
+        from poseidon.routes.served import ServedExchanger
+
+        return ServedExchanger(context)
+
+
+@dataclass(frozen=True)
 class BroadcastRoute(Route):
     """Every worker's part of one unit to every other, by direct messages: the base of factors and rows."""
 

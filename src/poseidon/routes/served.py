@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import ShardedRoute
-from poseidon.routes.shard import Order, Shard, State, read_state
+from poseidon.routes.shard import Order, Shard, State, flat_memory, read_state
 from poseidon.routes.sharded import agree_on_device
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
@@ -47,19 +46,6 @@ _NAMES = {
 }
 _HELD = {torch.bfloat16: torch.uint16}
 """NumPy has no bfloat16."""
-
-
-@dataclass(frozen=True)
-class ServedRoute(ShardedRoute):
-    """Full gradients to the owners of their chunks, and weights back."""
-
-    name = "served"
-    summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
-    note = ""
-
-    def open(self, context: Context) -> Exchanger:
-        """Connect the workers."""
-        return ServedExchanger(context)
 
 
 class ServedExchanger(Exchanger):
@@ -145,7 +131,11 @@ class ServedExchanger(Exchanger):
         begin = self._server.reserve(slot, version)
         back: Exchange
         if self._is_on_device(slot, flat.dtype):
-            back = StagedExchange(self.team, begin(flat), name, flat.device)
+            back = (
+                _DeviceArrival(self.team, begin(flat), item)
+                if flat.dtype is torch.float32
+                else StagedExchange(self.team, begin(flat), name, flat.device)
+            )
         elif self._stager is not None:
             back = self._stager.start(flat, slot.number, lambda host: begin(_as_numpy(host)), self.team, name)
         else:
@@ -158,8 +148,8 @@ class ServedExchanger(Exchanger):
         """Let the chunks owned here be stepped, of everything under way."""
         if self._stream is not None:
             order = replace(order, ready=torch.cuda.current_stream().record_event())
-        for item, exchange in self.under_way.items():
-            self._adders[item].order(exchange.version, order)
+        for item in sorted(self.under_way, key=lambda item: self._slots[item].priority):
+            self._adders[item].order(self.under_way[item].version, order)
 
     def means(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Wait for the sums of all chunks owned here, and return their means."""
@@ -228,6 +218,20 @@ class StepExchange(Exchange):
     def finish(self, is_used: bool) -> None:
         """Wait for the weights, which then lie where the gradients lay; they come only after an order to step."""
         self._back.finish(is_used)
+
+
+class _DeviceArrival(Exchange):
+    """Weights, some of them as changes from what this worker has."""
+
+    def __init__(self, team: Team, future: Future[Callable[[Tensor], None]], item: LiveItem) -> None:
+        self._team = team
+        self._future = future
+        self._item = item
+
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        """Restore the weights where the gradients lay."""
+        restore = self._team.result(self._future, self._item.name, grace_s=0)
+        restore(torch.cat([flat_memory(parameter) for parameter in self._item.parameters]))
 
 
 class _HostArrival(Exchange):

@@ -101,14 +101,17 @@ class Shard:
 
     # The stepper.
 
+    def wait(self, chunk: Chunk, order: Order) -> None:
+        """Make the device wait for the model's computation."""
+        if order.ready is not None:
+            torch.cuda.current_stream(self.pieces_of(chunk)[0].held.device).wait_event(order.ready)
+
     def step(self, chunk: Chunk, mean: Tensor, order: Order) -> None:
         """Update a chunk's weights."""
         if order.update is None:
             return
         pieces = self.pieces_of(chunk)
         device = pieces[0].held.device
-        if order.ready is not None:
-            torch.cuda.current_stream(device).wait_event(order.ready)
         if order.scale is not None:
             mean *= order.scale.to(mean.device)
         gradient = mean.to(device)

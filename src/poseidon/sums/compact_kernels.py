@@ -33,18 +33,22 @@ _TOP_AT = tl.constexpr(layouts.TOP_AT)
 _FARTHEST = tl.constexpr(14)
 """The largest distance below the top that a code can say."""
 _COMPACT = tl.constexpr(int(Encoding.COMPACT))
+_CHANGE = tl.constexpr(int(Encoding.CHANGE))
+_ROUNDED_CHANGE = tl.constexpr(int(Encoding.ROUNDED_CHANGE))
 _HERE = tl.constexpr(HERE)
 
 
-def compact(flat: Tensor, rows: ChunkRows, into: Tensor) -> None:
+def compact(flat: Tensor, rows: ChunkRows, into: Tensor, old: Tensor | None = None, is_rounded: bool = False) -> None:
     """Write the compacted chunks of ``flat`` (float32 or bf16) to ``into`` (bytes, a row for each chunk).
 
-    A chunk that is longer than its row is cut off; its head says how long it would be.
+    A chunk that is longer than its row is cut off; its head says how long it would be. With ``old``, values of float32,
+    the changes from these are compacted; ``is_rounded``: both are rounded to bf16.
     """
     layout = rows.layout
     into[:, : layouts.HEAD_BYTES].zero_()
     _compact[layout.groups, len(into)](
         _bits_of(flat),
+        _bits_of(flat if old is None else old),
         into,
         rows.quotient,
         rows.longer,
@@ -52,6 +56,8 @@ def compact(flat: Tensor, rows: ChunkRows, into: Tensor) -> None:
         layout.groups,
         layout.row_bytes - layout.tail_at,
         is_half=layout.itemsize == 2,
+        is_change=old is not None,
+        is_rounded=is_rounded,
         num_warps=_WARPS,
     )
 
@@ -76,19 +82,21 @@ def add(packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, diviso
     )
 
 
-def restore(packed: Tensor, rows: ChunkRows, flat: Tensor, divisor: int) -> None:
-    """Fill ``flat`` with the chunks of a bucket; float32 is divided by ``divisor``."""
+def restore(packed: Tensor, rows: ChunkRows, flat: Tensor, divisor: int, old: Tensor | None = None) -> None:
+    """Fill ``flat`` with the chunks of a bucket; float32 is divided by ``divisor``. Changes are those from ``old``."""
     layout = rows.layout
     is_half = layout.itemsize == 2
     _restore[layout.groups, len(rows.chunks)](
         packed,
         _bits_of(flat),
+        _bits_of(flat if old is None else old),
         rows.quotient,
         rows.longer,
         layout.groups,
         layout.row_bytes - layout.tail_at,
         1.0 if is_half else float(divisor),
         is_half=is_half,
+        has_old=old is not None,
         num_warps=_WARPS,
     )
 
@@ -97,13 +105,29 @@ def _bits_of(flat: Tensor) -> Tensor:
     return flat.view(torch.int16 if flat.dtype == torch.bfloat16 else torch.int32)
 
 
-@triton.jit(do_not_specialize=["flat", "rows", "quotient", "longer", "stride", "groups", "capacity"])
-def _compact(flat, rows, quotient, longer, stride, groups, capacity, is_half: tl.constexpr):
+@triton.jit(do_not_specialize=["flat", "old", "rows", "quotient", "longer", "stride", "groups", "capacity"])
+def _compact(
+    flat,
+    old,
+    rows,
+    quotient,
+    longer,
+    stride,
+    groups,
+    capacity,
+    is_half: tl.constexpr,
+    is_change: tl.constexpr,
+    is_rounded: tl.constexpr,
+):
     row = tl.program_id(1).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
     group = tl.program_id(0)
     a, b = _load(flat + start, group, count, is_half)
+    if is_change:
+        old_a, old_b = _load(old + start, group, count, is_half)
+        a = _change(a, old_a, is_rounded)
+        b = _change(b, old_b, is_rounded)
     _encode(a, b, rows + row * stride, group, groups, capacity)
 
 
@@ -129,13 +153,34 @@ def _add(packed, own, into, workers, count, groups, capacity, divisor, is_half: 
     _encode(a, b, into, group, groups, capacity)
 
 
-@triton.jit(do_not_specialize=["packed", "flat", "quotient", "longer", "groups", "capacity", "divisor"])
-def _restore(packed, flat, quotient, longer, groups, capacity, divisor, is_half: tl.constexpr):
+@triton.jit(do_not_specialize=["packed", "flat", "old", "quotient", "longer", "groups", "capacity", "divisor"])
+def _restore(
+    packed,
+    flat,
+    old,
+    quotient,
+    longer,
+    groups,
+    capacity,
+    divisor,
+    is_half: tl.constexpr,
+    has_old: tl.constexpr,
+):
     row = tl.program_id(1).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
     group = tl.program_id(0)
     a, b = _read(packed, row, flat + start, group, count, groups, capacity, is_half)
+    if has_old:
+        encoding = tl.load(packed.to(tl.pointer_type(tl.int64)) + 2 * row + 1)
+        if encoding == _CHANGE:
+            old_a, old_b = _load(old + start, group, count, is_half)
+            a = _changed(a, old_a, False)
+            b = _changed(b, old_b, False)
+        elif encoding == _ROUNDED_CHANGE:
+            old_a, old_b = _load(old + start, group, count, is_half)
+            a = _changed(a, old_a, True)
+            b = _changed(b, old_b, True)
     if divisor != 1.0:
         # PyTorch would multiply by the reciprocal, which rounds differently.
         a = tl.div_rn(a.to(tl.float32, bitcast=True), divisor).to(tl.int32, bitcast=True)
@@ -176,7 +221,7 @@ def _read(packed, number, own, group, count, groups, capacity, is_half: tl.const
     entry = packed.to(tl.pointer_type(tl.int64)) + 2 * number
     chunk = packed + tl.load(entry)
     encoding = tl.load(entry + 1)
-    if encoding == _COMPACT:
+    if (encoding == _COMPACT) | (encoding == _CHANGE) | (encoding == _ROUNDED_CHANGE):
         a, b = _decode(chunk, group, groups, capacity)
     elif encoding == _HERE:
         a, b = _load(own, group, count, is_half)
@@ -194,6 +239,52 @@ def _round(value):
     bits = value.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where(value != value, 0x7FC00000, rounded)
+
+
+# Changes of weights.
+
+
+@triton.jit
+def _change(new, old, is_rounded: tl.constexpr):
+    """Return the change of float32 from ``old`` to ``new``, with its bits where the planes expect them."""
+    if is_rounded:
+        # The upper halves alone: the lower ones of negative numbers are all ones.
+        difference = (_count_up(_to_half(new)) & -0x10000) - (_count_up(_to_half(old)) & -0x10000)
+        zigzag = ((difference << 1) ^ (difference >> 31)) & -0x10000
+    else:
+        difference = _count_up(new) - _count_up(old)
+        zigzag = (difference << 1) ^ (difference >> 31)
+    lower = (zigzag & 0xFF) | ((zigzag & 0x7F00) << 8) | ((zigzag & 0x8000) << 16)
+    return lower | ((zigzag & 0xF0000) >> 4) | ((zigzag & 0xF00000) >> 12) | (((zigzag >> 24) & 0xFF) << 23)
+
+
+@triton.jit
+def _changed(change, old, is_rounded: tl.constexpr):
+    """Return what ``old`` becomes by a change."""
+    lower = (change & 0xFF) | ((change >> 8) & 0x7F00) | ((change >> 16) & 0x8000)
+    zigzag = lower | ((change & 0xF000) << 4) | ((change & 0xF00) << 12) | (((change >> 23) & 0xFF) << 24)
+    if is_rounded:
+        half = (zigzag >> 16) & 0xFFFF
+        new = _count_up(_to_half(old)) + (((half >> 1) ^ -(half & 1)) << 16)
+        # The lower half is that of the old one's sign.
+        new = (new & -0x10000) | ((new >> 31) & 0xFFFF)
+    else:
+        new = _count_up(old) + (((zigzag >> 1) & 0x7FFFFFFF) ^ -(zigzag & 1))
+    return _count_up(new)
+
+
+@triton.jit
+def _count_up(bits):
+    """Return numbers that count up as the values of these bits do; the same again makes them bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _to_half(bits):
+    """Round to bf16, ties to even; what is in bf16 already stays as it is."""
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(is_nan, (bits & -0x10000) | 0x400000, rounded)
 
 
 # Groups in a compacted chunk.
@@ -236,8 +327,8 @@ def _encode(a, b, chunk, group, groups, capacity):
     far_b = tl.where(code_b == 0, exponent_b, 0)
     codes = code_a | (code_b << 4)
 
-    kinds = 0
-    size = 0
+    kinds = tl.zeros_like(top)
+    size = tl.zeros_like(top)
     for number in tl.static_range(_PLANES):
         plane = _plane(a, b, codes, far_a, far_b, number)
         count = tl.sum((plane != 0).to(tl.int32), axis=0)

@@ -22,8 +22,8 @@ from torch import Tensor
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.device import DeviceAdder
-from poseidon.sums.encodings import Encoded, Payload
+from poseidon.sums.device import Change, DeviceAdder
+from poseidon.sums.encodings import Encoded, Encoding, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
 from poseidon.sums.host import HostAdder
 from poseidon.sums.messages import Layouts
@@ -31,9 +31,16 @@ from poseidon.sums.slots import Slot
 from poseidon.team.team import CLOSE_S
 from poseidon.wire.formats import Array, Format
 
+REFRESHED = 64
+"""Every so many steps, weights travel as they are and not as changes: a worker whose program has changed its own ones,
+unlike the others, does not stay apart."""
+
 
 class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
+
+    def wait(self, chunk: Chunk, order: Any) -> None:
+        """Wait, on the device, until the weights of a chunk are those from which ``order`` says to step."""
 
     def step(self, chunk: Chunk, mean: Tensor, order: Any) -> None:
         """Update a chunk's weights with its mean gradient, as ``order`` says. May change ``mean``."""
@@ -47,6 +54,9 @@ class Stepper(Protocol):
     def state_of(self, chunk: Chunk) -> memoryview:
         """Return the optimizer's state."""
 
+    def rounds(self, chunk: Chunk) -> bool:
+        """Return whether workers get the weights of a chunk rounded."""
+
     def stop_rounding(self, chunk: Chunk) -> None:
         """Send exact weights from the next step on."""
 
@@ -54,14 +64,20 @@ class Stepper(Protocol):
 class MeanMaker(Protocol):
     """How an adder's sums become gradients, and weights what it sends: on the host or on a device."""
 
+    layouts: Layouts
+    """How weights may be encoded, besides the ways of the adder."""
+
     def mean(self, chunk: Chunk, total: Any) -> Tensor:
         """Return the mean gradient, given a finished sum."""
 
     def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
         """Return a mean as it is fetched."""
 
-    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
-        """Return weights as they travel."""
+    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:
+        """Return weights as they travel; perhaps as their change, if all workers have what that is from."""
+
+    def close(self) -> Any:
+        """End the step, as an adder does."""
 
 
 Lane = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -123,7 +139,7 @@ class StepAdder:
     def __init__(
         self, inner: Adder, slot: Slot, rank: int, means: MeanMaker, stepper: Stepper, thread: StepThread
     ) -> None:
-        self.layouts: Layouts = inner.layouts
+        self.layouts: Layouts = {**inner.layouts, **means.layouts}
         self.together = inner.together
         self._inner = inner
         self._slot = slot
@@ -141,6 +157,8 @@ class StepAdder:
         """The mean of each chunk's last sum."""
         self._waiting: dict[int, _Waiting] = {}
         self._asks: list[tuple[Chunk, Ask, int, Reply]] = []
+        self._sent_rounded: set[int] = set()
+        """Chunks whose weights were rounded the last time."""
         self._looked: dict[int, set[int]] = {}
         """Versions at which a chunk's exact weights were fetched."""
         self._all_summed: dict[int, Future[None]] = {}
@@ -222,6 +240,8 @@ class StepAdder:
 
     def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
         """Return a part that has been received."""
+        if encoding in self._means.layouts:
+            raise ServerError(f"a part of {chunk} came as a change ({Encoding(encoding).name}); only weights do")
         return self._inner.decode(chunk, encoding, payload)
 
     def add(self, chunk: Chunk, parts: Sequence[Any], total: _Total | None) -> _Total:
@@ -246,8 +266,8 @@ class StepAdder:
         self._inner.land(chunk, encoding, payload)
 
     def close(self) -> Any:
-        """Leave the weights in the values."""
-        return self._inner.close()
+        """Leave the weights in the values, now or later."""
+        return self._means.close()
 
     # Inside.
 
@@ -276,8 +296,10 @@ class StepAdder:
     def _step(self, waiting: _Waiting, version: int, order: Any) -> None:
         total, chunk = waiting.total, waiting.total.chunk
         try:
+            self._stepper.wait(chunk, order)
+            change = self._change(chunk, version)
             self._stepper.step(chunk, waiting.mean, order)
-            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
+            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk), change)
             with self._lock:
                 self._stepped[chunk.index] = version
             waiting.then()
@@ -285,11 +307,25 @@ class StepAdder:
         except BaseException as error:
             waiting.fail(error)
 
+    def _change(self, chunk: Chunk, version: int) -> Change | None:
+        """Return what the next weights change from; None if they must travel as they are."""
+        is_rounded = self._stepper.rounds(chunk)
+        # A worker that got rounded weights has no exact ones; but rounding those that it may have looked at is easy.
+        is_known = is_rounded or chunk.index not in self._sent_rounded
+        if is_rounded:
+            self._sent_rounded.add(chunk.index)
+        else:
+            self._sent_rounded.discard(chunk.index)
+        if not is_known or version % REFRESHED == 0 or not self._means.layouts:
+            return None
+        return Change(self._stepper.outgoing(chunk), is_rounded)
+
 
 class HostMeans:
     """Sums in host memory, divided by the number of workers; half precision is rounded once."""
 
     def __init__(self, inner: HostAdder, number_format: Format, dtype: torch.dtype, workers: int) -> None:
+        self.layouts: Layouts = {}
         self._inner = inner
         self._format = number_format
         self._dtype = dtype
@@ -304,16 +340,23 @@ class HostMeans:
         """Return the mean where it lies."""
         return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:  # noqa: ARG002
         """Let the adder encode them as it does sums: rounded ones get shorter."""
         stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
         return self._inner.encode(chunk, self._format.widen(stored))
+
+    def close(self) -> Any:
+        """End the step."""
+        return self._inner.close()
 
 
 class DeviceMeans:
     """Sums on a device, and weights compacted by it."""
 
     def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
+        compact = inner.layouts[Encoding.COMPACT]
+        changes = (Encoding.CHANGE, Encoding.ROUNDED_CHANGE) if dtype is torch.float32 else ()
+        self.layouts: Layouts = dict.fromkeys(changes, compact)
         self._inner = inner
         self._dtype = dtype
         self._workers = workers
@@ -333,9 +376,13 @@ class DeviceMeans:
         with self._lane():
             return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
+    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:
         """Compact them."""
-        return self._inner.encode_instead(chunk, weights)
+        return self._inner.encode_instead(chunk, weights, change)
+
+    def close(self) -> Any:
+        """Let whoever takes the weights restore them: only then are the old ones surely those of all workers."""
+        return self._inner.close_later() if self.layouts else self._inner.close()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
