@@ -121,7 +121,7 @@ class Engine:
         planned = self._schedules.planned
         if planned is None:
             return frozenset()
-        return frozenset(unit.name for unit in self.units if self._schedules.delivers(planned, unit) != "gradients")
+        return frozenset(unit.name for unit in self.units if planned.deliveries[unit.index] != "gradients")
 
     @property
     def phase(self) -> Phase:
@@ -175,12 +175,12 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return "factors" in self._schedules.delivers(backward.live, unit)
+        return "factors" in backward.live.deliveries[unit.index]
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
+        return self.is_armed and planned is not None and "rows" in planned.deliveries[unit.index]
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -354,7 +354,7 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
+        if "rows" in live.deliveries[unit.index] and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

@@ -26,7 +26,7 @@ from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, server_rivals_nccl
-from poseidon.planning.route import Delivery, Routes
+from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
@@ -97,10 +97,6 @@ class Schedules:
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
         self._planning.observe(unit.name, load)
-
-    def delivers(self, live: LiveSchedule, unit: LiveUnit) -> Delivery:
-        """Return what a schedule needs from a unit: its gradient, factors or rows."""
-        return self.routes[live.schedule.route_of[unit.index]].delivers
 
     def settle(self, backward: Backward) -> None:
         """Learn from a closed backward, and change the plan if due. Collective."""
@@ -252,7 +248,7 @@ class Schedules:
             if mine:
                 exchangers[name] = self._exchanger(name)
                 exchangers[name].prepare(mine)
-        return LiveSchedule(schedule, items, exchangers)
+        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options
