@@ -125,7 +125,7 @@ class Engine:
         planned = self._schedules.planned
         if planned is None:
             return frozenset()
-        return frozenset(unit.name for unit in self.units if self._schedules.delivers(planned, unit) != "gradients")
+        return frozenset(unit.name for unit in self.units if planned.deliveries[unit.index] != "gradients")
 
     @property
     def phase(self) -> Phase:
@@ -179,7 +179,7 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return "factors" in self._schedules.delivers(backward.live, unit)
+        return "factors" in backward.live.deliveries[unit.index]
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
@@ -191,7 +191,7 @@ class Engine:
 
     def _will_deliver(self, unit: LiveUnit) -> Delivery:
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self._schedules.delivers(planned, unit) if self.is_armed and planned is not None else "gradients"
+        return planned.deliveries[unit.index] if self.is_armed and planned is not None else "gradients"
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -365,7 +365,7 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
+        if "rows" in live.deliveries[unit.index] and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

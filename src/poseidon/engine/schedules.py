@@ -23,13 +23,14 @@ from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, server_rivals_nccl
-from poseidon.planning.route import Delivery, Routes
+from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, ServedRoute, standard_routes
 from poseidon.sim.ranking import observed_profile
+from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
@@ -96,10 +97,6 @@ class Schedules:
         """Record load on a unit, for the first plan."""
         self._planning.observe(unit.name, load)
 
-    def delivers(self, live: LiveSchedule, unit: LiveUnit) -> Delivery:
-        """Return what a schedule needs from a unit: its gradient, factors or rows."""
-        return self.routes[live.schedule.route_of[unit.index]].delivers
-
     def settle(self, backward: Backward) -> None:
         """Learn from a closed backward, and change the plan if due. Collective."""
         assert backward.step.verdict is not None
@@ -141,6 +138,7 @@ class Schedules:
             offers_server=self._offers_server(),
             gathers_factors=is_cuda and self._team.is_nccl if gathers is None else gathers,
             combines_first=topology.has_levels and topology.is_even and not is_cuda,
+            chunk_bytes=chunk_bytes_for(self._cluster.between.bytes_per_s, lands_whole=not self._options.defers),
         )
 
     def _offers_server(self) -> bool:
@@ -237,7 +235,7 @@ class Schedules:
             if mine:
                 exchangers[name] = self._exchanger(name)
                 exchangers[name].prepare(mine)
-        return LiveSchedule(schedule, items, exchangers)
+        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
+from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_elementwise,
@@ -37,7 +38,6 @@ from poseidon.engine.optimizers import (
 )
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
-from poseidon.engine.update import has_compiled_parts
 from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit

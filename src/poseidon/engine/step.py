@@ -207,8 +207,9 @@ class Step:
     def tell(self) -> list[Action]:
         """Return what the others must know of a closed step; after all starts, so that messages keep one order."""
         assert self.phase is Phase.CLOSED, f"a step told its end while it is {self.phase.value}"
-        used = tuple(number in self._used for number in range(len(self.schedule.model.parameters)))
-        return [Tell(used)] if self._tells_used else []
+        if not self._tells_used:
+            return []
+        return [Tell(tuple(number in self._used for number in range(len(self.schedule.model.parameters))))]
 
     def started(self, item: int, flags: int = 0) -> list[Action]:
         """Record that an item has started, with its flags.
