@@ -694,6 +694,10 @@ def _refusals() -> None:
     sparse = nn.Embedding(4, 4, sparse=True)
     with pytest.raises(UnsupportedError, match="sparse=True"):
         poseidon.distribute(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1), update="server")
+    strided = nn.Linear(6, 6, bias=False)
+    strided.weight.data = torch.zeros(6, 12)[:, ::2]
+    with pytest.raises(UnsupportedError, match=r"weight, of shape \(6, 6\), has strides \(12, 2\)"):
+        poseidon.distribute(strided, torch.optim.SGD(strided.parameters(), lr=0.1), update="server")
     wrapped, _ = poseidon.distribute(model, _Elementwise(parameters, lr=0.1), update="server")
     with pytest.raises(UnsupportedError, match="join"), wrapped.join():
         _loss(wrapped, 0)

@@ -16,27 +16,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.device import DeviceAdder
 from poseidon.sums.encodings import Encoded, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
-from poseidon.sums.host import HostAdder
+from poseidon.sums.means import Lane, MeanMaker
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.team.team import CLOSE_S
-from poseidon.wire.formats import Array, Format
 
 
 class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
 
     def step(self, chunk: Chunk, mean: Tensor, order: Any) -> None:
-        """Update a chunk's weights with its mean gradient, as ``order`` says. May change ``mean``."""
+        """Update a chunk's weights with its mean gradient, as ``order`` says, and leave ``mean`` as it is."""
 
     def outgoing(self, chunk: Chunk) -> Tensor:
         """Return the weights of a chunk as workers get them: exact, or rounded where they only use them so."""
@@ -49,23 +46,6 @@ class Stepper(Protocol):
 
     def stop_rounding(self, chunk: Chunk) -> None:
         """Send exact weights from the next step on."""
-
-
-class MeanMaker(Protocol):
-    """How an adder's sums become gradients, and weights what it sends: on the host or on a device."""
-
-    def mean(self, chunk: Chunk, total: Any) -> Tensor:
-        """Return the mean gradient, given a finished sum."""
-
-    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
-        """Return a mean as it is fetched."""
-
-    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
-        """Return weights as they travel."""
-
-
-Lane = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Makes what runs inside use another stream of the device than the model's computation does."""
 
 
 class StepThread:
@@ -284,60 +264,3 @@ class StepAdder:
             self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
         except BaseException as error:
             waiting.fail(error)
-
-
-class HostMeans:
-    """Sums in host memory, divided by the number of workers; half precision is rounded once."""
-
-    def __init__(self, inner: HostAdder, number_format: Format, dtype: torch.dtype, workers: int) -> None:
-        self._inner = inner
-        self._format = number_format
-        self._dtype = dtype
-        self._workers = workers
-
-    def mean(self, chunk: Chunk, total: Array) -> Tensor:  # noqa: ARG002 - as in the contract
-        """Divide, in the memory of the sum."""
-        total /= self._workers
-        return torch.from_numpy(self._format.narrow(total)).view(self._dtype)
-
-    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
-        """Return the mean where it lies."""
-        return bytes_of(mean)
-
-    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
-        """Let the adder encode them as it does sums: rounded ones get shorter."""
-        stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
-        return self._inner.encode(chunk, self._format.widen(stored))
-
-
-class DeviceMeans:
-    """Sums on a device, and weights compacted by it."""
-
-    def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
-        self._inner = inner
-        self._dtype = dtype
-        self._workers = workers
-        self._lane = lane
-
-    def mean(self, chunk: Chunk, total: Any) -> Tensor:  # noqa: ARG002 - it lies on the device
-        """Divide, in new memory: the weights come where the sum lies."""
-        with self._lane():
-            own = self._inner.sum_of(chunk)
-            if self._dtype is not torch.float32:  # divided as it was rounded
-                return own.clone()
-            # Not by a number, which CUDA would multiply by the inverse of.
-            return own / torch.full((), self._workers, dtype=own.dtype, device=own.device)
-
-    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
-        """Return a copy in host memory."""
-        with self._lane():
-            return bytes_of(mean)
-
-    def encode(self, chunk: Chunk, weights: Tensor) -> Encoded:
-        """Compact them."""
-        return self._inner.encode_instead(chunk, weights)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a flat tensor; of a copy if that is on a device."""
-    return memoryview(tensor.cpu().view(torch.uint8).numpy().data)
