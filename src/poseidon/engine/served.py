@@ -105,8 +105,8 @@ class ServedUpdates(Policy):
                     raise UnsupportedError(f'{spec.name} is {parameter.dtype}, which update="server" cannot sum')
                 if not has_no_gaps(parameter):
                     raise UnsupportedError(
-                        f"{spec.name}, of shape {tuple(parameter.shape)}, has strides {parameter.stride()}, with gaps in "
-                        'memory; with update="server" parameters must have none: make it contiguous'
+                        f"{spec.name}, of shape {tuple(parameter.shape)}, has strides {parameter.stride()}, with gaps "
+                        'in memory; with update="server" parameters must have none: make it contiguous'
                     )
         defer(self.optimizer, self)
         # A script may exit with a step under way, or while others still fetch what is kept here.

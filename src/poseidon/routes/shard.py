@@ -100,21 +100,24 @@ class Shard:
 
     # The stepper.
 
-    def step(self, chunk: Chunk, mean: Tensor, order: Order) -> None:
-        """Update a chunk's weights."""
+    def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Order) -> None:
+        """Update the weights of some chunks."""
         if order.update is None:
             return
-        pieces = self.pieces_of(chunk)
-        device = pieces[0].held.device
-        if order.ready is not None:
-            torch.cuda.current_stream(device).wait_event(order.ready)
-        # A copy: some optimizers write into gradients, and a slower worker may still look at the mean.
-        gradient = mean.to(device, copy=True)
-        if order.scale is not None:
-            gradient *= order.scale.to(device)
-        for piece in pieces:
-            own = gradient[piece.at : piece.at + piece.length]
-            piece.held.grad = order.in_hand.get(piece, own)
+        pieces: list[Piece] = []
+        for chunk, mean in means:
+            mine = self.pieces_of(chunk)
+            device = mine[0].held.device
+            if order.ready is not None:
+                torch.cuda.current_stream(device).wait_event(order.ready)
+            # A copy: some optimizers write into gradients, and a slower worker may still look at the mean.
+            gradient = mean.to(device, copy=True)
+            if order.scale is not None:
+                gradient *= order.scale.to(device)
+            for piece in mine:
+                own = gradient[piece.at : piece.at + piece.length]
+                piece.held.grad = order.in_hand.get(piece, own)
+            pieces += mine
         try:
             order.update(pieces, self.state)
         finally:

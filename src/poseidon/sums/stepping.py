@@ -32,8 +32,8 @@ from poseidon.team.team import CLOSE_S
 class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
 
-    def step(self, chunk: Chunk, mean: Tensor, order: Any) -> None:
-        """Update a chunk's weights with its mean gradient, as ``order`` says, and leave ``mean`` as it is."""
+    def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Any) -> None:
+        """Update the weights of chunks with their mean gradients, as ``order`` says, and leave the means as they are."""
 
     def outgoing(self, chunk: Chunk) -> Tensor:
         """Return the weights of a chunk as workers get them: exact, or rounded where they only use them so."""
@@ -132,8 +132,9 @@ class StepAdder:
         with self._lock:
             self._order = (version, order)
             ready = [self._waiting.pop(index) for index in list(self._waiting)]
-        for waiting in ready:
-            self._submit(waiting, version, order)
+        if ready:
+            # Together: a call of the optimizer costs more than a few chunks do.
+            self._submit(ready, version, order)
 
     def when_summed(self, version: int) -> Future[None]:
         """Return a future for all chunks' sums."""
@@ -248,19 +249,20 @@ class StepAdder:
         if everybody is not None:
             everybody.set_result(None)
         if order is not None:
-            self._submit(waiting, *order)
+            self._submit([waiting], *order)
 
-    def _submit(self, waiting: _Waiting, version: int, order: Any) -> None:
-        self._thread.put(self._slot.priority, lambda: self._step(waiting, version, order))
+    def _submit(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
+        self._thread.put(self._slot.priority, lambda: self._step(ready, version, order))
 
-    def _step(self, waiting: _Waiting, version: int, order: Any) -> None:
-        total, chunk = waiting.total, waiting.total.chunk
+    def _step(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
         try:
-            self._stepper.step(chunk, waiting.mean, order)
-            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
-            with self._lock:
-                self._stepped[chunk.index] = version
-            waiting.then()
-            self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
+            self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
+            for waiting in ready:
+                total, chunk = waiting.total, waiting.total.chunk
+                total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
+                with self._lock:
+                    self._stepped[chunk.index] = version
+                waiting.then()
+                self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
         except BaseException as error:
-            waiting.fail(error)
+            ready[0].fail(error)
