@@ -842,6 +842,33 @@ def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
     run_ranks(_often, 2)
 
 
+def _count_bytes() -> None:
+    sent = {}
+    for update in ("worker", "server"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 200))
+        wrapped, optimizer = _distribute(model, torch.optim.AdamW(model.parameters()), update)
+        for number in range(6):
+            if number == 3:
+                wrapped.finish_step()
+                (exchanger,) = wrapped._engine.planned.exchangers.values()
+                before = exchanger._transport.stats.sent_bytes
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = wrapped(torch.randn(8, 200, generator=twins.seed_of_rank(number))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        wrapped.finish_step()
+        sent[update] = exchanger._transport.stats.sent_bytes - before
+        wrapped.close()
+    # Parts take half of 4 bytes a value in both; weights do too, and sums do not.
+    assert sent["server"] < 0.7 * sent["worker"]
+
+
+def test_rounded_weights_take_fewer_bytes_than_sums() -> None:
+    run_ranks(_count_bytes, 2, env=_apart(2))
+
+
 # On a CUDA device, which sums and steps large buckets itself.
 
 

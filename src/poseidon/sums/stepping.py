@@ -33,7 +33,7 @@ class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
 
     def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Any) -> None:
-        """Update the weights of chunks with their mean gradients, as ``order`` says, and leave the means as they are."""
+        """Update the weights of chunks with their mean gradients as ``order`` says; leave the means as they are."""
 
     def outgoing(self, chunk: Chunk) -> Tensor:
         """Return the weights of a chunk as workers get them: exact, or rounded where they only use them so."""
