@@ -1,6 +1,6 @@
 """Time the kernels that compact, add and restore on a GPU, and count the bits that a value takes.
 
-    python benchmarks/compact.py --values 4194304 --workers 8
+    python benchmarks/compact.py --values 8388608 --workers 8
 
 Prints one line for each kind of values: bits per value of a part and of a sum, and milliseconds for compacting a bucket
 (with all its chunks), adding one chunk of all workers, and restoring a bucket; then what copies over the bus take. It

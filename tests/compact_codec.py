@@ -65,6 +65,49 @@ def restore(compacted: bytes | memoryview, values: int, layout: CompactLayout) -
     return bits.reshape(-1).view(np.float32)[:values]
 
 
+def change(new: Array, old: Array, is_rounded: bool) -> Array:
+    """Return the change of weights as what is compacted."""
+    if is_rounded:
+        new, old = to_half(new), to_half(old)
+    unit = 1 << 16 if is_rounded else 1
+    difference = _count_up(new) // unit - _count_up(old) // unit
+    half = (1 << 31) // unit
+    difference = (difference + half) % (2 * half) - half
+    zigzag = np.where(difference >= 0, 2 * difference, -2 * difference - 1).astype(np.uint32)
+    if is_rounded:
+        zigzag <<= 16
+    moved = zigzag & 0xFF | (zigzag & 0x7F00) << 8 | (zigzag & 0x8000) << 16
+    moved |= (zigzag & 0xF0000) >> 4 | (zigzag & 0xF00000) >> 12 | zigzag >> 24 << 23
+    return moved.view(np.float32)
+
+
+def changed(compacted: Array, old: Array, is_rounded: bool) -> Array:
+    """Return new weights, given old ones and what :func:`change` returned."""
+    moved = compacted.view(np.uint32)
+    zigzag = moved & 0xFF | moved >> 8 & 0x7F00 | moved >> 16 & 0x8000
+    zigzag |= (moved & 0xF000) << 4 | (moved & 0xF00) << 12 | (moved >> 23 & 0xFF) << 24
+    if is_rounded:
+        old, zigzag = to_half(old), zigzag >> 16
+    unit = 1 << 16 if is_rounded else 1
+    half = (1 << 31) // unit
+    wide = zigzag.astype(np.int64)
+    numbers = _count_up(old) // unit + np.where(wide & 1, -(wide + 1) // 2, wide // 2)
+    numbers = (numbers + half) % (2 * half) - half
+    return (np.where(numbers < 0, numbers ^ half - 1, numbers) * unit).astype(np.int32).view(np.float32)
+
+
+def to_half(values: Array) -> Array:
+    """Round to bf16, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return np.where(np.isnan(values), bits & 0xFFFF0000 | 0x400000, rounded).astype(np.uint32).view(np.float32)
+
+
+def _count_up(values: Array) -> Array:
+    bits = values.view(np.int32)
+    return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
+
+
 def _split(bits: Array) -> tuple[Array, Array]:
     """Return planes and tops of groups, given as (groups, 2, 128) float32 patterns."""
     exponents = (bits >> 23).astype(np.uint8)

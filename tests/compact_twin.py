@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import compact_codec
 from compact_codec import compact, restore
 from poseidon.sums.compact import ChunkRows, CompactLayout
+from poseidon.sums.device import Change
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.packed import HERE
 from poseidon.wire.formats import FORMATS
@@ -74,12 +76,45 @@ class HostCompactor:
         self._copy_out(compacted, 0, into, length)
         return compacted
 
+    def replace(
+        self,
+        own: Tensor,
+        values: Tensor,
+        layout: CompactLayout,
+        into: Tensor,
+        length: int,
+        change: Change | None = None,
+    ) -> Rows:
+        own.copy_(values)
+        wide = _widen(own)
+        if change is not None:
+            wide = compact_codec.change(wide, change.old.numpy(), change.is_rounded)
+        compacted = Rows([compact(wide, layout)], self)
+        self._copy_out(compacted, 0, into, length)
+        return compacted
+
     def copy(self, own: Tensor, into: Tensor) -> None:
         self.copied += 1
         into.view(own.dtype).copy_(own)
 
+    def change(
+        self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor
+    ) -> Callable[[Tensor], None]:
+        table, chunks = table.clone(), [(at, chunk.clone()) for at, chunk in chunks]
+
+        def restore(old: Tensor) -> None:
+            self.restore(table, chunks, rows, flat, 1, old)
+
+        return restore
+
     def restore(
-        self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor, divisor: int
+        self,
+        table: Tensor,
+        chunks: Sequence[tuple[int, Tensor]],
+        rows: ChunkRows,
+        flat: Tensor,
+        divisor: int,
+        old: Tensor | None = None,
     ) -> str:
         pieces = [(0, table), *chunks]
         self.moved_bytes += sum(len(piece) for _, piece in pieces)
@@ -89,6 +124,11 @@ class HostCompactor:
         for number, chunk in enumerate(rows.chunks):
             own = flat[chunk.start : chunk.stop]
             values = _read(packed, number, own, rows.layout)
+            encoding = packed.numpy()[16 * number :][:16].view(np.int64)[1]
+            if encoding in (Encoding.CHANGE, Encoding.ROUNDED_CHANGE):
+                assert old is not None
+                earlier = old[chunk.start : chunk.stop].numpy()
+                values = compact_codec.changed(values, earlier, encoding == Encoding.ROUNDED_CHANGE)
             _narrow(values / np.float32(divisor) if flat.dtype == torch.float32 else values, own)
         return "restored"
 
@@ -103,7 +143,7 @@ def _read(packed: Tensor, number: int, own: Tensor, layout: CompactLayout) -> Ar
     chunk = packed[position:]
     if encoding == HERE:
         return _widen(own).copy()
-    if encoding == Encoding.COMPACT:
+    if encoding in (Encoding.COMPACT, Encoding.CHANGE, Encoding.ROUNDED_CHANGE):
         size = layout.measure(chunk.numpy().data)
         return restore(chunk[:size].numpy().data, len(own), layout)
     return _widen(chunk[: own.nbytes].view(own.dtype))

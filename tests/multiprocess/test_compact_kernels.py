@@ -32,7 +32,7 @@ def _draw(kind: str, size: int) -> Array:
     if kind == "bf16":
         values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         values[generator.random(size) < 0.01] += np.float32(1e-3)
-        values[300:1500] = 0
+        values[300:900] = 0
     elif kind == "zeros":
         values[generator.random(size) < 0.7] = 0
         values[generator.random(size) < 0.1] *= np.float32(-0.0)
@@ -99,6 +99,39 @@ def _compact_and_restore(kind: str, rows: ChunkRows, divisor: int) -> None:
     assert same_bits(back.cpu().numpy(), values / np.float32(divisor) if divisor > 1 else values)
 
 
+def _change(kind: str, is_rounded: bool) -> None:
+    """New weights from old ones; the second chunk is compacted as it is, beside those that change."""
+    from poseidon.sums import compact_kernels as kernels
+
+    rows = _rows_of(3, 700, 1)
+    layout = rows.layout
+    new = _draw(kind, rows.chunks[-1].stop)
+    old = np.random.default_rng(7).permutation(new) if kind == "any bits" else new * np.float32(1.001)
+    values, before = torch.from_numpy(new).to(DEVICE), torch.from_numpy(old).to(DEVICE)
+    into = torch.empty((3, layout.row_bytes), dtype=torch.uint8, device=DEVICE)
+    kernels.compact(values, rows, into, before, is_rounded)
+    packed: list[tuple[int, bytes] | None] = []
+    for chunk, row in zip(rows.chunks, into.cpu().numpy(), strict=True):
+        part, earlier = new[chunk.start : chunk.stop], old[chunk.start : chunk.stop]
+        size = layout.measure(row.data)
+        expected = compact_codec.change(part, earlier, is_rounded)
+        assert same_bits(compact_codec.changed(expected, earlier, is_rounded), _rounded(part, is_rounded))
+        assert size == len(compact_codec.compact(expected, layout))
+        if chunk.index == 1 or size not in layout.sizes(len(part)):
+            packed.append(_encode(_rounded(part, is_rounded), layout))
+        else:
+            packed.append((Encoding.ROUNDED_CHANGE if is_rounded else Encoding.CHANGE, row[:size].tobytes()))
+    back = torch.full((len(new),), 7.0, device=DEVICE)
+    # Where weights come rounded, somebody may have looked at the exact ones, and somebody not.
+    for held in [old, compact_codec.to_half(old)] if is_rounded else [old]:
+        kernels.restore(_pack(packed), rows, back, 1, torch.from_numpy(held).to(DEVICE))
+        assert same_bits(back.cpu().numpy(), _rounded(new, is_rounded))
+
+
+def _rounded(values: Array, is_rounded: bool) -> Array:
+    return compact_codec.to_half(values) if is_rounded else values
+
+
 def _add(place: int, length: int) -> None:
     from poseidon.sums import compact_kernels as kernels
 
@@ -126,7 +159,7 @@ def _add(place: int, length: int) -> None:
 def _half() -> None:
     from poseidon.sums import compact_kernels as kernels
 
-    rows = _rows_of(2, 4100, 1, itemsize=2)
+    rows = _rows_of(2, 1030, 1, itemsize=2)
     layout, size = rows.layout, rows.chunks[-1].stop
     flats = [torch.from_numpy(_draw("bf16", size) * (3 + rank)).bfloat16() for rank in range(3)]
     flats[1][:4] = torch.tensor([torch.nan, torch.inf, -0.0, 1e-40])
@@ -157,16 +190,16 @@ def _garbage(seed: int) -> None:
     from poseidon.sums import compact_kernels as kernels
 
     generator = np.random.default_rng(seed)
-    rows = _rows_of(1, 4096, 0)
+    rows = _rows_of(1, 1024, 0)
     layout = rows.layout
-    chunk = generator.integers(0, 256, layout.tail_at + 4000, dtype=np.uint8)
-    chunk[:4].view("<u4")[0] = 4000
+    chunk = generator.integers(0, 256, layout.tail_at + 2000, dtype=np.uint8)
+    chunk[:4].view("<u4")[0] = 2000
     entries = chunk[16 : layout.tail_at].view("<u8")
     # Some begin within the tail.
-    entries[::2] &= np.uint64(0xFFFFFFFF00000FFF)
-    back = torch.zeros(4096, device=DEVICE)
+    entries[::2] &= np.uint64(0xFFFFFFFF000007FF)
+    back = torch.zeros(1024, device=DEVICE)
     kernels.restore(_pack([(Encoding.COMPACT, chunk.tobytes())]), rows, back, 1)
-    assert same_bits(back.cpu().numpy(), compact_codec.restore(chunk.tobytes(), 4096, layout))
+    assert same_bits(back.cpu().numpy(), compact_codec.restore(chunk.tobytes(), 1024, layout))
 
 
 def _compile() -> None:
@@ -178,19 +211,25 @@ def _compile() -> None:
 
     numbers = dict.fromkeys(["workers", "count", "groups", "capacity"], "i32")
     signature = {"packed": "*u8", "own": "*i16", "into": "*u8", **numbers, "divisor": "fp32"}
-    constants = {"is_half": True, "group_count": kernels._GROUPS}
+    constants = {"is_half": True}
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
-    compiler.compile(compiler.ASTSource(kernels._add, kinds, constants), target=GPUTarget("cuda", 90, 32))
+    compiler.compile(
+        compiler.ASTSource(kernels._add, kinds, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}
+    )
 
 
 def _main() -> None:
     for kind in ["normal", "bf16", "zeros", "strays", "any bits"]:
-        for chunks, quotient, longer in [(2, 4096, 0), (3, 5000, 1)]:
+        for chunks, quotient, longer in [(2, 512, 0), (3, 700, 1)]:
             print(f"compacting {chunks} chunks of {quotient} values, {longer} of them longer: {kind}", flush=True)
             _compact_and_restore(kind, _rows_of(chunks, quotient, longer), divisor=1 + longer * 2 * (kind == "normal"))
+    for kind in ["normal", "any bits"]:
+        for is_rounded in (False, True):
+            print(f"changes, rounded {is_rounded}: {kind}", flush=True)
+            _change(kind, is_rounded)
     for place in (0, 2):
         print(f"adding as worker {place}", flush=True)
-        _add(place, 4097)
+        _add(place, 1025)
     print("adding bf16", flush=True)
     _half()
     for seed in range(2):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from typing import Any
@@ -73,6 +74,37 @@ def _sum_over_the_wire() -> None:
 @pytest.mark.parametrize("carrier", ["tcp", "zeromq"])
 def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) -> None:
     run_ranks(_sum_over_the_wire, 3, env={"POSEIDON_WIRE_CARRIER": carrier})
+
+
+def _train_under_autocast() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.LayerNorm(300), nn.Linear(300, 5))
+    alone = copy.deepcopy(net)
+    model = poseidon.DistributedDataParallel(net, cluster=Cluster(size, between=LINK), routes={"*": "sharded"})
+    for step in range(3):
+        batches = [torch.randn(16, 40, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(size)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batches[rank]).float().square().mean()
+        model.zero_grad()
+        loss.backward()
+        parts = []
+        for batch in batches:
+            alone.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = alone(batch).float().square().mean()
+            loss.backward()
+            parts.append([parameter.grad.clone() for parameter in alone.parameters()])
+        for parameter, *ones in zip(net.parameters(), *parts, strict=True):
+            mean = functools.reduce(torch.add, ones) / size
+            assert parameter.grad is not None
+            # Before the first backward there is no plan, and collectives carry everything.
+            assert step == 0 or same_bits(parameter.grad.numpy(), mean.numpy())
+    model.close()
+
+
+def test_means_under_autocast_have_the_bits_of_parts_added_in_the_order_of_ranks_and_divided() -> None:
+    run_ranks(_train_under_autocast, 3)
 
 
 def _lose_a_worker() -> str:

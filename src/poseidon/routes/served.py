@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.shard import Order, Shard, State, read_state
+from poseidon.routes.shard import Order, Shard, State, flat_memory, read_state
 from poseidon.routes.sharded import agree_on_device
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
@@ -132,7 +132,11 @@ class ServedExchanger(Exchanger):
         begin = self._server.reserve(slot, version)
         back: Exchange
         if self._is_on_device(slot, flat.dtype):
-            back = StagedExchange(self.team, begin(flat), name, flat.device)
+            back = (
+                _DeviceArrival(self.team, begin(flat), item)
+                if flat.dtype is torch.float32
+                else StagedExchange(self.team, begin(flat), name, flat.device)
+            )
         elif self._stager is not None:
             back = self._stager.start(flat, slot.number, lambda host: begin(_as_numpy(host)), self.team, name)
         else:
@@ -215,6 +219,20 @@ class StepExchange(Exchange):
     def finish(self, is_used: bool) -> None:
         """Wait for the weights, which then lie where the gradients lay; they come only after an order to step."""
         self._back.finish(is_used)
+
+
+class _DeviceArrival(Exchange):
+    """Weights, some of them as changes from what this worker has."""
+
+    def __init__(self, team: Team, future: Future[Callable[[Tensor], None]], item: LiveItem) -> None:
+        self._team = team
+        self._future = future
+        self._item = item
+
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        """Restore the weights where the gradients lay."""
+        restore = self._team.result(self._future, self._item.name, grace_s=0)
+        restore(torch.cat([flat_memory(parameter) for parameter in self._item.parameters]))
 
 
 class _HostArrival(Exchange):

@@ -100,6 +100,11 @@ class Shard:
 
     # The stepper.
 
+    def wait(self, chunk: Chunk, order: Order) -> None:
+        """Make the device wait for the model's computation."""
+        if order.ready is not None:
+            torch.cuda.current_stream(self.pieces_of(chunk)[0].held.device).wait_event(order.ready)
+
     def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Order) -> None:
         """Update the weights of some chunks."""
         if order.update is None:
@@ -108,8 +113,6 @@ class Shard:
         for chunk, mean in means:
             mine = self.pieces_of(chunk)
             device = mine[0].held.device
-            if order.ready is not None:
-                torch.cuda.current_stream(device).wait_event(order.ready)
             # A copy: some optimizers write into gradients, and a slower worker may still look at the mean.
             gradient = mean.to(device, copy=True)
             if order.scale is not None:

@@ -75,8 +75,15 @@ def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> f
         contention=host.contention,
         payload=1.0,  # programs measured the rate
         compacts=equipment.compacts,
+        precision=_precision_of(profile),
         steps=_STEPS,
     )
     route_of = list(candidate.plan.routes.values())
     workload = plan_workload(setting, candidate.plan, route_of, equipment.routes, candidate.packing)
     return simulate(setting, workload=workload).step_s
+
+
+def _precision_of(profile: Profile) -> str:
+    """Return what gradients are computed in; fp16, which is rarer, counts as bf16."""
+    is_half = any(unit.load is not None and unit.load.value_bytes == 2 for unit in profile.units)
+    return "bf16" if is_half else "float32"

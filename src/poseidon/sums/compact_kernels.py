@@ -1,8 +1,9 @@
 """Kernels that compact, add and restore on a CUDA device, in Triton, which comes with PyTorch for CUDA.
 
-The layout is that of ``compact.py``. An instance of a kernel works on some groups of one chunk, in two halves: ``a``
-holds the first 128 values of each group, ``b`` the others, both as the bits of float32. Chunks that come from the wire
-lie behind a table (``packed.py``). Whatever their bytes are, nothing outside their memory is read.
+The layout is that of ``compact.py``. An instance of a kernel, one warp, works on one group of one chunk, so that warps
+need not wait for each other. It has the group in two halves, ``a`` the first 128 values and ``b`` the others, as the
+bits of float32. Chunks that come from the wire lie behind a table (``packed.py``). Whatever their bytes are, nothing
+outside their memory is read.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from poseidon.sums.compact import ChunkRows, CompactLayout
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.packed import HERE
 
-_GROUPS = 4
-"""Groups that one instance works on."""
+_WARPS = 1
 _GROUP = tl.constexpr(layouts.GROUP)
 _HALF = tl.constexpr(layouts.GROUP // 2)
 _PLANES = tl.constexpr(layouts.PLANES)
@@ -33,18 +33,22 @@ _TOP_AT = tl.constexpr(layouts.TOP_AT)
 _FARTHEST = tl.constexpr(14)
 """The largest distance below the top that a code can say."""
 _COMPACT = tl.constexpr(int(Encoding.COMPACT))
+_CHANGE = tl.constexpr(int(Encoding.CHANGE))
+_ROUNDED_CHANGE = tl.constexpr(int(Encoding.ROUNDED_CHANGE))
 _HERE = tl.constexpr(HERE)
 
 
-def compact(flat: Tensor, rows: ChunkRows, into: Tensor) -> None:
+def compact(flat: Tensor, rows: ChunkRows, into: Tensor, old: Tensor | None = None, is_rounded: bool = False) -> None:
     """Write the compacted chunks of ``flat`` (float32 or bf16) to ``into`` (bytes, a row for each chunk).
 
-    A chunk that is longer than its row is cut off; its head says how long it would be.
+    A chunk that is longer than its row is cut off; its head says how long it would be. With ``old``, values of float32,
+    the changes from these are compacted; ``is_rounded``: both are rounded to bf16.
     """
     layout = rows.layout
     into[:, : layouts.HEAD_BYTES].zero_()
-    _compact[len(into), triton.cdiv(layout.groups, _GROUPS)](
+    _compact[layout.groups, len(into)](
         _bits_of(flat),
+        _bits_of(flat if old is None else old),
         into,
         rows.quotient,
         rows.longer,
@@ -52,7 +56,9 @@ def compact(flat: Tensor, rows: ChunkRows, into: Tensor) -> None:
         layout.groups,
         layout.row_bytes - layout.tail_at,
         is_half=layout.itemsize == 2,
-        group_count=_GROUPS,
+        is_change=old is not None,
+        is_rounded=is_rounded,
+        num_warps=_WARPS,
     )
 
 
@@ -62,7 +68,7 @@ def add(packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, diviso
     The table says which part is in ``own``. A sum of bf16 is divided by ``divisor`` and rounded.
     """
     into[: layouts.HEAD_BYTES].zero_()
-    _add[triton.cdiv(layout.groups, _GROUPS),](
+    _add[layout.groups,](
         packed,
         _bits_of(own),
         into,
@@ -72,24 +78,26 @@ def add(packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, diviso
         layout.row_bytes - layout.tail_at,
         float(divisor),
         is_half=layout.itemsize == 2,
-        group_count=_GROUPS,
+        num_warps=_WARPS,
     )
 
 
-def restore(packed: Tensor, rows: ChunkRows, flat: Tensor, divisor: int) -> None:
-    """Fill ``flat`` with the chunks of a bucket; float32 is divided by ``divisor``."""
+def restore(packed: Tensor, rows: ChunkRows, flat: Tensor, divisor: int, old: Tensor | None = None) -> None:
+    """Fill ``flat`` with the chunks of a bucket; float32 is divided by ``divisor``. Changes are those from ``old``."""
     layout = rows.layout
     is_half = layout.itemsize == 2
-    _restore[len(rows.chunks), triton.cdiv(layout.groups, _GROUPS)](
+    _restore[layout.groups, len(rows.chunks)](
         packed,
         _bits_of(flat),
+        _bits_of(flat if old is None else old),
         rows.quotient,
         rows.longer,
         layout.groups,
         layout.row_bytes - layout.tail_at,
         1.0 if is_half else float(divisor),
         is_half=is_half,
-        group_count=_GROUPS,
+        has_old=old is not None,
+        num_warps=_WARPS,
     )
 
 
@@ -97,25 +105,39 @@ def _bits_of(flat: Tensor) -> Tensor:
     return flat.view(torch.int16 if flat.dtype == torch.bfloat16 else torch.int32)
 
 
-@triton.jit(do_not_specialize=["flat", "rows", "quotient", "longer", "stride", "groups", "capacity"])
-def _compact(flat, rows, quotient, longer, stride, groups, capacity, is_half: tl.constexpr, group_count: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["flat", "old", "rows", "quotient", "longer", "stride", "groups", "capacity"])
+def _compact(
+    flat,
+    old,
+    rows,
+    quotient,
+    longer,
+    stride,
+    groups,
+    capacity,
+    is_half: tl.constexpr,
+    is_change: tl.constexpr,
+    is_rounded: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
-    group = tl.program_id(1) * group_count + tl.arange(0, group_count)
+    group = tl.program_id(0)
     a, b = _load(flat + start, group, count, is_half)
-    _encode(a, b, rows + row * stride, group, groups, capacity, group_count)
+    if is_change:
+        old_a, old_b = _load(old + start, group, count, is_half)
+        a = _change(a, old_a, is_rounded)
+        b = _change(b, old_b, is_rounded)
+    _encode(a, b, rows + row * stride, group, groups, capacity)
 
 
 @triton.jit(do_not_specialize=["packed", "own", "into", "workers", "count", "groups", "capacity", "divisor"])
-def _add(
-    packed, own, into, workers, count, groups, capacity, divisor, is_half: tl.constexpr, group_count: tl.constexpr
-):
-    group = tl.program_id(0) * group_count + tl.arange(0, group_count)
-    total_a = tl.zeros((group_count, _HALF), tl.float32)
-    total_b = tl.zeros((group_count, _HALF), tl.float32)
+def _add(packed, own, into, workers, count, groups, capacity, divisor, is_half: tl.constexpr):
+    group = tl.program_id(0)
+    total_a = tl.zeros((_HALF,), tl.float32)
+    total_b = tl.zeros((_HALF,), tl.float32)
     for number in range(workers):
-        a, b = _read(packed, number, own, group, count, groups, capacity, is_half, group_count)
+        a, b = _read(packed, number, own, group, count, groups, capacity, is_half)
         value_a = a.to(tl.float32, bitcast=True)
         value_b = b.to(tl.float32, bitcast=True)
         # The first part is not added to anything: 0 plus -0 would be 0.
@@ -128,19 +150,37 @@ def _add(
         a = total_a.to(tl.int32, bitcast=True)
         b = total_b.to(tl.int32, bitcast=True)
     _store(own, a, b, group, count, is_half)
-    # Zeros that pad the last group stay zeros: theirs are sums of zeros.
-    _encode(a, b, into, group, groups, capacity, group_count)
+    _encode(a, b, into, group, groups, capacity)
 
 
-@triton.jit(do_not_specialize=["packed", "flat", "quotient", "longer", "groups", "capacity", "divisor"])
+@triton.jit(do_not_specialize=["packed", "flat", "old", "quotient", "longer", "groups", "capacity", "divisor"])
 def _restore(
-    packed, flat, quotient, longer, groups, capacity, divisor, is_half: tl.constexpr, group_count: tl.constexpr
+    packed,
+    flat,
+    old,
+    quotient,
+    longer,
+    groups,
+    capacity,
+    divisor,
+    is_half: tl.constexpr,
+    has_old: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     start = row * quotient + tl.minimum(row, longer)
     count = quotient + tl.where(row < longer, 1, 0)
-    group = tl.program_id(1) * group_count + tl.arange(0, group_count)
-    a, b = _read(packed, row, flat + start, group, count, groups, capacity, is_half, group_count)
+    group = tl.program_id(0)
+    a, b = _read(packed, row, flat + start, group, count, groups, capacity, is_half)
+    if has_old:
+        encoding = tl.load(packed.to(tl.pointer_type(tl.int64)) + 2 * row + 1)
+        if encoding == _CHANGE:
+            old_a, old_b = _load(old + start, group, count, is_half)
+            a = _changed(a, old_a, False)
+            b = _changed(b, old_b, False)
+        elif encoding == _ROUNDED_CHANGE:
+            old_a, old_b = _load(old + start, group, count, is_half)
+            a = _changed(a, old_a, True)
+            b = _changed(b, old_b, True)
     if divisor != 1.0:
         # PyTorch would multiply by the reciprocal, which rounds differently.
         a = tl.div_rn(a.to(tl.float32, bitcast=True), divisor).to(tl.int32, bitcast=True)
@@ -153,7 +193,7 @@ def _restore(
 
 @triton.jit
 def _load(values, group, count, is_half: tl.constexpr):
-    first = group[:, None] * _GROUP + tl.arange(0, _HALF)[None, :]
+    first = group * _GROUP + tl.arange(0, _HALF)
     second = first + _HALF
     a = tl.load(values + first, mask=first < count, other=0).to(tl.int32)
     b = tl.load(values + second, mask=second < count, other=0).to(tl.int32)
@@ -165,7 +205,7 @@ def _load(values, group, count, is_half: tl.constexpr):
 
 @triton.jit
 def _store(values, a, b, group, count, is_half: tl.constexpr):
-    first = group[:, None] * _GROUP + tl.arange(0, _HALF)[None, :]
+    first = group * _GROUP + tl.arange(0, _HALF)
     second = first + _HALF
     if is_half:
         tl.store(values + first, (a >> 16).to(tl.int16), mask=first < count)
@@ -176,13 +216,13 @@ def _store(values, a, b, group, count, is_half: tl.constexpr):
 
 
 @triton.jit
-def _read(packed, number, own, group, count, groups, capacity, is_half: tl.constexpr, group_count: tl.constexpr):
+def _read(packed, number, own, group, count, groups, capacity, is_half: tl.constexpr):
     """Return values of a chunk of the table."""
     entry = packed.to(tl.pointer_type(tl.int64)) + 2 * number
     chunk = packed + tl.load(entry)
     encoding = tl.load(entry + 1)
-    if encoding == _COMPACT:
-        a, b = _decode(chunk, group, groups, capacity, group_count)
+    if (encoding == _COMPACT) | (encoding == _CHANGE) | (encoding == _ROUNDED_CHANGE):
+        a, b = _decode(chunk, group, groups, capacity)
     elif encoding == _HERE:
         a, b = _load(own, group, count, is_half)
     else:
@@ -199,6 +239,52 @@ def _round(value):
     bits = value.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where(value != value, 0x7FC00000, rounded)
+
+
+# Changes of weights.
+
+
+@triton.jit
+def _change(new, old, is_rounded: tl.constexpr):
+    """Return the change of float32 from ``old`` to ``new``, with its bits where the planes expect them."""
+    if is_rounded:
+        # The upper halves alone: the lower ones of negative numbers are all ones.
+        difference = (_count_up(_to_half(new)) & -0x10000) - (_count_up(_to_half(old)) & -0x10000)
+        zigzag = ((difference << 1) ^ (difference >> 31)) & -0x10000
+    else:
+        difference = _count_up(new) - _count_up(old)
+        zigzag = (difference << 1) ^ (difference >> 31)
+    lower = (zigzag & 0xFF) | ((zigzag & 0x7F00) << 8) | ((zigzag & 0x8000) << 16)
+    return lower | ((zigzag & 0xF0000) >> 4) | ((zigzag & 0xF00000) >> 12) | (((zigzag >> 24) & 0xFF) << 23)
+
+
+@triton.jit
+def _changed(change, old, is_rounded: tl.constexpr):
+    """Return what ``old`` becomes by a change."""
+    lower = (change & 0xFF) | ((change >> 8) & 0x7F00) | ((change >> 16) & 0x8000)
+    zigzag = lower | ((change & 0xF000) << 4) | ((change & 0xF00) << 12) | (((change >> 23) & 0xFF) << 24)
+    if is_rounded:
+        half = (zigzag >> 16) & 0xFFFF
+        new = _count_up(_to_half(old)) + (((half >> 1) ^ -(half & 1)) << 16)
+        # The lower half is that of the old one's sign.
+        new = (new & -0x10000) | ((new >> 31) & 0xFFFF)
+    else:
+        new = _count_up(old) + (((zigzag >> 1) & 0x7FFFFFFF) ^ -(zigzag & 1))
+    return _count_up(new)
+
+
+@triton.jit
+def _count_up(bits):
+    """Return numbers that count up as the values of these bits do; the same again makes them bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _to_half(bits):
+    """Round to bf16, ties to even; what is in bf16 already stays as it is."""
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(is_nan, (bits & -0x10000) | 0x400000, rounded)
 
 
 # Groups in a compacted chunk.
@@ -228,18 +314,13 @@ def _plane(a, b, codes, far_a, far_b, number: tl.constexpr):
 
 
 @triton.jit
-def _size(kind, count):
-    return tl.where(kind == _SPARSE, _BITMAP + count, tl.where(kind >= _DENSE, _HALF, 0))
-
-
-@triton.jit
-def _encode(a, b, chunk, group, groups, capacity, group_count: tl.constexpr):
-    """Write groups to a compacted chunk, whose tail has room for ``capacity`` bytes."""
+def _encode(a, b, chunk, group, groups, capacity):
+    """Write a group to a compacted chunk, whose tail has room for ``capacity`` bytes."""
     exponent_a = (a >> 23) & 0xFF
     exponent_b = (b >> 23) & 0xFF
-    top = tl.maximum(tl.max(exponent_a, axis=1), tl.max(exponent_b, axis=1))
-    distance_a = top[:, None] - exponent_a
-    distance_b = top[:, None] - exponent_b
+    top = tl.max(tl.maximum(exponent_a, exponent_b), axis=0)
+    distance_a = top - exponent_a
+    distance_b = top - exponent_b
     code_a = tl.where((exponent_a == 0) | (distance_a > _FARTHEST), 0, distance_a + 1)
     code_b = tl.where((exponent_b == 0) | (distance_b > _FARTHEST), 0, distance_b + 1)
     far_a = tl.where(code_a == 0, exponent_a, 0)
@@ -247,70 +328,62 @@ def _encode(a, b, chunk, group, groups, capacity, group_count: tl.constexpr):
     codes = code_a | (code_b << 4)
 
     kinds = tl.zeros_like(top)
-    sizes = tl.zeros_like(top)
+    size = tl.zeros_like(top)
     for number in tl.static_range(_PLANES):
         plane = _plane(a, b, codes, far_a, far_b, number)
-        count = tl.sum((plane != 0).to(tl.int32), axis=1)
+        count = tl.sum((plane != 0).to(tl.int32), axis=0)
         kind = tl.where(count == 0, 0, tl.where(count < _FEWEST_DENSE, _SPARSE, _DENSE))
         kinds |= kind << (2 * number)
-        sizes += _size(kind, count)
-    taken = tl.atomic_add(chunk.to(tl.pointer_type(tl.int32)), tl.sum(sizes, axis=0), sem="relaxed")
-    at = taken + tl.cumsum(sizes, axis=0) - sizes
+        size += tl.where(kind == _SPARSE, _BITMAP + count, tl.where(kind == _DENSE, _HALF, 0))
+    at = tl.atomic_add(chunk.to(tl.pointer_type(tl.int32)), size, sem="relaxed")
     entry = at.to(tl.int64) | (kinds.to(tl.int64) << _KINDS_AT) | (top.to(tl.int64) << _TOP_AT)
-    tl.store((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group, entry, mask=group < groups)
+    tl.store((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group, entry)
 
     tail = chunk + _HEAD + _ENTRY * groups
-    column = tl.arange(0, _HALF)[None, :]
-    byte = tl.arange(0, _BITMAP)[None, :]
+    column = tl.arange(0, _HALF)
     for number in tl.static_range(_PLANES):
+        plane = _plane(a, b, codes, far_a, far_b, number)
         kind = (kinds >> (2 * number)) & 3
-        if tl.max(kind, axis=0) > 0:
-            plane = _plane(a, b, codes, far_a, far_b, number)
+        if kind == _DENSE:
+            tl.store(tail + at + column, plane.to(tl.uint8), mask=at + column < capacity)
+            at += _HALF
+        elif kind == _SPARSE:
             is_set = (plane != 0).to(tl.int32)
-            place = at[:, None] + column
-            is_sparse = (kind == _SPARSE)[:, None]
-            if tl.min(kind, axis=0) < _DENSE:
-                place = tl.where(is_sparse, at[:, None] + _BITMAP - is_set + tl.cumsum(is_set, axis=1), place)
-                bits = tl.reshape(is_set << (column % 8), (group_count, _BITMAP, 8))
-                bitmap = tl.sum(bits, axis=2).to(tl.uint8)
-                first = at[:, None] + byte
-                tl.store(tail + first, bitmap, mask=is_sparse & (first < capacity))
-            is_kept = (is_set != 0) | (kind == _DENSE)[:, None]
-            tl.store(tail + place, plane.to(tl.uint8), mask=is_kept & (place < capacity))
-            at += _size(kind, tl.sum(is_set, axis=1))
+            bitmap = tl.sum(tl.reshape(is_set << (column % 8), (_BITMAP, 8)), axis=1)
+            byte = at + tl.arange(0, _BITMAP)
+            tl.store(tail + byte, bitmap.to(tl.uint8), mask=byte < capacity)
+            place = at + _BITMAP - is_set + tl.cumsum(is_set, axis=0)
+            tl.store(tail + place, plane.to(tl.uint8), mask=(is_set != 0) & (place < capacity))
+            at += _BITMAP + tl.sum(is_set, axis=0)
 
 
 @triton.jit
-def _decode(chunk, group, groups, capacity, group_count: tl.constexpr):
-    """Return groups of a compacted chunk; nothing behind its tail, or behind ``capacity`` bytes of that, is read."""
-    entry = tl.load((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group, mask=group < groups, other=0)
+def _decode(chunk, group, groups, capacity):
+    """Return a group of a compacted chunk; nothing behind its tail, or behind ``capacity`` bytes of that, is read."""
+    entry = tl.load((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group)
     at = entry & 0xFFFFFFFF
     kinds = (entry >> _KINDS_AT).to(tl.int32)
-    top = ((entry >> _TOP_AT) & 0xFF).to(tl.int32)[:, None]
+    top = ((entry >> _TOP_AT) & 0xFF).to(tl.int32)
     limit = tl.minimum(tl.load(chunk.to(tl.pointer_type(tl.uint32))).to(tl.int64), capacity)
     tail = chunk + _HEAD + _ENTRY * groups
-    column = tl.arange(0, _HALF)[None, :]
-    a = tl.zeros((group_count, _HALF), tl.int32)
-    b = tl.zeros((group_count, _HALF), tl.int32)
+    column = tl.arange(0, _HALF)
+    a = tl.zeros((_HALF,), tl.int32)
+    b = tl.zeros((_HALF,), tl.int32)
     code_a = a
     code_b = b
     for number in tl.static_range(_PLANES):
         kind = (kinds >> (2 * number)) & 3
-        plane = tl.zeros((group_count, _HALF), tl.int32)
-        if tl.max(kind, axis=0) > 0:
-            is_sparse = (kind == _SPARSE)[:, None]
-            is_kept = (kind >= _DENSE)[:, None] & (column >= 0)
-            place = at[:, None] + column
-            count = tl.zeros_like(kind)
-            if tl.max((kind == _SPARSE).to(tl.int32), axis=0) > 0:
-                byte = at[:, None] + column // 8
-                bitmap = tl.load(tail + byte, mask=is_sparse & (byte < limit), other=0).to(tl.int32)
-                is_set = (bitmap >> (column % 8)) & 1
-                place = tl.where(is_sparse, at[:, None] + _BITMAP - is_set + tl.cumsum(is_set, axis=1), place)
-                is_kept = is_kept | (is_set != 0)
-                count = tl.sum(is_set, axis=1)
-            plane = tl.load(tail + place, mask=is_kept & (place < limit), other=0).to(tl.int32)
-            at += _size(kind, count)
+        plane = tl.zeros((_HALF,), tl.int32)
+        if kind == _SPARSE:
+            byte = at + column // 8
+            bitmap = tl.load(tail + byte, mask=byte < limit, other=0).to(tl.int32)
+            is_set = (bitmap >> (column % 8)) & 1
+            place = at + _BITMAP - is_set + tl.cumsum(is_set, axis=0)
+            plane = tl.load(tail + place, mask=(is_set != 0) & (place < limit), other=0).to(tl.int32)
+            at += _BITMAP + tl.sum(is_set, axis=0)
+        elif kind >= _DENSE:
+            plane = tl.load(tail + at + column, mask=at + column < limit, other=0).to(tl.int32)
+            at += _HALF
         if number == 0:
             code_a = plane & 0xF
             code_b = plane >> 4

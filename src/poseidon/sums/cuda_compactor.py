@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from poseidon.sums import compact_kernels as kernels
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import FEWEST_COMPACTED, ChunkRows, CompactLayout
+from poseidon.sums.device import Change
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.events import record
 from poseidon.sums.packed import ChunkTable, table_bytes
@@ -92,6 +93,30 @@ class CudaCompactor:
             into[:length].copy_(compacted[0, :length], non_blocking=True)
             return CudaRows(compacted, sums)
 
+    def replace(
+        self,
+        own: Tensor,
+        values: Tensor,
+        layout: CompactLayout,
+        into: Tensor,
+        length: int,
+        change: Change | None = None,
+    ) -> CudaRows:
+        """Copy and compact the values on the stream of sums, after the present work of the caller's stream."""
+        sums = self._streams_of(own.device).sums
+        sums.wait_stream(torch.cuda.current_stream(own.device))
+        with torch.cuda.device(own.device), torch.cuda.stream(sums):
+            own.copy_(values)
+            compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
+            alone = ChunkRows.alone(own.numel(), layout)
+            if change is None:
+                kernels.compact(own, alone, compacted)
+            else:
+                kernels.compact(own, alone, compacted, change.old, change.is_rounded)
+                change.old.record_stream(sums)
+            into[:length].copy_(compacted[0, :length], non_blocking=True)
+            return CudaRows(compacted, sums)
+
     def copy(self, own: Tensor, into: Tensor) -> None:
         """Copy a chunk out plain."""
         sums = self._streams_of(own.device).sums
@@ -103,18 +128,27 @@ class CudaCompactor:
         self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor, divisor: int
     ) -> torch.cuda.Event:
         """Copy table and chunks in, and restore them."""
-        pieces = [(0, table), *chunks]
-        end = max(position + len(piece) for position, piece in pieces)
         back = self._streams_of(flat.device).back
         with torch.cuda.device(flat.device), torch.cuda.stream(back):
-            packed = torch.empty(end, dtype=torch.uint8, device=flat.device)
-            torch._foreach_copy_(
-                [packed[position : position + len(piece)] for position, piece in pieces],
-                [piece for _, piece in pieces],
-                non_blocking=True,
-            )
-            kernels.restore(packed, rows, flat, divisor)
+            kernels.restore(_bring(table, chunks, flat.device), rows, flat, divisor)
             return record(back)
+
+    def change(
+        self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor
+    ) -> Callable[[Tensor], None]:
+        """Copy table and chunks in; what is returned restores them on the stream of its caller."""
+        back = self._streams_of(flat.device).back
+        with torch.cuda.device(flat.device), torch.cuda.stream(back):
+            packed = _bring(table, chunks, flat.device)
+            done = record(back)
+
+        def restore(old: Tensor) -> None:
+            stream = torch.cuda.current_stream(flat.device)
+            stream.wait_event(done)
+            packed.record_stream(stream)
+            kernels.restore(packed, rows, flat, 1, old)
+
+        return restore
 
     def _streams_of(self, device: torch.device) -> _Streams:
         if device not in self._streams:
@@ -141,5 +175,38 @@ class CudaCompactor:
         landed = [(table.place(1, row_bytes), memory[0])]
         table.mark(1, Encoding.COMPACT)
         self.restore(table_memory, landed, rows, flat, 4).synchronize()
+        if dtype is torch.float32:
+            self._try_changes(flat, rows, memory, table_memory, table)
         if not bool((flat == 0.5).all()):
             raise RuntimeError(f"1 + 1, compacted, divided by 4 and restored, makes {flat.unique().tolist()[:8]}")
+
+    def _try_changes(
+        self, flat: Tensor, rows: ChunkRows, memory: Tensor, table_memory: Tensor, table: ChunkTable
+    ) -> None:
+        """Let ``flat`` become twice itself, and itself again; compiles the kernels of changes."""
+        row_bytes = rows.layout.row_bytes
+        for is_rounded, encoding in ((False, Encoding.CHANGE), (True, Encoding.ROUNDED_CHANGE)):
+            old, half = flat.clone(), len(flat) // 2
+            new = torch.empty_like(flat)
+            change = Change(old[:half], is_rounded)
+            self.replace(new[:half], flat[:half] * 2, rows.layout, memory[0], row_bytes, change).synchronize()
+            table.clear()
+            landed = []
+            for number in range(2):
+                landed.append((table.place(number, row_bytes), memory[0]))
+                table.mark(number, encoding)
+            self.change(table_memory, landed, rows, new.zero_())(old)
+            flat.copy_(new / 2)
+            torch.cuda.synchronize()
+
+
+def _bring(table: Tensor, chunks: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+    """Copy chunks to their positions behind the table."""
+    pieces = [(0, table), *chunks]
+    packed = torch.empty(max(position + len(piece) for position, piece in pieces), dtype=torch.uint8, device=device)
+    torch._foreach_copy_(
+        [packed[position : position + len(piece)] for position, piece in pieces],
+        [piece for _, piece in pieces],
+        non_blocking=True,
+    )
+    return packed

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -41,6 +42,15 @@ class Compacted(Done, Protocol):
         """Copy bytes of a chunk, the first one being row 0, to the same place in ``into``, and wait for it."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """What weights change from, where their change is compacted instead of themselves (``compact.py``)."""
+
+    old: Tensor
+    is_rounded: bool
+    """Old and new weights are rounded to bf16."""
+
+
 class Compactor(Protocol):
     """A device with memory beside it. Except :meth:`copy`, its methods return before the work is done."""
 
@@ -65,6 +75,21 @@ class Compactor(Protocol):
         added in float32, divided by ``divisor`` and rounded; sums of float32 are left as they are.
         """
 
+    def replace(
+        self,
+        own: Tensor,
+        values: Tensor,
+        layout: CompactLayout,
+        into: Tensor,
+        length: int,
+        change: Change | None = None,
+    ) -> Compacted:
+        """Replace a sum in ``own``, and ``length`` bytes of it in ``into``, by what the caller computes in ``values``.
+
+        With ``change``, the bytes in ``into`` are those of the change that makes the values. Unlike :meth:`compact`
+        this never waits for a backward under way.
+        """
+
     def copy(self, own: Tensor, into: Tensor) -> None:
         """Leave a plain chunk in ``into``, and wait for it."""
 
@@ -75,6 +100,11 @@ class Compactor(Protocol):
 
         Return what tells when that is done.
         """
+
+    def change(
+        self, table: Tensor, chunks: Sequence[tuple[int, Tensor]], rows: ChunkRows, flat: Tensor
+    ) -> Callable[[Tensor], None]:
+        """Return what fills ``flat`` later, given the weights that changes are from, in the order of ``flat``."""
 
 
 class DeviceArithmetic:
@@ -233,16 +263,17 @@ class DeviceAdder:
         """Return a finished sum where it lies on the device; bf16 is divided already."""
         return self._own(chunk)
 
-    def encode_instead(self, chunk: Chunk, values: Tensor) -> Encoded:
+    def encode_instead(self, chunk: Chunk, values: Tensor, change: Change | None = None) -> Encoded:
         """Put ``values`` in the place of a finished sum, and return them as they travel. Waits for the device."""
         index = chunk.index
-        own, row, reach = self._own(chunk), self._sums[index], self._sum_reaches[index]
-        own.copy_(values)
-        alone = ChunkRows((Chunk(chunk.slot, 0, 0, chunk.length, chunk.owner),), self._layout, chunk.length, 0)
-        compacted = self._compactor.compact(own, alone, row.view(1, -1), {0: reach.length})
+        row, reach = self._sums[index], self._sum_reaches[index]
+        compacted = self._compactor.replace(self._own(chunk), values, self._layout, row, reach.length, change)
         compacted.synchronize()
         self._part_tables[index].clear()
-        return self._finish(chunk, row, self._sum_views[index], reach, compacted, 0)
+        encoded = self._finish(chunk, row, self._sum_views[index], reach, compacted, 0)
+        if change is None or encoded.encoding == Encoding.PLAIN:
+            return encoded
+        return Encoded(Encoding.ROUNDED_CHANGE if change.is_rounded else Encoding.CHANGE, encoded.payload)
 
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:
         """Return the row of this worker's part."""
@@ -261,6 +292,11 @@ class DeviceAdder:
         flat, self._flat = self._values, None
         landed = list(self._landed.values())
         return self._compactor.restore(self._table_memory, landed, self._rows, flat, self._divisor)
+
+    def close_later(self) -> Callable[[Tensor], None]:
+        """End the step; return what leaves the sums in the values, given the weights that some are changes from."""
+        flat, self._flat = self._values, None
+        return self._compactor.change(self._table_memory, list(self._landed.values()), self._rows, flat)
 
     @property
     def _values(self) -> Tensor:

@@ -21,6 +21,10 @@ class Encoding(IntEnum):
     """float32 or bf16 in as many bits as they need, without loss: ``compact.py``. For devices."""
     HALVES = 2
     """float32, mostly in 16 bits, without loss: ``halves.py``. For processors."""
+    CHANGE = 3
+    """New weights as their change (``compact.py``) from those that the receiver has, laid out like ``COMPACT``."""
+    ROUNDED_CHANGE = 4
+    """The same from those that the receiver has, rounded to bf16."""
 
 
 Payload = Array | memoryview

@@ -21,16 +21,24 @@ from torch import Tensor
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Encoded, Payload
+from poseidon.sums.device import Change
+from poseidon.sums.encodings import Encoded, Encoding, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
 from poseidon.sums.means import Lane, MeanMaker
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.team.team import CLOSE_S
 
+REFRESHED = 64
+"""Every so many steps, weights travel as they are and not as changes: a worker whose program has changed its own ones,
+unlike the others, does not stay apart."""
+
 
 class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
+
+    def wait(self, chunk: Chunk, order: Any) -> None:
+        """Wait, on the device, until the weights of a chunk are those from which ``order`` says to step."""
 
     def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Any) -> None:
         """Update the weights of chunks with their mean gradients as ``order`` says; leave the means as they are."""
@@ -43,6 +51,9 @@ class Stepper(Protocol):
 
     def state_of(self, chunk: Chunk) -> memoryview:
         """Return the optimizer's state."""
+
+    def rounds(self, chunk: Chunk) -> bool:
+        """Return whether workers get the weights of a chunk rounded."""
 
     def stop_rounding(self, chunk: Chunk) -> None:
         """Send exact weights from the next step on."""
@@ -103,7 +114,7 @@ class StepAdder:
     def __init__(
         self, inner: Adder, slot: Slot, rank: int, means: MeanMaker, stepper: Stepper, thread: StepThread
     ) -> None:
-        self.layouts: Layouts = inner.layouts
+        self.layouts: Layouts = {**inner.layouts, **means.layouts}
         self.together = inner.together
         self._inner = inner
         self._slot = slot
@@ -121,6 +132,8 @@ class StepAdder:
         """The mean of each chunk's last sum."""
         self._waiting: dict[int, _Waiting] = {}
         self._asks: list[tuple[Chunk, Ask, int, Reply]] = []
+        self._sent_rounded: set[int] = set()
+        """Chunks whose weights were rounded the last time."""
         self._looked: dict[int, set[int]] = {}
         """Versions at which a chunk's exact weights were fetched."""
         self._all_summed: dict[int, Future[None]] = {}
@@ -203,6 +216,8 @@ class StepAdder:
 
     def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
         """Return a part that has been received."""
+        if encoding in self._means.layouts:
+            raise ServerError(f"a part of {chunk} came as a change ({Encoding(encoding).name}); only weights do")
         return self._inner.decode(chunk, encoding, payload)
 
     def add(self, chunk: Chunk, parts: Sequence[Any], total: _Total | None) -> _Total:
@@ -227,8 +242,8 @@ class StepAdder:
         self._inner.land(chunk, encoding, payload)
 
     def close(self) -> Any:
-        """Leave the weights in the values."""
-        return self._inner.close()
+        """Leave the weights in the values, now or later."""
+        return self._means.close()
 
     # Inside.
 
@@ -256,13 +271,28 @@ class StepAdder:
 
     def _step(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
         try:
+            self._stepper.wait(ready[0].total.chunk, order)
+            changes = [self._change(waiting.total.chunk, version) for waiting in ready]
             self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
-            for waiting in ready:
+            for waiting, change in zip(ready, changes, strict=True):
                 total, chunk = waiting.total, waiting.total.chunk
-                total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk))
+                total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk), change)
                 with self._lock:
                     self._stepped[chunk.index] = version
                 waiting.then()
                 self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
         except BaseException as error:
             ready[0].fail(error)
+
+    def _change(self, chunk: Chunk, version: int) -> Change | None:
+        """Return what the next weights change from; None if they must travel as they are."""
+        is_rounded = self._stepper.rounds(chunk)
+        # A worker that got rounded weights has no exact ones; but rounding those that it may have looked at is easy.
+        is_known = is_rounded or chunk.index not in self._sent_rounded
+        if is_rounded:
+            self._sent_rounded.add(chunk.index)
+        else:
+            self._sent_rounded.discard(chunk.index)
+        if not is_known or version % REFRESHED == 0 or not self._means.layouts:
+            return None
+        return Change(self._stepper.outgoing(chunk), is_rounded)

@@ -17,8 +17,10 @@ from compact_twin import HostCompactor
 from poseidon.errors import ServerError
 from poseidon.routes.served import ALIGNMENT, align, runs
 from poseidon.routes.shard import Order, Piece, Shard, State, read_state
+from poseidon.sums import stepping
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.device import DeviceAdder, DeviceArithmetic
+from poseidon.sums.encodings import Encoding
 from poseidon.sums.fetching import Ask, FetchDesk
 from poseidon.sums.host import host_adders
 from poseidon.sums.means import DeviceMeans, HostMeans, MeanMaker
@@ -72,7 +74,21 @@ class StepWorker:
 
     def start(self, gradient: Tensor, version: int) -> Any:
         self.flat = gradient.clone()
-        return self.server.start(self.flat.numpy() if self.kind == "host" else self.flat, self.slot, version)
+        self.future = self.server.start(self.flat.numpy() if self.kind == "host" else self.flat, self.slot, version)
+        return self.future
+
+    def take(self) -> Tensor:
+        """Put the weights that have come in place, and return them."""
+        outcome = self.future.result(0)
+        held = [parameter.detach().view(-1) for parameter in self.parameters]
+        if callable(outcome):
+            outcome(torch.cat(held))
+        return self.take_flat()
+
+    def take_flat(self) -> Tensor:
+        held = [parameter.detach().view(-1) for parameter in self.parameters]
+        torch._foreach_copy_(held, self.flat.split([len(one) for one in held]))
+        return self.flat
 
     def order(self, version: int, **fields: Any) -> None:
         self.adder.order(version, Order(**{"update": _adam, "in_hand": {}, **fields}))
@@ -141,9 +157,8 @@ def test_weights_come_back_whatever_order_messages_take(kind: str, workers: int,
             network.pump(limit=order.randrange(10))
         network.pump()
         expected = reference.step(step)
-        for worker, future in zip(team, futures, strict=True):
-            future.result(0)
-            assert torch.equal(worker.flat, expected)
+        assert all(future.done() for future in futures)
+        assert all(torch.equal(worker.take(), expected) for worker in team)
 
 
 @both
@@ -167,7 +182,7 @@ def test_an_order_may_leave_weights_as_they_are_and_use_gradients_in_hand(kind: 
     for worker in team:
         worker.order(1, update=None)
     network.pump()
-    assert all(torch.equal(worker.flat, before) for worker in team)
+    assert all(torch.equal(worker.take(), before) for worker in team)
     for rank, worker in enumerate(team):
         worker.start(_gradient(rank, 1), 2)
     for worker in team:
@@ -181,7 +196,7 @@ def test_an_order_may_leave_weights_as_they_are_and_use_gradients_in_hand(kind: 
     for parameter in reference.parameters[1:]:
         parameter.grad = torch.ones_like(parameter)
     reference.optimizer.step()
-    assert all(torch.equal(worker.flat, reference.flat) for worker in team)
+    assert all(torch.equal(worker.take(), reference.flat) for worker in team)
 
 
 def _fetch(worker: StepWorker, network: MemoryNetwork, what: Ask, version: int) -> list[memoryview]:
@@ -209,7 +224,7 @@ def test_one_worker_fetches_means_weights_and_state(kind: str) -> None:
         worker.order(1)
     network.pump()
     expected = reference.step(0)
-    assert torch.equal(asker.flat, expected.bfloat16().float())
+    assert torch.equal(asker.take(), expected.bfloat16().float())
     weights = [future.result(0).payload for future in early]
     assert torch.equal(_join(weights), expected)
     means = _fetch(asker, network, Ask.MEAN, 1)
@@ -221,6 +236,80 @@ def test_one_worker_fetches_means_weights_and_state(kind: str) -> None:
         state = reference.optimizer.state[theirs]
         assert full[mine].keys() == state.keys()
         assert all(torch.equal(full[mine][key], state[key]) for key in state)
+
+
+def _steps(team: list[StepWorker], network: MemoryNetwork, reference: Reference, version: int) -> Tensor:
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, version), version)
+    for worker in team:
+        worker.order(version)
+    network.pump()
+    return reference.step(version)
+
+
+@pytest.fixture
+def encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Encodings of all weights that owners have made."""
+    seen: list[int] = []
+    encode = DeviceMeans.encode
+
+    def noting(*args: Any) -> Any:
+        encoded = encode(*args)
+        seen.append(encoded.encoding)
+        return encoded
+
+    monkeypatch.setattr(DeviceMeans, "encode", noting)
+    return seen
+
+
+def test_weights_travel_as_changes_and_now_and_then_as_they_are(
+    encodings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stepping, "REFRESHED", 3)
+    team, network = _team("device", 2)
+    reference = Reference(2)
+    for version in range(1, 8):
+        encodings.clear()
+        expected = _steps(team, network, reference, version)
+        assert all(torch.equal(worker.take(), expected) for worker in team)
+        assert set(encodings) == {Encoding.CHANGE if version % 3 else Encoding.COMPACT}
+
+
+def test_rounded_weights_change_from_rounded_ones_whatever_a_worker_has_looked_at(encodings: list[int]) -> None:
+    team, network = _team("device", 2, is_rounded=True)
+    reference = Reference(2)
+    for version in range(1, 6):
+        encodings.clear()
+        expected = _steps(team, network, reference, version)
+        assert all(torch.equal(worker.take(), expected.bfloat16().float()) for worker in team)
+        assert set(encodings) == {Encoding.ROUNDED_CHANGE}
+        if version == 2:
+            exact = _join(_fetch(team[1], network, Ask.WEIGHTS, version))
+            assert torch.equal(exact, expected)
+            team[1].flat.copy_(exact)
+            team[1].take_flat()
+
+
+def test_weights_that_are_no_longer_rounded_come_whole_once(encodings: list[int]) -> None:
+    team, network = _team("device", 2, is_rounded=True)
+    reference = Reference(2)
+    expected = _steps(team, network, reference, 1)
+    for worker in team:
+        worker.take()
+        for chunk in worker.slot.chunks:
+            worker.shard.stop_rounding(chunk)
+    for version, encoding in [(2, Encoding.COMPACT), (3, Encoding.CHANGE)]:
+        encodings.clear()
+        expected = _steps(team, network, reference, version)
+        assert all(torch.equal(worker.take(), expected) for worker in team)
+        assert set(encodings) == {encoding}
+
+
+def test_a_part_cannot_be_a_change() -> None:
+    team, _ = _team("device", 2)
+    chunk = team[0].slot.chunks[0]
+    with pytest.raises(ServerError, match="as a change"):
+        team[0].adder.decode(chunk, Encoding.CHANGE, memoryview(b""))
 
 
 def test_what_is_past_or_not_owned_is_refused() -> None:
