@@ -429,9 +429,10 @@ class ServedUpdates(Policy):
             self._show_gradients()
             if self.exchanger.under_way:
                 # There was no step(): the owners send the weights as they are.
-                self.exchanger.order(Order(None, {}))
-                for item in list(self.exchanger.under_way):
-                    self.exchanger.under_way.pop(item).finish(is_used=True)
+                with _in_private():
+                    self.exchanger.order(Order(None, {}))
+                    for item in list(self.exchanger.under_way):
+                        self.exchanger.under_way.pop(item).finish(is_used=True)
 
     def _agree_on_rounding(self) -> None:
         """Let all workers choose the same parameters to be sent rounded. Collective."""
