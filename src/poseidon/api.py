@@ -29,7 +29,6 @@ from poseidon.engine.options import Options
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
-from poseidon.engine.update import has_compiled_parts
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job import settings
 from poseidon.job.world import World, init

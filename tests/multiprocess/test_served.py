@@ -694,6 +694,10 @@ def _refusals() -> None:
     sparse = nn.Embedding(4, 4, sparse=True)
     with pytest.raises(UnsupportedError, match="sparse=True"):
         poseidon.distribute(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1), update="server")
+    strided = nn.Linear(6, 6, bias=False)
+    strided.weight.data = torch.zeros(6, 12)[:, ::2]
+    with pytest.raises(UnsupportedError, match=r"weight, of shape \(6, 6\), has strides \(12, 2\)"):
+        poseidon.distribute(strided, torch.optim.SGD(strided.parameters(), lr=0.1), update="server")
     wrapped, _ = poseidon.distribute(model, _Elementwise(parameters, lr=0.1), update="server")
     with pytest.raises(UnsupportedError, match="join"), wrapped.join():
         _loss(wrapped, 0)
@@ -836,6 +840,33 @@ def _often() -> None:
 
 def test_a_weight_that_is_often_looked_at_is_sent_exactly() -> None:
     run_ranks(_often, 2)
+
+
+def _count_bytes() -> None:
+    sent = {}
+    for update in ("worker", "server"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 200))
+        wrapped, optimizer = _distribute(model, torch.optim.AdamW(model.parameters()), update)
+        for number in range(6):
+            if number == 3:
+                wrapped.finish_step()
+                (exchanger,) = wrapped._engine.planned.exchangers.values()
+                before = exchanger._transport.stats.sent_bytes
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = wrapped(torch.randn(8, 200, generator=twins.seed_of_rank(number))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        wrapped.finish_step()
+        sent[update] = exchanger._transport.stats.sent_bytes - before
+        wrapped.close()
+    # Parts take half of 4 bytes a value in both; weights do too, and sums do not.
+    assert sent["server"] < 0.7 * sent["worker"]
+
+
+def test_rounded_weights_take_fewer_bytes_than_sums() -> None:
+    run_ranks(_count_bytes, 2, env=_apart(2))
 
 
 # On a CUDA device, which sums and steps large buckets itself.

@@ -33,9 +33,9 @@ from poseidon.engine.optimizers import (
     defer,
     freeze_options,
     give_back,
-    make_stand_in,
     step_groups,
 )
+from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
 from poseidon.engine.watched import Touch, unwatch, watch
@@ -44,7 +44,7 @@ from poseidon.job.closing import Stage, at_exit
 from poseidon.routes.base import LiveItem, can_be_served
 from poseidon.routes.catalogue import ServedRoute
 from poseidon.routes.served import ServedExchanger
-from poseidon.routes.shard import Order, Piece, State, flat_memory
+from poseidon.routes.shard import Order, State, has_no_gaps
 
 
 class ServedUpdates(Policy):
@@ -72,6 +72,8 @@ class ServedUpdates(Policy):
         self._lock = threading.RLock()
         self._lazy: dict[nn.Parameter, None] = {}
         """Parameters whose mean gradient is at its owners only."""
+        self._coefficient: Tensor | None = None
+        """What the step multiplied the mean gradients by, to clip them; None before it."""
         self._sent: dict[nn.Parameter, Tensor | None] = {}
         """What ``.grad`` was on this worker, as long as it may turn out that nobody used the parameter."""
         self._due: set[LiveItem] = set()
@@ -97,10 +99,15 @@ class ServedUpdates(Policy):
             if self._max_grad_norm is not None:
                 self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
             return
-        for parameter in engine.parameters:
-            if not can_be_served(parameter):
-                raise UnsupportedError(f'a parameter is {parameter.dtype}, which update="server" cannot sum')
-            flat_memory(parameter)
+        for unit in engine.units:
+            for spec, parameter in zip(unit.spec.parameters, unit.parameters, strict=True):
+                if not can_be_served(parameter):
+                    raise UnsupportedError(f'{spec.name} is {parameter.dtype}, which update="server" cannot sum')
+                if not has_no_gaps(parameter):
+                    raise UnsupportedError(
+                        f"{spec.name}, of shape {tuple(parameter.shape)}, has strides {parameter.stride()}, with gaps "
+                        'in memory; with update="server" parameters must have none: make it contiguous'
+                    )
         defer(self.optimizer, self)
         # A script may exit with a step under way, or while others still fetch what is kept here.
         self._undo.append(at_exit(Stage.STEPS, self._leave_unless_broken))
@@ -131,6 +138,7 @@ class ServedUpdates(Policy):
             self.finish()
             with self._lock, self._broken_by_errors():
                 self._fetch_exact(self._rounded)
+                self._show_gradients()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -157,7 +165,7 @@ class ServedUpdates(Policy):
             return
         forgotten = self.engine.close_backward()
         with self._lock:
-            self._lazy = dict.fromkeys(self.engine.parameters)
+            self._lazy, self._coefficient = dict.fromkeys(self.engine.parameters), None
             for parameter in self.engine.parameters:
                 watch(parameter, self)
             with _in_private():
@@ -251,7 +259,10 @@ class ServedUpdates(Policy):
         item = self._item_of[parameter]
         assert item.bucket is not None
         with _in_private():
-            means = item.bucket.views_of(self.exchanger.fetch_means(item))
+            flat = self.exchanger.fetch_means(item)
+            if self._coefficient is not None:
+                flat *= self._coefficient.to(flat.device)
+            means = item.bucket.views_of(flat)
             for other, mean in zip(item.parameters, means, strict=True):
                 if other in self._lazy:
                     _add_gradient(other, mean)
@@ -365,24 +376,10 @@ class ServedUpdates(Policy):
         shard.take_weights(set(self._item_of) - self._rounded)
         if self._has_state:
             self._take_state()
-        coefficient = self._clip()
-        in_hand = {
-            piece: None if piece.parameter.grad is None else piece.cut(piece.parameter.grad).clone()
-            for piece in shard.pieces
-            if piece.parameter not in self._lazy
-        }
-        attributes = freeze_options(self.optimizer.__dict__)
-
-        def update(pieces: Sequence[Piece], state: State) -> None:
-            members: list[list[nn.Parameter]] = [[] for _ in options]
-            for piece in pieces:
-                if piece.parameter in group_of:
-                    members[group_of[piece.parameter]].append(piece.held)
-            stand_in = make_stand_in(self.plain, {**attributes, "state": state})
-            with aside():
-                step_groups(stand_in, self.plain, options, members)
-
-        exchanger.order(Order(update, in_hand, coefficient))
+        self._coefficient = self._clip()
+        in_hand = gradients_in_hand(shard, self._lazy)
+        update = make_update(self.optimizer, self.plain, options, group_of)
+        exchanger.order(Order(update, in_hand, self._coefficient))
         self._due = set(exchanger.items)
         self._rounded.clear()
         for parameter in self._item_of:
@@ -400,24 +397,11 @@ class ServedUpdates(Policy):
         """Clip gradients in hand; return what to multiply the others by. Collective."""
         if self._max_grad_norm is None:
             return None
-        shard, total = self.exchanger.shard, 0.0
-        for chunk, mean in self.exchanger.means():
-            for piece in shard.pieces_of(chunk):
-                if piece.parameter in self._lazy:
-                    gradient = mean[piece.at : piece.at + piece.length]
-                elif piece.parameter.grad is not None:
-                    gradient = piece.cut(piece.parameter.grad)
-                else:
-                    continue
-                total += float(gradient.double().square().sum())
-        words = torch.tensor(total, dtype=torch.float64).view(torch.int64).item()
-        everybody = self.engine.team.gather_ints([int(words)], "the norm of the gradients")
-        squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64).view(torch.float64)
-        norm = squares.sum().sqrt().to(torch.float32)
+        exchanger, team = self.exchanger, self.engine.team
+        square = sum_of_squares(exchanger.means(), exchanger.shard, self._lazy)
+        # A GradScaler leaves it to a fused optimizer to unscale gradients.
         scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:  # a GradScaler leaves it to a fused optimizer to unscale gradients
-            norm = norm / scale.to(norm)
-        coefficient = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
+        coefficient = agree_on_clipping(team, square, self._max_grad_norm, scale)
         for parameter in self._item_of:
             if parameter not in self._lazy and parameter.grad is not None:
                 parameter.grad.detach().mul_(coefficient.to(parameter.grad.device))
@@ -447,9 +431,10 @@ class ServedUpdates(Policy):
             self._show_gradients()
             if self.exchanger.under_way:
                 # There was no step(): the owners send the weights as they are.
-                self.exchanger.order(Order(None, {}))
-                for item in list(self.exchanger.under_way):
-                    self.exchanger.under_way.pop(item).finish(is_used=True)
+                with _in_private():
+                    self.exchanger.order(Order(None, {}))
+                    for item in list(self.exchanger.under_way):
+                        self.exchanger.under_way.pop(item).finish(is_used=True)
 
     def _agree_on_rounding(self) -> None:
         """Let all workers choose the same parameters to be sent rounded. Collective."""

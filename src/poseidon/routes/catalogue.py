@@ -28,6 +28,10 @@ COMBINED = "combined"
 """The queue of items that a machine's workers combine before the parameter server sums them."""
 
 
+CHANGE_BITS, ROUNDED_CHANGE_BITS = 21.0, 5.0
+"""What the change of a weight takes of 32 bits, compacted; rounded to bf16."""
+
+
 @dataclass(frozen=True)
 class AllreduceRoute(Route):
     """Full gradients, averaged by the collectives of torch.distributed."""
@@ -172,9 +176,11 @@ class ServedRoute(ShardedRoute):
     note = ""
 
     def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
-        """Return the shares of parts and weights; a weight has as many bits as a gradient of the same precision."""
+        """Return the shares of parts and weights, which devices send as changes."""
         part, _ = super()._shares(item, chunks, conditions)
-        return part, part
+        if item.itemsize == 4 and conditions.wire_share == 1 and conditions.compacts and is_worth_compacting(chunks):
+            return part, (ROUNDED_CHANGE_BITS if conditions.precision == "bf16" else CHANGE_BITS) / 32
+        return part, part if conditions.precision == "bf16" else 1.0
 
     def open(self, context: Context) -> Exchanger:
         """See ``served.py``."""

@@ -27,9 +27,10 @@ from poseidon.sums.chunks import Chunk
 from poseidon.sums.device import DeviceAdder, is_compacted
 from poseidon.sums.fetching import Answer, Ask, FetchDesk
 from poseidon.sums.host import host_adders
+from poseidon.sums.means import DeviceMeans, HostMeans, Lane, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.sums.stepping import DeviceMeans, HostMeans, Lane, MeanMaker, StepAdder, StepThread
+from poseidon.sums.stepping import StepAdder, StepThread
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array, find_format

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveItem
 from poseidon.sums.chunks import Chunk
+from poseidon.sums.means import bytes_of
 from poseidon.sums.slots import Slot
-from poseidon.sums.stepping import bytes_of
 
 State = dict[Any, dict[str, Any]]
 """An optimizer's state, by parameter or piece."""
@@ -106,18 +105,22 @@ class Shard:
         if order.ready is not None:
             torch.cuda.current_stream(self.pieces_of(chunk)[0].held.device).wait_event(order.ready)
 
-    def step(self, chunk: Chunk, mean: Tensor, order: Order) -> None:
-        """Update a chunk's weights."""
+    def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Order) -> None:
+        """Update the weights of some chunks."""
         if order.update is None:
             return
-        pieces = self.pieces_of(chunk)
-        device = pieces[0].held.device
-        if order.scale is not None:
-            mean *= order.scale.to(mean.device)
-        gradient = mean.to(device)
-        for piece in pieces:
-            own = gradient[piece.at : piece.at + piece.length]
-            piece.held.grad = order.in_hand.get(piece, own)
+        pieces: list[Piece] = []
+        for chunk, mean in means:
+            mine = self.pieces_of(chunk)
+            device = mine[0].held.device
+            # A copy: some optimizers write into gradients, and a slower worker may still look at the mean.
+            gradient = mean.to(device, copy=True)
+            if order.scale is not None:
+                gradient *= order.scale.to(device)
+            for piece in mine:
+                own = gradient[piece.at : piece.at + piece.length]
+                piece.held.grad = order.in_hand.get(piece, own)
+            pieces += mine
         try:
             order.update(pieces, self.state)
         finally:
@@ -176,15 +179,10 @@ def _cut_value(piece: Piece, value: Any) -> Any:
 
 
 def flat_memory(parameter: Tensor) -> Tensor:
-    """Return a flat view of a parameter's memory."""
+    """Return a flat view of the memory of a parameter that :func:`has_no_gaps`."""
     plain = parameter.detach()
     if plain.is_contiguous():
         return plain.view(-1)
-    if not _is_dense(plain):
-        raise UnsupportedError(
-            f"a parameter of shape {tuple(plain.shape)} with strides {plain.stride()} has gaps in memory; "
-            'update="server" needs parameters without: make it contiguous, or leave update out'
-        )
     return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
 
 
@@ -196,7 +194,8 @@ def flatten(tensor: Tensor, like: Tensor) -> Tensor:
     return flat_memory(copied.copy_(tensor.detach()))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def has_no_gaps(tensor: Tensor) -> bool:
+    """Return whether a tensor's values lie side by side, in whatever order."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size > 1 and stride != expected:

@@ -16,20 +16,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.device import Change, DeviceAdder
+from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoded, Encoding, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
-from poseidon.sums.host import HostAdder
+from poseidon.sums.means import Lane, MeanMaker
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.team.team import CLOSE_S
-from poseidon.wire.formats import Array, Format
 
 REFRESHED = 64
 """Every so many steps, weights travel as they are and not as changes: a worker whose program has changed its own ones,
@@ -42,8 +40,8 @@ class Stepper(Protocol):
     def wait(self, chunk: Chunk, order: Any) -> None:
         """Wait, on the device, until the weights of a chunk are those from which ``order`` says to step."""
 
-    def step(self, chunk: Chunk, mean: Tensor, order: Any) -> None:
-        """Update a chunk's weights with its mean gradient, as ``order`` says. May change ``mean``."""
+    def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Any) -> None:
+        """Update the weights of chunks with their mean gradients as ``order`` says; leave the means as they are."""
 
     def outgoing(self, chunk: Chunk) -> Tensor:
         """Return the weights of a chunk as workers get them: exact, or rounded where they only use them so."""
@@ -59,29 +57,6 @@ class Stepper(Protocol):
 
     def stop_rounding(self, chunk: Chunk) -> None:
         """Send exact weights from the next step on."""
-
-
-class MeanMaker(Protocol):
-    """How an adder's sums become gradients, and weights what it sends: on the host or on a device."""
-
-    layouts: Layouts
-    """How weights may be encoded, besides the ways of the adder."""
-
-    def mean(self, chunk: Chunk, total: Any) -> Tensor:
-        """Return the mean gradient, given a finished sum."""
-
-    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
-        """Return a mean as it is fetched."""
-
-    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:
-        """Return weights as they travel; perhaps as their change, if all workers have what that is from."""
-
-    def close(self) -> Any:
-        """End the step, as an adder does."""
-
-
-Lane = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Makes what runs inside use another stream of the device than the model's computation does."""
 
 
 class StepThread:
@@ -170,8 +145,9 @@ class StepAdder:
         with self._lock:
             self._order = (version, order)
             ready = [self._waiting.pop(index) for index in list(self._waiting)]
-        for waiting in ready:
-            self._submit(waiting, version, order)
+        if ready:
+            # Together: a call of the optimizer costs more than a few chunks do.
+            self._submit(ready, version, order)
 
     def when_summed(self, version: int) -> Future[None]:
         """Return a future for all chunks' sums."""
@@ -288,26 +264,27 @@ class StepAdder:
         if everybody is not None:
             everybody.set_result(None)
         if order is not None:
-            self._submit(waiting, *order)
+            self._submit([waiting], *order)
 
-    def _submit(self, waiting: _Waiting, version: int, order: Any) -> None:
-        self._thread.put(self._slot.priority, lambda: self._step(waiting, version, order))
+    def _submit(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
+        self._thread.put(self._slot.priority, lambda: self._step(ready, version, order))
 
-    def _step(self, waiting: _Waiting, version: int, order: Any) -> None:
-        total, chunk = waiting.total, waiting.total.chunk
+    def _step(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
         try:
-            self._stepper.wait(chunk, order)
-            change = self._change(chunk, version)
-            self._stepper.step(chunk, waiting.mean, order)
-            total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk), change)
-            with self._lock:
-                self._stepped[chunk.index] = version
-            waiting.then()
-            self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
+            self._stepper.wait(ready[0].total.chunk, order)
+            changes = [self._change(waiting.total.chunk, version) for waiting in ready]
+            self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
+            for waiting, change in zip(ready, changes, strict=True):
+                total, chunk = waiting.total, waiting.total.chunk
+                total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk), change)
+                with self._lock:
+                    self._stepped[chunk.index] = version
+                waiting.then()
+                self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
         except BaseException as error:
-            waiting.fail(error)
+            ready[0].fail(error)
 
-    def _change(self, chunk: Chunk, version: int) -> Change | None:
+    def _change(self, chunk: Chunk, version: int) -> WeightChange | None:
         """Return what the next weights change from; None if they must travel as they are."""
         is_rounded = self._stepper.rounds(chunk)
         # A worker that got rounded weights has no exact ones; but rounding those that it may have looked at is easy.
@@ -318,73 +295,4 @@ class StepAdder:
             self._sent_rounded.discard(chunk.index)
         if not is_known or version % REFRESHED == 0 or not self._means.layouts:
             return None
-        return Change(self._stepper.outgoing(chunk), is_rounded)
-
-
-class HostMeans:
-    """Sums in host memory, divided by the number of workers; half precision is rounded once."""
-
-    def __init__(self, inner: HostAdder, number_format: Format, dtype: torch.dtype, workers: int) -> None:
-        self.layouts: Layouts = {}
-        self._inner = inner
-        self._format = number_format
-        self._dtype = dtype
-        self._workers = workers
-
-    def mean(self, chunk: Chunk, total: Array) -> Tensor:  # noqa: ARG002 - as in the contract
-        """Divide, in the memory of the sum."""
-        total /= self._workers
-        return torch.from_numpy(self._format.narrow(total)).view(self._dtype)
-
-    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
-        """Return the mean where it lies."""
-        return bytes_of(mean)
-
-    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:  # noqa: ARG002
-        """Let the adder encode them as it does sums: rounded ones get shorter."""
-        stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
-        return self._inner.encode(chunk, self._format.widen(stored))
-
-    def close(self) -> Any:
-        """End the step."""
-        return self._inner.close()
-
-
-class DeviceMeans:
-    """Sums on a device, and weights compacted by it."""
-
-    def __init__(self, inner: DeviceAdder, dtype: torch.dtype, workers: int, lane: Lane) -> None:
-        compact = inner.layouts[Encoding.COMPACT]
-        changes = (Encoding.CHANGE, Encoding.ROUNDED_CHANGE) if dtype is torch.float32 else ()
-        self.layouts: Layouts = dict.fromkeys(changes, compact)
-        self._inner = inner
-        self._dtype = dtype
-        self._workers = workers
-        self._lane = lane
-
-    def mean(self, chunk: Chunk, total: Any) -> Tensor:  # noqa: ARG002 - it lies on the device
-        """Divide, in new memory: the weights come where the sum lies."""
-        with self._lane():
-            own = self._inner.sum_of(chunk)
-            if self._dtype is not torch.float32:  # divided as it was rounded
-                return own.clone()
-            # Not by a number, which CUDA would multiply by the inverse of.
-            return own / torch.full((), self._workers, dtype=own.dtype, device=own.device)
-
-    def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:  # noqa: ARG002 - as in the contract
-        """Return a copy in host memory."""
-        with self._lane():
-            return bytes_of(mean)
-
-    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:
-        """Compact them."""
-        return self._inner.encode_instead(chunk, weights, change)
-
-    def close(self) -> Any:
-        """Let whoever takes the weights restore them: only then are the old ones surely those of all workers."""
-        return self._inner.close_later() if self.layouts else self._inner.close()
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a flat tensor; of a copy if that is on a device."""
-    return memoryview(tensor.cpu().view(torch.uint8).numpy().data)
+        return WeightChange(self._stepper.outgoing(chunk), is_rounded)

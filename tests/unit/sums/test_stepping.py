@@ -23,9 +23,10 @@ from poseidon.sums.device import DeviceAdder, DeviceArithmetic
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.fetching import Ask, FetchDesk
 from poseidon.sums.host import host_adders
+from poseidon.sums.means import DeviceMeans, HostMeans, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
-from poseidon.sums.stepping import DeviceMeans, HostMeans, MeanMaker, StepAdder, StepThread
+from poseidon.sums.stepping import StepAdder, StepThread
 from poseidon.wire.formats import find_format
 from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
 from sum_team import CHUNK_VALUES, KINDS, Immediately
