@@ -22,6 +22,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferHook, BufferSync
+from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
