@@ -107,6 +107,7 @@ class CudaCompactor:
         sums.wait_stream(torch.cuda.current_stream(own.device))
         with torch.cuda.device(own.device), torch.cuda.stream(sums):
             own.copy_(values)
+            values.record_stream(sums)
             compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
             alone = ChunkRows.alone(own.numel(), layout)
             if change is None:

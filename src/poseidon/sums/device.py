@@ -263,17 +263,28 @@ class DeviceAdder:
         """Return a finished sum where it lies on the device; bf16 is divided already."""
         return self._own(chunk)
 
-    def encode_instead(self, chunk: Chunk, values: Tensor, change: WeightChange | None = None) -> Encoded:
-        """Put ``values`` in the place of a finished sum, and return them as they travel. Waits for the device."""
+    def encode_instead(
+        self,
+        chunk: Chunk,
+        values: Tensor,
+        change: WeightChange | None,
+        then: Callable[[Encoded], None],
+        fail: Fail,
+    ) -> None:
+        """Put ``values`` in the place of a finished sum; ``then`` gets them as they travel, once the device is done."""
         index = chunk.index
         row, reach = self._sums[index], self._sum_reaches[index]
         compacted = self._compactor.replace(self._own(chunk), values, self._layout, row, reach.length, change)
-        compacted.synchronize()
         self._part_tables[index].clear()
-        encoded = self._finish(chunk, row, self._sum_views[index], reach, compacted, 0)
-        if change is None or encoded.encoding == Encoding.PLAIN:
-            return encoded
-        return Encoded(Encoding.ROUNDED_CHANGE if change.is_rounded else Encoding.CHANGE, encoded.payload)
+
+        def finish() -> None:
+            encoded = self._finish(chunk, row, self._sum_views[index], reach, compacted, 0)
+            if change is not None and encoded.encoding != Encoding.PLAIN:
+                kind = Encoding.ROUNDED_CHANGE if change.is_rounded else Encoding.CHANGE
+                encoded = Encoded(kind, encoded.payload)
+            then(encoded)
+
+        self._device.summed.put(compacted, finish, fail)
 
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:
         """Return the row of this worker's part."""

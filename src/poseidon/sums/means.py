@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from poseidon.sums.arithmetic import Fail
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.device import DeviceAdder, WeightChange
 from poseidon.sums.encodings import Encoded, Encoding
@@ -16,6 +17,7 @@ from poseidon.sums.host import HostAdder
 from poseidon.sums.messages import Layouts
 from poseidon.wire.formats import Array, Format
 
+Send = Callable[[Encoded], None]
 Lane = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes what runs inside use another stream of the device than the model's computation does."""
 
@@ -32,8 +34,11 @@ class MeanMaker(Protocol):
     def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
         """Return a mean as it is fetched."""
 
-    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None) -> Encoded:
-        """Return weights as they travel; perhaps as their change, if all workers have what that is from."""
+    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None, then: Send, fail: Fail) -> None:
+        """Call ``then`` with the weights as they travel, now or on another thread, and ``fail`` if that fails.
+
+        They may travel as their ``change``, if all workers have what that is from.
+        """
 
     def close(self) -> Any:
         """End the step, as an adder does."""
@@ -58,10 +63,17 @@ class HostMeans:
         """Return the mean where it lies."""
         return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None) -> Encoded:  # noqa: ARG002
-        """Let the adder encode them as it does sums: rounded ones get shorter."""
+    def encode(  # noqa: D102 - as in the contract
+        self,
+        chunk: Chunk,
+        weights: Tensor,
+        change: WeightChange | None,  # noqa: ARG002
+        then: Send,
+        fail: Fail,  # noqa: ARG002
+    ) -> None:
+        # As the adder does sums: rounded ones get shorter.
         stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
-        return self._inner.encode(chunk, self._format.widen(stored))
+        then(self._inner.encode(chunk, self._format.widen(stored)))
 
     def close(self) -> Any:
         """End the step."""
@@ -93,9 +105,10 @@ class DeviceMeans:
         with self._lane():
             return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None) -> Encoded:
-        """Compact them."""
-        return self._inner.encode_instead(chunk, weights, change)
+    def encode(  # noqa: D102 - as in the contract
+        self, chunk: Chunk, weights: Tensor, change: WeightChange | None, then: Send, fail: Fail
+    ) -> None:
+        self._inner.encode_instead(chunk, weights, change, then, fail)
 
     def close(self) -> Any:
         """Let whoever takes the weights restore them: only then are the old ones surely those of all workers."""

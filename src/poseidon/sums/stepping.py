@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -275,14 +276,20 @@ class StepAdder:
             changes = [self._change(waiting.total.chunk, version) for waiting in ready]
             self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
             for waiting, change in zip(ready, changes, strict=True):
-                total, chunk = waiting.total, waiting.total.chunk
-                total.encoded = self._means.encode(chunk, self._stepper.outgoing(chunk), change)
-                with self._lock:
-                    self._stepped[chunk.index] = version
-                waiting.then()
-                self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
+                chunk = waiting.total.chunk
+                # What comes next need not wait until the device is done with this.
+                send = partial(self._send, waiting, version)
+                self._means.encode(chunk, self._stepper.outgoing(chunk), change, send, waiting.fail)
         except BaseException as error:
             ready[0].fail(error)
+
+    def _send(self, waiting: _Waiting, version: int, encoded: Encoded) -> None:
+        chunk = waiting.total.chunk
+        waiting.total.encoded = encoded
+        with self._lock:
+            self._stepped[chunk.index] = version
+        waiting.then()
+        self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
 
     def _change(self, chunk: Chunk, version: int) -> WeightChange | None:
         """Return what the next weights change from; None if they must travel as they are."""

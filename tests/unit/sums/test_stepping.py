@@ -253,10 +253,12 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     encode = DeviceMeans.encode
 
-    def noting(*args: Any) -> Any:
-        encoded = encode(*args)
-        seen.append(encoded.encoding)
-        return encoded
+    def noting(self: Any, chunk: Any, weights: Tensor, change: Any, then: Callable[[Any], None], fail: Any) -> None:
+        def note(encoded: Any) -> None:
+            seen.append(encoded.encoding)
+            then(encoded)
+
+        encode(self, chunk, weights, change, note, fail)
 
     monkeypatch.setattr(DeviceMeans, "encode", noting)
     return seen
