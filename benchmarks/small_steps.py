@@ -39,8 +39,8 @@ from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.wire.transport import WireStats
 
 SYSTEMS = ("compute", "ddp", "wrapper", "distribute")
-WARM_STEPS = 6
-"""Steps before anything is measured; the plan is made, and collectives are reordered, within them."""
+WARM_STEPS, TRIAL_STEPS = 6, 200
+"""Steps before anything is measured: the plan is made, and collectives are reordered; with trials, plans are tried."""
 COUNTED_STEPS = 10
 Step = Callable[[], None]
 
@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="in a round")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--routes", type=json.loads, default=None, help='such as {"*": "sharded"}')
+    parser.add_argument("--trials", action="store_true", help="let Poseidon try several plans first")
     parser.add_argument("--show-plan", action="store_true")
     parser.add_argument("--worker", choices=("times", "counts"), help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
@@ -92,10 +93,12 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if options.machines:
         os.environ["POSEIDON_MACHINE"] = f"machine {os.environ['RANK']}"
+    if not options.trials:
+        os.environ["POSEIDON_TRIALS"] = "0"
     counter = Counted() if options.worker == "counts" else None
     poseidon.init()
     systems = {name: make(name, options) for name in options.systems.split(",")}
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS + TRIAL_STEPS * options.trials):
         for step, _ in systems.values():
             step()
     for step, model in systems.values():
