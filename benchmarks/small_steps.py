@@ -98,6 +98,9 @@ def work(options: argparse.Namespace) -> None:
     for _ in range(WARM_STEPS):
         for step, _ in systems.values():
             step()
+    for step, model in systems.values():
+        while getattr(model, "is_choosing", False):
+            step()
     if counter is None:
         figures = measure({name: step for name, (step, _) in systems.items()}, options.rounds, options.steps)
     else:

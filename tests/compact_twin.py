@@ -13,7 +13,7 @@ from torch import Tensor
 import compact_codec
 from compact_codec import compact, restore
 from poseidon.sums.compact import ChunkRows, CompactLayout
-from poseidon.sums.device import Change
+from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.packed import HERE
 from poseidon.wire.formats import FORMATS
@@ -83,7 +83,7 @@ class HostCompactor:
         layout: CompactLayout,
         into: Tensor,
         length: int,
-        change: Change | None = None,
+        change: WeightChange | None = None,
     ) -> Rows:
         own.copy_(values)
         wide = _widen(own)

@@ -56,7 +56,7 @@ def run_tests(names: Sequence[str], is_torch: bool, folder: Path) -> None:
 
     Writes each test's name into ``folder`` before it begins: :func:`last_begun` tells which failed or hung.
     """
-    os.environ["POSEIDON_MACHINE"] = f"machine of {dist.get_rank()}"
+    os.environ.update(POSEIDON_MACHINE=f"machine of {dist.get_rank()}", POSEIDON_TRIALS="0")
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
@@ -124,7 +124,7 @@ class TorchOnCpu(TorchDDP):
 class PoseidonOnCpu(poseidon.DistributedDataParallel):
     """Poseidon's class, likewise, on a slow link: linear layers and embeddings take their short forms.
 
-    The link is given, not measured, because some tests expect two wrappers of one model to round alike.
+    The link is given and no plan is tried, because some tests expect two wrappers of one model to round alike.
     """
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **options: Any) -> None:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd
-import torch.distributed.rpc
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferHook, BufferSync
+from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -41,7 +40,13 @@ from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.routes.hooked import Hook, HookedRoute, check_hook, name_of
-from poseidon.surface import TorchSurface, refuse_torch_only
+from poseidon.surface import (
+    TorchSurface,
+    group_of,
+    refuse_distributed_autograd,
+    refuse_torch_only,
+    warn_of_broadcast_buffers,
+)
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
@@ -57,6 +62,8 @@ class DistributedDataParallel(TorchSurface):
     The leading arguments are torch's. Wrapping is collective: parameters and buffers are copied from rank 0, and a
     model that differs between workers raises an error that names the difference.
 
+    In the first steps several whole plans may be tried and the fastest kept (``docs/performance.md``), unless
+    ``trials`` is false.
     ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
     JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an
@@ -84,12 +91,13 @@ class DistributedDataParallel(TorchSurface):
         timeout_s: float = 60.0,
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
+        trials: bool = True,
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
         super().__init__()
         bucket_caps_mb = torch_only.pop("bucket_cap_mb_list", None) or ()
-        process_group = _group_of(torch_only.pop("device_mesh", None), process_group)
+        process_group = group_of(torch_only.pop("device_mesh", None), process_group)
         refuse_torch_only(torch_only)
         if dim != 0:
             raise UnsupportedError(f"dim={dim}: one worker drives one device, so there is no dimension to split along")
@@ -97,7 +105,7 @@ class DistributedDataParallel(TorchSurface):
             raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
         self.module = module
         if broadcast_buffers is not None:
-            _warn_of_broadcast_buffers(forward_sync_buffers is not None)
+            warn_of_broadcast_buffers(forward_sync_buffers is not None)
         follows_old = broadcast_buffers is not None and forward_sync_buffers is None
         self.forward_sync_buffers = bool(broadcast_buffers) if follows_old else forward_sync_buffers is not False
         self._has_common_buffers = self.forward_sync_buffers or not follows_old
@@ -125,6 +133,7 @@ class DistributedDataParallel(TorchSurface):
         self._routes = dict(routes or {})
         self._cluster = cluster
         self._gather_factors = gather_factors
+        self._trials = trials
         self._policy = policy or UpdateNow()
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
@@ -201,6 +210,7 @@ class DistributedDataParallel(TorchSurface):
         """Part of torch's generic join protocol."""
         assert self._engine is not None
         self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        self._joins = True
         return ShadowHook(self)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -392,7 +402,7 @@ class DistributedDataParallel(TorchSurface):
             check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
             serves=self._policy.serves,
-            tries=not self._policy.serves,
+            tries=self._trials and not self._policy.serves,
         )
         self._engine = assemble_engine(units, team, self.device, options, self._cluster)
         if self.forward_sync_buffers:
@@ -408,6 +418,8 @@ class DistributedDataParallel(TorchSurface):
     def _before_forward(self, is_compiling: bool) -> None:
         """Let the policy finish what this forward does not wait for by itself."""
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
+        if self._engine is not None and self._engine.plan is None and (is_compiling or has_compiled_parts(self.module)):
+            self._engine.keep_forms()
         self._policy.before_forward(self.module, asks, self._join_config.enable)
         if self._buffer_sync is not None:
             self._buffer_sync.complete()
@@ -417,7 +429,7 @@ class DistributedDataParallel(TorchSurface):
         assert self._engine is not None
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            _refuse_distributed_autograd()
+            refuse_distributed_autograd()
             if self._steps_in_backward is None:
                 self._steps_in_backward = self._find_steps_in_backward()
         source = 0
@@ -541,39 +553,3 @@ def _release(front_end: AutogradFrontEnd | None, turns: _Turns) -> None:
     if front_end is not None:
         front_end.close()
     turns.close()
-
-
-def _group_of(device_mesh: Any, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group to exchange in, given torch's two ways to name it."""
-    if device_mesh is None:
-        return process_group
-    if process_group is not None:
-        raise UnsupportedError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh.ndim != 1 or device_mesh._get_root_mesh() != device_mesh:
-        raise UnsupportedError(
-            f"Only 1D device mesh is supported, but got {device_mesh}, or it is part of a larger one; pass the "
-            "process group of the workers that hold equal parameters"
-        )
-    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-    return group
-
-
-def _warn_of_broadcast_buffers(is_overruled: bool) -> None:
-    text = "`broadcast_buffers` is deprecated, as in PyTorch: use `forward_sync_buffers`"
-    if is_overruled:
-        text = "Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former is ignored"
-    warnings.warn(text, FutureWarning, stacklevel=3)
-
-
-def _refuse_distributed_autograd() -> None:
-    """Raise in a forward whose gradients a distributed autograd context would collect, instead of ``.grad``."""
-    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
-        return
-    try:
-        context = dist.autograd._current_context()  # type: ignore[attr-defined]
-    except RuntimeError:  # this thread is in none
-        return
-    raise UnsupportedError(
-        f"the model runs in a distributed autograd context ({context._context_id()}): its gradients go to that context "
-        "and would not be averaged; run forward and backward outside dist_autograd.context(), or use torch's own class"
-    )

@@ -43,6 +43,7 @@ class WrapperOptions(TypedDict, total=False):
     timeout_s: float
     gather_factors: bool | None
     forward_sync_buffers: bool | None
+    trials: bool
     managed: bool
     """Under ssp and asp: send updates early where the wire is idle, the largest relative change first."""
     settings: WireSettings | None
@@ -65,8 +66,8 @@ def distribute(
     layer is updated at its next use, once its gradient has arrived, so the next forward hides the exchange too. Reading
     a parameter, its ``.grad``, a ``state_dict()`` or the optimizer's state waits for exactly what it reads and sees a
     finished step. The parameters are bit-identical to those of :class:`~poseidon.DistributedDataParallel` with the same
-    options. Arrays made earlier from a parameter (``p.detach().numpy()``) share its memory, and reading them does not
-    wait.
+    options and plan. Arrays made earlier from a parameter (``p.detach().numpy()``) share its memory, and reading them
+    does not wait.
 
     With ``"ssp"`` a worker may be ``staleness`` steps ahead of the slowest, with ``"asp"`` any number: workers do not
     wait for a straggler within that bound, a worker that dies is reported while the others continue, and replicas

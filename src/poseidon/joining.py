@@ -23,6 +23,7 @@ class Joining(Protocol):
     _engine: Engine | None
     _ignored: set[str]
     require_forward_param_sync: bool
+    _authoritative_rank: int | None
 
     def sync_buffers(self, source: int) -> None:
         """Copy one worker's buffers."""
@@ -58,7 +59,7 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a worker that trained to the end."""
         claims = self._team.gather_ints([int(is_last_joiner)], "the end of join()")
-        source = max(rank for rank, (claim,) in enumerate(claims) if claim)
+        source = self._owner._authoritative_rank = max(rank for rank, (claim,) in enumerate(claims) if claim)
         tensors = tensors_of(self._owner.module, self._owner._ignored, self._owner.forward_sync_buffers)
         mirror_all(self._team, tensors, source, "the final model")
 

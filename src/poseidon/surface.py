@@ -5,11 +5,14 @@ Nothing here takes part in an exchange; ``api.py`` does, and fills in the attrib
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd
+import torch.distributed.rpc
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
@@ -31,6 +34,10 @@ class TorchSurface(nn.Module, Joinable):
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     _ignored: set[str]
+    _authoritative_rank: int | None = None
+    """Whose model all workers took at the end of the last join()."""
+    _joins: bool = False
+    """join() was used."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -122,6 +129,7 @@ class TorchSurface(nn.Module, Joinable):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
+            "join_uneven_inputs": int(self._joins),
             **self._logged(),
         }
 
@@ -173,3 +181,40 @@ def refuse_torch_only(arguments: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"{name}={value!r} is not available in poseidon.DistributedDataParallel; {_TORCH_ONLY[name]}"
             )
+
+
+def group_of(device_mesh: Any, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group to exchange in, given torch's two ways to name it."""
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise UnsupportedError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1 or device_mesh._get_root_mesh() != device_mesh:
+        raise UnsupportedError(
+            f"Only 1D device mesh is supported, but got {device_mesh}, or it is part of a larger one; pass the "
+            "process group of the workers that hold equal parameters"
+        )
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def warn_of_broadcast_buffers(is_overruled: bool) -> None:
+    """Warn as torch's class does, of an argument that it has renamed."""
+    text = "`broadcast_buffers` is deprecated, as in PyTorch: use `forward_sync_buffers`"
+    if is_overruled:
+        text = "Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former is ignored"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+def refuse_distributed_autograd() -> None:
+    """Raise in a forward whose gradients a distributed autograd context would collect, instead of ``.grad``."""
+    if not (dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
+        return
+    try:
+        context = dist.autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:  # this thread is in none
+        return
+    raise UnsupportedError(
+        f"the model runs in a distributed autograd context ({context._context_id()}): its gradients go to that context "
+        "and would not be averaged; run forward and backward outside dist_autograd.context(), or use torch's own class"
+    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import poseidon
 import twins
 from poseidon import zoo
+from poseidon.engine.pending import Pending
 from poseidon.errors import UnsupportedError, WorkerLostError
 from ranks import run_ranks
 
@@ -320,8 +321,14 @@ def _compiled(part: str) -> None:
     for kind in ("plain", "distribute"):
         torch.manual_seed(3)
         model = _net()
+        waiting: list[bool] = []
         if part == "layers":
             model[4] = torch.compile(model[4], backend="eager")
+            model[0].register_forward_hook(
+                lambda *_, model=model, waiting=waiting: waiting.append(isinstance(model[4].weight, Pending))
+            )
+        elif part == "in place":
+            model[4].compile(backend="eager")
         optimizer = OPTIMIZERS["momentum"](model)
         if kind == "distribute":
             wrapped, optimizer = poseidon.distribute(model, optimizer, cluster=twins.slow_cluster())
@@ -332,10 +339,12 @@ def _compiled(part: str) -> None:
             _plain_loop(trained, optimizer, number)
         results.append([p.detach().clone() for p in model.parameters()])
         wrapped.close()
+        # A compiled layer lands its own parameters: those of the first need not wait for them.
+        assert any(waiting) == (kind == "distribute" and part == "layers")
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("part", ["wrapper", "layers"])
+@pytest.mark.parametrize("part", ["wrapper", "layers", "in place"])
 def test_compiled_models_see_finished_parameters(part: str) -> None:
     run_ranks(_compiled, 2, part)
 

@@ -221,3 +221,20 @@ def test_a_table_with_three_users_is_dense() -> None:
     model["again"] = nn.Linear(4, 9, bias=False)
     model["again"].weight = model["table"].weight
     assert kinds(model) == {"table": "dense"}
+
+
+class Conv(nn.Module):
+    """Has the parameters of transformers' Conv1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 9))
+        self.bias = nn.Parameter(torch.zeros(9))
+
+
+def test_transformers_own_linear_layer_is_known_by_its_full_name_alone() -> None:
+    (unit,) = find_units(Conv())
+    assert (unit.spec.kind, unit.is_transposed) == ("dense", False)
+    kind = type("Conv1D", (Conv,), {"__module__": "transformers.pytorch_utils"})
+    (unit,) = find_units(kind())
+    assert (unit.spec.kind, unit.is_transposed) == ("linear", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from poseidon.routes.base import LiveUnit
 from poseidon.routes.factors import Factors, rebuild, row_dtype
 from poseidon.routes.gather import Room
 from poseidon.routes.pairs import Gathered
+from poseidon.routes.rows import _means
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 WORD = {F32: 0, torch.float64: 1, FP16: 2, BF16: 3}
@@ -76,6 +78,15 @@ def test_the_product_of_short_factors_is_exact_to_float32(
         torch.testing.assert_close(gradient.double(), truth, rtol=bits, atol=2e-6)
 
 
+def test_a_transposed_weight_gets_a_transposed_gradient() -> None:
+    unit = unit_of(4, 4)
+    x, g = torch.randn(6, 4), torch.randn(6, 4)
+    swapped = replace(unit, is_transposed=True)
+    weight, bias = rebuild(SimpleNamespace(size=2), swapped, torch.cat([g, x], 1))  # type: ignore[arg-type]
+    torch.testing.assert_close(weight, x.t() @ g / 2)
+    torch.testing.assert_close(bias, g.sum(0) / 2)
+
+
 def test_a_layer_with_parameters_of_two_types_gets_gradients_of_both() -> None:
     linear = nn.Linear(3, 2, dtype=BF16)
     linear.bias = nn.Parameter(linear.bias.detach().float())
@@ -109,3 +120,20 @@ def test_rows_of_a_few_workers_only_stay_with_messages() -> None:
     room = Room.after(None, [64, 2, 3, 5], BF16)
     assert room is not None
     assert room.rows == 0
+
+
+@pytest.mark.parametrize("short", [BF16, FP16])
+def test_touched_rows_of_a_short_type_are_added_in_float32(short: torch.dtype) -> None:
+    big = 40_000.0  # whose sum float16 does not hold
+    parts = [
+        (torch.tensor([7, 2]), torch.tensor([[1.0, big], [3.0, 4.0]]).to(short)),
+        (torch.tensor([], dtype=torch.long), torch.empty(0, 2).to(short)),
+        (torch.tensor([2, 5]), torch.tensor([[0.001, 1.0], [6.0, 7.0]]).to(short)),
+        (torch.tensor([7]), torch.tensor([[2.0, big]]).to(short)),
+    ]
+    touched, means = _means(parts)
+    dense = torch.zeros(8, 2, dtype=torch.float64)
+    for indices, values in parts:
+        dense.index_add_(0, indices, values.double())
+    assert touched.tolist() == [2, 5, 7]
+    torch.testing.assert_close(means.double(), dense[touched] / 4, rtol=1e-7, atol=0)

@@ -16,6 +16,7 @@ from poseidon.engine.aside import aside
 from poseidon.engine.rollcall import RollCall, pack_flags, unpack_flags
 from poseidon.engine.step import Action, Call, Compare, Completed, Start, Step, Tell, Verdict
 from poseidon.engine.stopwatch import Stopwatch
+from poseidon.planning.route import Delivery
 from poseidon.planning.schedule import Schedule
 from poseidon.routes.base import Brought, Exchange, Exchanger, LiveItem
 from poseidon.team.gathering import PendingGather
@@ -30,6 +31,8 @@ class LiveSchedule:
     items: tuple[LiveItem, ...]
     exchangers: Mapping[str, Exchanger]
     """By route."""
+    deliveries: Sequence[Delivery]
+    """By unit: what its route needs, its gradient, factors or rows."""
 
     def reordered(self, queue: str, order: Sequence[int]) -> LiveSchedule:
         """Return a copy with one queue reordered."""
@@ -111,7 +114,7 @@ class Backward:
     def _land(self, number: int) -> None:
         verdict, live = self.step.verdict, self.live.items[number]
         assert verdict is not None
-        used = [verdict.is_used(parameter) for parameter in live.item.parameters]
+        used = [not verdict.used or verdict.used[parameter] for parameter in live.item.parameters]
         with aside():
             # Removed first, so that its memory is freed as it lands.
             self._exchanges.pop(number).finish(any(used))

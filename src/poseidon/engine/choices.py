@@ -7,48 +7,47 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.cluster import Cluster
 from poseidon.units import Load, Unit
 
 FORMAT = "poseidon-choice-1"
-_STEP = 1.25
-"""Measured speeds that differ by less than about this factor count as equal."""
+_LOAD_STEP, _RATE_STEP = 1.25, 2.0
+"""Loads and measured link speeds that differ by less than about these factors count as equal."""
 
 
 def cache_folder() -> Path:
     """Return where choices are kept."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base or Path.home() / ".cache") / "poseidon" / "choices"
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:  # a container whose user has no home
+            base = tempfile.gettempdir()
+    return Path(base) / "poseidon" / "choices"
 
 
 def describe_job(units: Sequence[Unit], loads: Mapping[str, Load], cluster: Cluster, others: Mapping[str, Any]) -> str:
     """Return a digest of everything that a choice depends on; ``others`` is plain data, such as versions."""
     words = {
         "units": [(u.name, u.kind, u.is_sparse, [(p.shape, p.itemsize) for p in u.parameters]) for u in units],
-        "loads": {name: (_coarse(load.rows), load.value_bytes) for name, load in sorted(loads.items())},
-        "cluster": [cluster.machines, cluster.workers_per_machine, _coarse(cluster.flops)],
-        "links": [_coarse_link(cluster.between), _coarse_link(cluster.inside)],
+        "loads": {name: (_coarse(load.rows, _LOAD_STEP), load.value_bytes) for name, load in sorted(loads.items())},
+        "cluster": [cluster.machines, cluster.workers_per_machine],
+        "links": [_coarse(link.bits_per_s, _RATE_STEP) for link in (cluster.between, cluster.inside)],
         **others,
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _coarse(value: float) -> int:
-    steps = 0
-    while value >= _STEP and steps < 1000:  # by division, which rounds alike everywhere
-        value /= _STEP
-        steps += 1
-    return steps
-
-
-def _coarse_link(link: Link) -> int:
-    return _coarse(link.bits_per_s)
+def _coarse(value: float, step: float) -> int:
+    return round(math.log(value, step)) if value > 0 else -1
 
 
 class Choices:

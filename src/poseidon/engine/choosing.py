@@ -8,16 +8,26 @@ all workers share, and tells the others; which step belongs to which plan follow
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+import os
+import socket
+import zlib
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from poseidon.engine.choices import Choices
+import torch
+
+from poseidon.engine.choices import Choices, cache_folder
 from poseidon.engine.stopwatch import Laps
 from poseidon.engine.trial import Trial, Turn
+from poseidon.job import settings
 from poseidon.planning.candidates import Candidate, shortlist
 from poseidon.planning.planner import Plan, Tried
 from poseidon.planning.profile import Profile
+from poseidon.planning.route import Routes
 from poseidon.sim.ranking import Equipment, predict_s
 from poseidon.team.team import Team
 
@@ -143,3 +153,34 @@ class Choosing:
     def _hear(self, answer: Any) -> Any:
         """Return what rank 0 says. Collective."""
         return self._team.gather_json(answer)[0]
+
+
+def open_choosing(team: Team, routes: Routes, tries: bool, device: torch.device) -> Choosing:
+    """Return the choice for a model on ``device``; ``tries``: the front end allows trials. Collective."""
+    mode = settings.TRIALS.read()
+    # Plans round differently, and which is fastest may differ from run to run.
+    tries = tries and mode != "0" and not torch.are_deterministic_algorithms_enabled()
+    everybody = team.gather_ints([int(tries), _kernel_number()], "the choice of a plan")
+    crowd = max(Counter(number for _, number in everybody).values())
+    is_cuda = device.type == "cuda"
+    equipment = Equipment(
+        routes=routes,
+        is_nccl=is_cuda and team.is_nccl,
+        compacts=is_cuda and importlib.util.find_spec("triton") is not None,
+        cores=_cores() / crowd,
+        uses_cores=not is_cuda,
+    )
+    choices = Choices(cache_folder(), reads=mode != "fresh") if all(can for can, _ in everybody) else None
+    return Choosing(team, equipment, Laps(device), choices)
+
+
+def _kernel_number() -> int:
+    """Return a number that workers have in common if one kernel, and thus one set of cores, runs them."""
+    try:
+        return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    except OSError:
+        return zlib.crc32(socket.gethostname().encode())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

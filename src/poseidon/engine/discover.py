@@ -54,7 +54,8 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
         # A compiled module holds the real one: a unit's name does not depend on that.
         name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
         spec = Unit(name or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
-        units.append(LiveUnit(len(units), spec, module, tuple(p for _, p in mine), head))
+        parameters = tuple(p for _, p in mine)
+        units.append(LiveUnit(len(units), spec, module, parameters, head, is_conv1d(type(module))))
     return units
 
 
@@ -82,12 +83,17 @@ def _kind(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Kind:
     if weight is None or not parameters or parameters[0] is not weight or not weight.is_floating_point():
         return "dense"
     # Exactly these classes: a subclass may use its weight in some other way.
-    if type(module) is nn.Linear and _owns_only(module, "weight", "bias"):
+    if (type(module) is nn.Linear or is_conv1d(type(module))) and _owns_only(module, "weight", "bias"):
         return "linear"
     if type(module) in (nn.Embedding, nn.EmbeddingBag) and _owns_only(module, "weight"):
         has_rows = not module.scale_grad_by_freq and getattr(module, "mode", "") != "max"
         return "embedding" if has_rows else "dense"
     return "dense"
+
+
+def is_conv1d(kind: type) -> bool:
+    """Return whether a class is transformers' Conv1D: a linear layer whose weight is inputs x outputs."""
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _tied(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:

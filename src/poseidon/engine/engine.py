@@ -26,7 +26,7 @@ from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
-from poseidon.planning.route import Route, Routes
+from poseidon.planning.route import Delivery, Route, Routes
 from poseidon.routes.base import Brought, LiveUnit
 from poseidon.team.team import Team
 from poseidon.team.verify import difference_text, find_differences
@@ -115,6 +115,10 @@ class Engine:
         """Whether the first plan is still to be made, or other plans to be tried."""
         return self._schedules.is_choosing
 
+    def keep_forms(self) -> None:
+        """Try no plan in which other layers travel in a short form than in the first: the model is compiled."""
+        self._schedules.keeps_forms = True
+
     @property
     def lands_at_once(self) -> bool:
         """Whether the backward under way must land at its end, although the policy could defer that."""
@@ -126,7 +130,7 @@ class Engine:
         planned = self._schedules.planned
         if planned is None:
             return frozenset()
-        return frozenset(unit.name for unit in self.units if self._schedules.delivers(planned, unit) != "gradients")
+        return frozenset(unit.name for unit in self.units if planned.deliveries[unit.index] != "gradients")
 
     @property
     def phase(self) -> Phase:
@@ -180,12 +184,19 @@ class Engine:
         backward = self._backward
         if backward is None or backward.step.phase is not Phase.OPEN:
             return False
-        return "factors" in self._schedules.delivers(backward.live, unit)
+        return "factors" in backward.live.deliveries[unit.index]
 
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
+        return "rows" in self._will_deliver(unit)
+
+    def makes_factors(self, unit: LiveUnit) -> bool:
+        """Whether the next backward wants the unit's factors; :meth:`collects` tells for sure, once it is under way."""
+        return "factors" in self._will_deliver(unit)
+
+    def _will_deliver(self, unit: LiveUnit) -> Delivery:
         planned = None if self.will_be_dense() else self._schedules.planned
-        return self.is_armed and planned is not None and "rows" in self._schedules.delivers(planned, unit)
+        return planned.deliveries[unit.index] if self.is_armed and planned is not None else "gradients"
 
     def give(self, unit: LiveUnit, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
@@ -359,7 +370,7 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if "rows" in self._schedules.delivers(live, unit) and not unit.spec.is_sparse:
+        if "rows" in live.deliveries[unit.index] and not unit.spec.is_sparse:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

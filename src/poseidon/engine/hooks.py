@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
 from poseidon.planning.planner import Plan
@@ -169,9 +170,10 @@ class AutogradFrontEnd:
 
     def _specialise(self, unit: LiveUnit) -> None:
         for module in (unit.module, unit.head):
-            if module is not None and type(module) in _SPECIAL and not unit.spec.is_sparse:
+            special = None if module is None or unit.spec.is_sparse else _special_class(type(module))
+            if module is not None and special is not None:
                 _LIVE[module] = (weakref.ref(self), unit.index)
-                module.__class__ = _SPECIAL[type(module)]
+                module.__class__ = special
 
     def _restore(self, unit: LiveUnit) -> None:
         for module in (unit.module, unit.head):
@@ -196,15 +198,21 @@ class FactorLinear(_PlainOutside, nn.Linear):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
-        found = _find(self)
-        if found is None or not torch.is_grad_enabled() or not self.weight.requires_grad or _has_hooks(self):
-            return F.linear(input, self.weight, self.bias)
-        return _factor_linear(input, self.weight, self.bias, *found)
+        return _apply(self, input, super().forward)
 
 
-def _has_hooks(module: nn.Linear | nn.Embedding | nn.EmbeddingBag) -> bool:
-    """Whether the user has hooks on the weight's gradient, which must then exist in full."""
-    return bool(module.weight._backward_hooks)
+class _FactorConv1D(_PlainOutside):
+    """Mixed into transformers' Conv1D, which need not be installed: does for it what FactorLinear does."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return _apply(self, x, super().forward)  # type: ignore[misc]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether the user has hooks on a parameter's gradient, which must then exist in full."""
+    return any(parameter._backward_hooks for parameter in module.parameters(recurse=False))
 
 
 class RowsEmbedding(_PlainOutside, nn.Embedding):
@@ -240,6 +248,14 @@ _SPECIAL: dict[type, type] = {
 _PLAIN: dict[type, type] = {special: plain for plain, special in _SPECIAL.items()}
 
 
+def _special_class(plain: type) -> type | None:
+    """Return the class that stands for another while its layers' gradients may travel in a short form."""
+    if plain not in _SPECIAL and is_conv1d(plain):
+        special = _SPECIAL[plain] = type("FactorConv1D", (_FactorConv1D, plain), {})
+        _PLAIN[special] = plain
+    return _SPECIAL.get(plain)
+
+
 class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
     """Makes a module's ``sparse`` true during one forward if the engine wants rows; counts rows while it observes."""
 
@@ -257,35 +273,52 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
         self._module.sparse = False
 
     def watch(self, out: Tensor) -> Tensor:
-        """Count the rows once the gradient of this forward's output arrives, while the engine observes.
-
-        Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows.
-        """
-        if self._found is not None and self._found[0].engine.is_observing and out.requires_grad:
-            (front_end, unit), indices = self._found, self._indices
-
-            def observe(_: Tensor) -> None:
-                if front_end.exchanges:
-                    front_end.begin()
-                if front_end.engine.is_observing and front_end.engine.in_backward:
-                    count = torch.unique(indices).numel()
-                    front_end.engine.observe(unit, Load(0, 0, count) if unit.spec.kind == "tied" else Load(count))
-
-            out.register_hook(observe)
+        """Count the rows, if the engine observes."""
+        if self._found is not None and self._found[0].engine.is_observing:
+            count = torch.unique(self._indices).numel()
+            is_tied = self._found[1].spec.kind == "tied"
+            _observe(out, self._found, Load(0, 0, count) if is_tied else Load(count))
         return out
 
 
-def _factor_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, front_end: AutogradFrontEnd, unit: LiveUnit
-) -> Tensor:
-    # The function below saves the weight without touching it, so a deferred update must land first.
+def _observe(out: Tensor, found: tuple[AutogradFrontEnd, LiveUnit], load: Load) -> None:
+    """Record the load of one forward of a layer when its backward runs, if that exchanges gradients.
+
+    Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows.
+    """
+    front_end, unit = found
+
+    def observe(*_: Any) -> None:
+        if front_end.exchanges and front_end.will_accumulate(unit.weight):
+            front_end.begin()
+        if front_end.engine.is_observing and front_end.engine.in_backward:
+            front_end.engine.observe(unit, load)
+
+    if out.grad_fn is not None:
+        # After the node, and so after the hooks on the model's outputs, of which this may be one.
+        out.grad_fn.register_hook(observe)
+
+
+def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a linear layer: with a backward that hands over factors, if the engine wants them."""
+    weight, bias = module.weight, module.bias
+    found = _find(module) if torch.is_grad_enabled() and weight.requires_grad and not _has_hooks(module) else None
+    if found is None:
+        return plain(x)
+    # What the engine wants depends on the last step. And the function below saves the weight without touching it.
     land(weight, bias)
+    front_end, unit = found
     dtype = linear_dtype(x, weight)
-    if dtype is not weight.dtype:
-        # As autocast does for F.linear; done here so that the factors travel in the short type too.
-        x = x.to(dtype)
-    function: Any = _FactorLinearFunction
-    out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
+    if front_end.engine.makes_factors(unit):
+        function: Any = _FactorLinearFunction
+        if torch.is_autocast_enabled(x.device.type):
+            # As autocast does it; done here so that the factors travel in the short type too.
+            x = x.to(dtype)
+        out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
+        return out
+    out = plain(x)
+    if front_end.engine.is_observing:
+        _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize))
     return out
 
 
@@ -312,6 +345,10 @@ class _FactorLinearFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.front_end, ctx.unit = front_end, unit
         with torch.autocast(x.device.type, enabled=False):
+            if unit.is_transposed:
+                assert bias is not None
+                rows = torch.addmm(bias.to(dtype), x.reshape(-1, x.shape[-1]), weight.to(dtype))
+                return rows.view(*x.shape[:-1], rows.shape[-1])
             return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -321,18 +358,17 @@ class _FactorLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = g @ weight.to(g.dtype) if needs_x else None
+        grad_x = g @ (weight.t() if unit.is_transposed else weight).to(g.dtype) if needs_x else None
         rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        first, second = (rows_g, rows_x) if unit.is_transposed else (rows_x, rows_g)
         engine = front_end.engine
         if needs_weight and front_end.will_accumulate(unit.weight):
             if front_end.exchanges:
                 front_end.begin()
-            if engine.is_observing and engine.in_backward:
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
             # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
-                engine.give(unit, rows_x.detach(), rows_g.detach())
+                engine.give(unit, first.detach(), second.detach())
                 return grad_x, None, None, None, None, None
-        grad_weight = (rows_g.t() @ rows_x).to(weight.dtype) if needs_weight else None
+        grad_weight = (second.t() @ first).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None

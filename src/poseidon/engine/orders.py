@@ -59,10 +59,15 @@ def sum_of_squares(means: Iterable[tuple[Chunk, Tensor]], shard: Shard, lazy: Co
     return total
 
 
-def agree_on_clipping(team: Team, square: float, max_norm: float) -> Tensor:
-    """Return what all workers multiply their gradients by, as ``clip_grad_norm_`` does, given parts. Collective."""
+def agree_on_clipping(team: Team, square: float, max_norm: float, scale: Tensor | None) -> Tensor:
+    """Return what all workers multiply their gradients by, as ``clip_grad_norm_`` does, given parts. Collective.
+
+    ``scale`` is what gradients still have to be divided by.
+    """
     word = torch.tensor(square, dtype=torch.float64).view(torch.int64).item()
     everybody = team.gather_ints([int(word)], "the norm of the gradients")
     squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64).view(torch.float64)
     norm = squares.sum().sqrt().to(torch.float32)
+    if scale is not None:
+        norm = norm / scale.to(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

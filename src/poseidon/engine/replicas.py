@@ -33,20 +33,20 @@ class Stretch:
 
 
 def stretches_of(sizes: Sequence[int], part: int, parts: int = PARTS) -> list[Stretch]:
-    """Return what one of ``parts`` equal parts covers, given the parameters' sizes in bytes. Pure.
-
-    Cuts are aligned, so that bits can be added in words of eight bytes.
-    """
+    """Return what one of ``parts`` equal parts covers, given the parameters' sizes in bytes. Pure."""
     total = sum(sizes)
-    first, last = (-(-total * place // parts // _ALIGNMENT) * _ALIGNMENT for place in (part, part + 1))
     found, begin = [], 0
     for parameter, size in enumerate(sizes):
-        start = max(first - begin, 0) // _ALIGNMENT * _ALIGNMENT
-        stop = max(last - begin, 0) // _ALIGNMENT * _ALIGNMENT if last - begin < size else size
-        if start < min(stop, size):
-            found.append(Stretch(parameter, start, min(stop, size)))
+        start, stop = (_cut(total * place // parts - begin, size) for place in (part, part + 1))
+        if start < stop:
+            found.append(Stretch(parameter, start, stop))
         begin += size
     return found
+
+
+def _cut(place: int, size: int) -> int:
+    """Move a cut to where whole values of any type end."""
+    return size if place >= size else max(place, 0) // _ALIGNMENT * _ALIGNMENT
 
 
 class ReplicaCheck:
@@ -79,11 +79,8 @@ class ReplicaCheck:
             stretches, self._last_full = stretches_of(self._sizes, 0, 1), step
         elif step % self._interval == 0:
             stretches = stretches_of(self._sizes, step // self._interval % PARTS)
-        if is_joined:
-            stretches = []
-        else:
-            self._is_full_due = False
-        self._under_way.append(self._start(stretches) if stretches else _nothing)
+        self._is_full_due = False  # on workers without input too: all must agree on what is due
+        self._under_way.append(_nothing if is_joined or not stretches else self._start(stretches))
         version, asks = self._version(), self._asks
         changes, self._versions, self._asks = version - self._versions, version, False
         return self._under_way.popleft()(), changes, asks
@@ -104,7 +101,7 @@ class ReplicaCheck:
         sums: dict[torch.device, list[Tensor]] = {}
         for stretch in stretches:
             tensor = self._parameters[stretch.parameter]
-            sums.setdefault(tensor.device, []).extend(_add_bits(_raw(tensor.detach()), stretch.start, stretch.stop))
+            sums.setdefault(tensor.device, []).append(_add_bits(_raw(tensor.detach()), stretch.start, stretch.stop))
         return _combined([_fetch(torch.stack(some)) for some in sums.values()])
 
 
@@ -115,7 +112,7 @@ def _raw(tensor: Tensor) -> Tensor:
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size > 1 and stride != expected:
-            return tensor.reshape(-1)
+            return tensor.contiguous().view(-1)
         expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -123,17 +120,12 @@ def _raw(tensor: Tensor) -> Tensor:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _add_bits(flat: Tensor, start: int, stop: int) -> list[Tensor]:
-    """Return sums that depend on all bits between two bytes of a flat tensor; ``start`` is aligned."""
+def _add_bits(flat: Tensor, start: int, stop: int) -> Tensor:
+    """Return a sum, of 64 bits, that depends on all bits between two bytes of a flat tensor."""
     size = flat.element_size()
     if size not in _WORDS:  # complex128
         flat, size = torch.view_as_real(flat).flatten(), 8
-    part = flat[start // size : stop // size].view(_WORDS[size])
-    whole = part.numel() * size // _ALIGNMENT * _ALIGNMENT // size
-    if part.storage_offset() * size % _ALIGNMENT or whole * size < _ALIGNMENT:
-        return [part.sum(dtype=torch.int64)]
-    sums = [part[:whole].view(torch.int64).sum()]
-    return sums if whole == part.numel() else [*sums, part[whole:].sum(dtype=torch.int64)]
+    return flat[start // size : stop // size].view(_WORDS[size]).sum()
 
 
 def _fetch(sums: Tensor) -> Callable[[], list[int]]:

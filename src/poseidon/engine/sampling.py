@@ -39,7 +39,7 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
     loads: dict[str, Load] = {}
 
     def record(unit: LiveUnit, module: nn.Module, x: Tensor) -> None:
-        if isinstance(module, torch.nn.Linear):
+        if unit.spec.kind == "linear" or module is unit.head:
             load = Load(x.numel() // max(x.shape[-1], 1), linear_dtype(x, unit.weight).itemsize)
         else:
             table_rows, _ = unit.spec.matrix

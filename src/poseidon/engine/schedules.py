@@ -6,8 +6,6 @@ collective where they say so.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Collection, Sequence
 from functools import reduce
 
@@ -15,24 +13,24 @@ import torch
 from torch import nn
 
 from poseidon.engine.backward import Backward, LiveSchedule
-from poseidon.engine.choices import Choices, cache_folder, describe_job
-from poseidon.engine.choosing import Choosing
+from poseidon.engine.choices import describe_job
+from poseidon.engine.choosing import open_choosing
 from poseidon.engine.options import Options
 from poseidon.engine.replanning import Replanning
-from poseidon.engine.stopwatch import Laps, Stopwatch
+from poseidon.engine.stopwatch import Stopwatch
 from poseidon.engine.trial import WARM_BACKWARDS
-from poseidon.job import settings
 from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, server_rivals_nccl
-from poseidon.planning.route import Delivery, Routes
+from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, ServedRoute, standard_routes
-from poseidon.sim.ranking import Equipment, observed_profile
+from poseidon.sim.ranking import observed_profile
+from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
@@ -58,7 +56,7 @@ class Schedules:
         self._exchangers: dict[str, Exchanger] = {}
         self._can_serve = self._find_server()
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
-        self._choosing = self._make_choosing(is_cuda)
+        self._choosing = open_choosing(team, self.routes, options.tries, self._parameters[0].device)
         specs = [unit.spec for unit in units]
         # A sparse gradient shares no bucket with others.
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
@@ -70,6 +68,8 @@ class Schedules:
         """Units in the order in which their gradients are expected to become final."""
         self._packing = Packing(cluster, options.bucket_bytes, options.defers)
         """How the planned schedule is packed, and whether it defers landing."""
+        self.keeps_forms = False
+        """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
         self.dense = self._make_live([self.routes.first_for(spec).name for spec in specs], self._packing)
@@ -96,10 +96,6 @@ class Schedules:
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
         self._planning.observe(unit.name, load)
-
-    def delivers(self, live: LiveSchedule, unit: LiveUnit) -> Delivery:
-        """Return what a schedule needs from a unit: its gradient, factors or rows."""
-        return self.routes[live.schedule.route_of[unit.index]].delivers
 
     def settle(self, backward: Backward) -> None:
         """Learn from a closed backward, and change the plan if due. Collective."""
@@ -142,6 +138,7 @@ class Schedules:
             offers_server=self._offers_server(),
             gathers_factors=is_cuda and self._team.is_nccl if gathers is None else gathers,
             combines_first=topology.has_levels and topology.is_even and not is_cuda,
+            chunk_bytes=chunk_bytes_for(self._cluster.between.bytes_per_s, lands_whole=not self._options.defers),
         )
 
     def _offers_server(self) -> bool:
@@ -152,22 +149,6 @@ class Schedules:
         if not all(map(can_be_served, self._parameters)):
             return False
         return not self._team.is_nccl or (server_rivals_nccl(self._cluster) and nccl_uses_sockets(self._team))
-
-    def _make_choosing(self, is_cuda: bool) -> Choosing:
-        topology = self._team.topology
-        equipment = Equipment(
-            routes=self.routes,
-            is_nccl=is_cuda and self._team.is_nccl,
-            compacts=is_cuda and importlib.util.find_spec("triton") is not None,
-            cores=(os.cpu_count() or 1) / max(map(len, topology.machines)),
-            uses_cores=not is_cuda,
-        )
-        mode = settings.TRIALS.read()
-        # Which plan is fastest may differ from run to run, and plans round differently.
-        tries = self._options.tries and mode != "0" and not torch.are_deterministic_algorithms_enabled()
-        all_try = all(row[0] for row in self._team.gather_ints([int(tries)], "the choice of a plan"))
-        choices = Choices(cache_folder(), reads=mode != "fresh") if all_try else None
-        return Choosing(self._team, equipment, Laps(self._parameters[0].device), choices)
 
     def _plan_if_due(self, batch: float, backward: Backward) -> bool:
         """Plan after the first backward, and anew when the batch has changed permanently; return whether it did."""
@@ -193,7 +174,11 @@ class Schedules:
         packing = Packing(self._cluster, options.bucket_bytes, options.defers)
         fulls = ["allreduce", *(["sharded"] if self._can_serve and self._cluster.machines > 1 else [])]
         known = [name for name in fulls if name in self.routes] or [next(iter(self.routes))]
-        candidates = make_candidates(self.model, self._order, loads, self.routes, options.routes, best, packing, known)
+        forms = self._team.gather_ints([int(self.keeps_forms)], "the choice of a plan")
+        keeps_forms = any(row[0] for row in forms)
+        candidates = make_candidates(
+            self.model, self._order, loads, self.routes, options.routes, best, packing, known, keeps_forms
+        )
         if options.serves:
             candidates = candidates[:1]
         device = self._parameters[0].device
@@ -250,7 +235,7 @@ class Schedules:
             if mine:
                 exchangers[name] = self._exchanger(name)
                 exchangers[name].prepare(mine)
-        return LiveSchedule(schedule, items, exchangers)
+        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
+from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_elementwise,
@@ -37,7 +38,6 @@ from poseidon.engine.optimizers import (
 from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
-from poseidon.engine.update import has_compiled_parts
 from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
@@ -398,7 +398,9 @@ class ServedUpdates(Policy):
             return None
         exchanger, team = self.exchanger, self.engine.team
         square = sum_of_squares(exchanger.means(), exchanger.shard, self._lazy)
-        coefficient = agree_on_clipping(team, square, self._max_grad_norm)
+        # A GradScaler leaves it to a fused optimizer to unscale gradients.
+        scale = getattr(self.optimizer, "grad_scale", None)
+        coefficient = agree_on_clipping(team, square, self._max_grad_norm, scale)
         for parameter in self._item_of:
             if parameter not in self._lazy and parameter.grad is not None:
                 parameter.grad.detach().mul_(coefficient.to(parameter.grad.device))

@@ -207,8 +207,9 @@ class Step:
     def tell(self) -> list[Action]:
         """Return what the others must know of a closed step; after all starts, so that messages keep one order."""
         assert self.phase is Phase.CLOSED, f"a step told its end while it is {self.phase.value}"
-        used = tuple(number in self._used for number in range(len(self.schedule.model.parameters)))
-        return [Tell(used)] if self._tells_used else []
+        if not self._tells_used:
+            return []
+        return [Tell(tuple(number in self._used for number in range(len(self.schedule.model.parameters))))]
 
     def started(self, item: int, flags: int = 0) -> list[Action]:
         """Record that an item has started, with its flags.
@@ -291,16 +292,16 @@ class Step:
         return 0 if self._expected is None else self._expected[parameter]
 
     def _twice(self, parameter: int) -> UnsupportedError:
-        name = self.schedule.model.units[self.schedule.model.unit_of[parameter]].name
+        name = self.schedule.model.parameters[parameter].name
         if self._is_static:
             return UnsupportedError(
-                f"Your training graph has changed in this iteration: a parameter of {name} got a gradient "
-                f"{self.additions[parameter]} time(s) in step {self.number}, {self._expected_of(parameter)} in the "
-                "first, but static_graph=True promises that every step does the same; remove static_graph"
+                f"Your training graph has changed in this iteration: {name} got a gradient {self.additions[parameter]} "
+                f"time(s) in step {self.number}, {self._expected_of(parameter)} in the first, but static_graph=True "
+                "promises that every step does the same; remove static_graph"
             )
         return UnsupportedError(
-            f"{name}: a parameter's gradient was finished twice in one backward. Expected to mark a variable ready "
-            "only once. Re-entrant activation checkpointing of shared layers does this, or of any layer with "
-            "find_unused_parameters; use checkpoint(..., use_reentrant=False), or pass static_graph=True if every step "
-            "does the same"
+            f"Expected to mark a variable ready only once. Parameter at index {parameter} with name {name}: its "
+            "gradient was finished twice in one backward. Re-entrant activation checkpointing of shared layers does "
+            "this (use checkpoint(..., use_reentrant=False), or pass static_graph=True if every step does the same), "
+            "or a layer used outside forward() with find_unused_parameters (leave that out)"
         )

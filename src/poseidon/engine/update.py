@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
 from poseidon.engine.backward import Flight
+from poseidon.engine.compiled import CompiledParts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_max_norm,
@@ -63,6 +64,7 @@ class DeferredUpdates(Policy):
         """Each parameter's group at that time."""
         self._clears: bool | None = None
         """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
+        self._compiled = CompiledParts()
         self._undo: list[Callable[[], None]] = []
 
     # What the wrapper and the front end call.
@@ -75,6 +77,7 @@ class DeferredUpdates(Policy):
                 self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
             return
         defer(self.optimizer, self)
+        self._undo.append(self._compiled.close)
         # A script may exit with a step under way, which the others cannot finish without this worker.
         self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
 
@@ -87,7 +90,7 @@ class DeferredUpdates(Policy):
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
         """Finish the step if the forward does not touch parameters one by one."""
         self._is_paused = is_joining
-        if is_joining or not asks or has_compiled_parts(module):
+        if is_joining or not asks or not self._compiled.take_over(module):
             self.finish()
 
     @contextlib.contextmanager
@@ -250,8 +253,3 @@ class DeferredUpdates(Policy):
                 step_groups(self.optimizer, self.plain, options, members)
         finally:
             self.is_updating = False
-
-
-def has_compiled_parts(module: nn.Module) -> bool:
-    """Return whether any part is compiled: a compiled graph reads parameters without ``__torch_function__``."""
-    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in module.modules())

@@ -120,7 +120,7 @@ TRIALS = Variable(
     "POSEIDON_TRIALS",
     TRIAL_MODE,
     "1",
-    "engine/schedules.py",
+    "engine/choosing.py",
     "Whether training tries several plans and keeps the fastest: 1, once for each job, remembered in the user's cache "
     "folder; `fresh`, without what earlier runs remember; 0, never.",
 )
@@ -279,7 +279,7 @@ FOREIGN = (
         ("TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"), "launch/join.py", "Which launcher started this process."
     ),
     ForeignVariables(
-        ("GLOO_SOCKET_IFNAME",), "team/wiring.py", "The interface for gloo and, unless set otherwise, for the wire."
+        ("GLOO_SOCKET_IFNAME",), "wire/address.py", "The interface for gloo and, unless set otherwise, for the wire."
     ),
     ForeignVariables(("NCCL_NET", "NCCL_IB_DISABLE"), "team/nccl.py", "Whether NCCL uses TCP."),
     ForeignVariables(("NCCL_MAX_NCHANNELS",), "job/world.py", "Set to 1, unless set, for one worker per machine."),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from poseidon.planning.planner import LAYER_BY_LAYER, Plan, PlanEntry, find_forced
+from poseidon.planning.planner import Plan, PlanEntry, find_forced
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.units import Load, Unit
@@ -40,16 +40,14 @@ class Candidate:
 
     plan: Plan
     packing: Packing
+    is_guard: bool = False
+    """Tried even if it is predicted to be slower, so that nothing slower than it is kept: the planner's own choice,
+    torch's and, under deferred landing, the wrapper's."""
 
     @property
     def name(self) -> str:
         """The plan's name."""
         return self.plan.name
-
-    @property
-    def is_guard(self) -> bool:
-        """Whether it is tried wherever it is close, so that nothing else is ever slower than it."""
-        return self.name.removesuffix(AT_ONCE) in (AS_TORCH, LAYER_BY_LAYER)
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class _Style:
     least_gain: float
     """Least gain in time for which a unit takes a short form."""
     is_even: bool = False
+    is_guard: bool = False
 
 
 def make_candidates(
@@ -71,40 +70,52 @@ def make_candidates(
     best: Plan,
     packing: Packing,
     fulls: Sequence[str],
+    keeps_forms: bool = False,
 ) -> tuple[Candidate, ...]:
     """Return the plans to choose from; the first is ``best``, the planner's choice unit by unit, packed by ``packing``.
 
     ``order`` is that of the schedule: two plans that send the same items are one. ``fulls`` names the routes that may
-    carry all full gradients, the collective first.
+    carry all full gradients, the collective first. With ``keeps_forms`` the same units take short forms in all plans.
     """
-    styles = [_Style(AS_TORCH, fulls[0], math.inf, is_even=True)]
+    styles = [_Style(AS_TORCH, fulls[0], math.inf, is_even=True, is_guard=True)]
     for full in fulls:
         styles += [
-            _Style(f"{full} and short forms", full, 1.0),
-            _Style(f"{full} and the best short forms", full, LARGE_GAIN),
             _Style(f"{full} alone", full, math.inf),
+            # By collectives, it is what the planner offers without deferred landing between GPUs.
+            _Style(f"{full} and short forms", full, 1.0, is_guard=packing.defers and full == fulls[0]),
+            _Style(f"{full} and the best short forms", full, LARGE_GAIN),
         ]
     forced = [find_forced(unit, overrides or {}, routes.for_unit(unit)) is not None for unit in model.units]
-    found = [Candidate(best, packing)]
+    found = [Candidate(best, packing, is_guard=True)]
     for style in styles:
         entries = tuple(
             entry if is_forced else _restyled(entry, unit, style, routes, loads, best)
             for unit, entry, is_forced in zip(model.units, best.entries, forced, strict=True)
         )
         plan = replace(best, entries=entries, name=style.name)
-        found.append(Candidate(plan, replace(packing, is_even=style.is_even)))
+        found.append(Candidate(plan, replace(packing, is_even=style.is_even), style.is_guard))
     if packing.defers:
         at_once = [
-            Candidate(replace(one.plan, name=one.name + AT_ONCE), replace(one.packing, defers=False)) for one in found
+            replace(one, plan=replace(one.plan, name=one.name + AT_ONCE), packing=replace(one.packing, defers=False))
+            for one in found
         ]
-        # Torch's class has no other way to land.
-        found = [one for one in found if one.name != AS_TORCH] + at_once
+        # Torch's class has no other way to land, and what lands late is no guard but for the planner's choice.
+        late = [replace(one, is_guard=one.plan is best) for one in found if one.name != AS_TORCH]
+        found = late + at_once
     distinct: dict[object, Candidate] = {}
     for one in found:
+        if keeps_forms and _forms(one.plan, routes) != _forms(best, routes):
+            continue
         made = make_schedule(model, list(one.plan.routes.values()), order, routes, one.packing, loads)
         sent = tuple((item.route, item.parameters) for item in made.items)
-        distinct.setdefault((sent, one.packing.defers), one)
+        first = distinct.setdefault((sent, one.packing.defers), one)
+        if one.is_guard:
+            distinct[sent, one.packing.defers] = replace(first, is_guard=True)
     return tuple(distinct.values())
+
+
+def _forms(plan: Plan, routes: Routes) -> list[str]:
+    return [routes[entry.route].delivers for entry in plan.entries]
 
 
 def _restyled(

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Profile:
         """The loads, as input for the planner."""
         return {one.unit.name: one.load for one in self.units if one.load is not None}
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of all gradients."""
         return sum(one.unit.size_bytes for one in self.units)

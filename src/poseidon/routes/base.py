@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from poseidon.routes.pairs import Pairs
 
 FactorPair = tuple[Tensor, Tensor]
-"""Input (rows x N) and output gradient (rows x M) of one call of a linear layer."""
+"""Input (rows x N) and output gradient (rows x M) of one call of a linear layer with an M x N weight."""
 
 
 class Flag(IntFlag):
@@ -51,6 +51,8 @@ class LiveUnit:
     """In the order of ``spec.parameters``."""
     head: nn.Module | None = None
     """Tied: the linear layer; ``module`` is the table."""
+    is_transposed: bool = False
+    """Linear: the weight is inputs x outputs, so input and output gradient change places."""
 
     @property
     def name(self) -> str:

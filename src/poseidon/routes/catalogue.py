@@ -164,7 +164,7 @@ class ShardedRoute(Route):
         """See ``sharded.py``."""
         from poseidon.routes.sharded import ShardedExchanger
 
-        return ShardedExchanger(context)
+        return ShardedExchanger(context, self.chunk_bytes_on(context.cluster))
 
 
 @dataclass(frozen=True)

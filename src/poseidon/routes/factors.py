@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -27,7 +27,7 @@ from poseidon.team.team import Team
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """Types of factors, by their number in a parcel's word of flags, above the flags themselves."""
 _DTYPE_SHIFT = 8
-_SHORT = (torch.float16, torch.bfloat16) if hasattr(torch.ops.aten.mm, "dtype") else ()
+_SHORT = (torch.float16, torch.bfloat16) if torch.version.cuda and hasattr(torch.ops.aten.mm, "dtype") else ()
 """Types whose products a CUDA device can return in float32."""
 
 
@@ -130,7 +130,8 @@ class FactorsExchange(Exchange):
             gradients = rebuild(self._team, self._unit, rows)
             done = torch.cuda.Event()
             done.record(self._side)
-        return factors, gradients, done
+        # Their memory is free for others.
+        return replace(factors, rows=factors.rows.new_empty(0)), gradients, done
 
     def finish(self, is_used: bool) -> None:
         """Add the mean gradients to ``.grad``."""
@@ -180,18 +181,17 @@ def fill_rows(rows: Tensor, pieces: Sequence[FactorPair]) -> None:
 
 def rebuild(team: Team, unit: LiveUnit, rows: Tensor) -> list[Tensor]:
     """Return the mean gradients of the unit's parameters, given all workers' rows (X | G)."""
-    inputs = unit.weight.shape[1]
+    inputs, scale = unit.weight.shape[1], 1 / team.size
     dtype = torch.promote_types(unit.weight.dtype, torch.float32)
     x, g = rows[:, :inputs], rows[:, inputs:]
-    if rows.is_cuda and rows.dtype in _SHORT and dtype is torch.float32:
+    of_outputs = x if unit.is_transposed else g
+    if rows.is_cuda and rows.dtype in _SHORT and dtype is torch.float32 and rows.shape[0]:
         # Products of short values fit float32, in which the device's matrix units add them.
-        gradients = [torch.mm(g.t(), x, out_dtype=dtype), g.sum(0, dtype=dtype)]
-        for gradient in gradients:
-            gradient.mul_(1 / team.size)
+        product = torch.mm(g.t(), x, out_dtype=dtype).mul_(scale)
     else:
         # Scaling the narrow factor is cheaper than scaling the product.
-        x, g = x.to(dtype), g.to(dtype) * (1 / team.size)
-        gradients = [g.t() @ x, g.sum(0)]
+        product = (g.to(dtype) * scale).t() @ x.to(dtype)
+    gradients = [product, of_outputs.sum(0, dtype=dtype).mul_(scale)]
     return [gradient.to(parameter.dtype) for parameter, gradient in zip(unit.parameters, gradients, strict=False)]
 
 

@@ -11,7 +11,7 @@ cleared while the rows travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
 from poseidon.routes.pairs import Gathered, Parcel
+from poseidon.sums.events import record
 from poseidon.team.team import Team
 from poseidon.wire.pool import Pool
 
 _INDEX_BYTES = 8
+_WIDE = torch.float32
 
 
 class RowsExchanger(Exchanger):
@@ -51,10 +53,8 @@ class RowsExchanger(Exchanger):
         else:
             unit.weight.grad = None
         exchange = _RowsExchange(self._team, unit, brought[0], flags, self._room)
-        rows = _pack(unit.weight, gradient)
-        parcel = Parcel(
-            unit.index, unit.name, step, rows, flags, shipment=item.item.shipment, meanwhile=exchange.clear_room
-        )
+        rows, settle = _to_host(_pack(unit.weight, gradient))
+        parcel = Parcel(unit.index, unit.name, step, rows, flags, settle, None, item.item.shipment, exchange.clear_room)
         exchange.future = self._pairs.start(parcel)
         return exchange
 
@@ -84,7 +84,9 @@ class _RowsExchange(Exchange):
             if not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
             return
-        parts = [_unpack(unit.weight, part) for part in gathered.rows.split(gathered.counts)]
+        # All at once: a copy to the device for every worker takes longer than what it copies.
+        indices, values = _unpack(unit.weight, gathered.rows.to(unit.weight.device, non_blocking=True))
+        parts = list(zip(indices.split(gathered.counts), values.split(gathered.counts), strict=True))
         has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
         if unit.spec.is_sparse and not has_dense:
             unit.weight.grad = _sparse_mean(unit.weight, parts)
@@ -97,9 +99,22 @@ class _RowsExchange(Exchange):
             brought.kept = None
         if total is None:
             total = torch.zeros_like(unit.weight) if cleared is None else cleared
-        for indices, values in parts:
-            total.index_add_(0, indices, values, alpha=1 / self._team.size)
+        if total.dtype.itemsize < _WIDE.itemsize:
+            indices, means = _means(parts)
+            total.index_add_(0, indices, means.to(total.dtype))
+        else:
+            for indices, values in parts:
+                total.index_add_(0, indices, values, alpha=1 / self._team.size)
         unit.weight.grad = total
+
+
+def _means(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the touched rows' numbers and means; added in float32, so that short types are rounded only once."""
+    touched, places = torch.unique(torch.cat([indices for indices, _ in parts]), return_inverse=True)
+    sums = torch.zeros(touched.numel(), parts[0][1].shape[1], dtype=_WIDE, device=touched.device)
+    for (_, values), where in zip(parts, places.split([len(indices) for indices, _ in parts]), strict=True):
+        sums.index_add_(0, where, values.to(_WIDE))
+    return touched, sums / len(parts)
 
 
 def _zeros_like(weight: Tensor, room: Pool) -> Tensor:
@@ -117,20 +132,29 @@ def _row_bytes(weight: Tensor) -> int:
 def _pack(weight: Tensor, gradient: Tensor | None) -> Tensor:
     """Return one row of bytes per touched row: its index, then its values."""
     if gradient is None:
-        return torch.empty(0, _row_bytes(weight), dtype=torch.uint8)
+        return torch.empty(0, _row_bytes(weight), dtype=torch.uint8, device="cpu")
     gradient = gradient.coalesce()
     indices, values = gradient.indices()[0], gradient.values()
     rows = torch.zeros(indices.numel(), _row_bytes(weight), dtype=torch.uint8, device=weight.device)
     rows.view(torch.int64)[:, 0] = indices
     start = _INDEX_BYTES // weight.element_size()
     rows.view(weight.dtype)[:, start : start + weight.shape[1]] = values
-    return rows.cpu()
+    return rows
+
+
+def _to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """Copy rows to host memory; the returned function, if any, waits until they are there."""
+    if not rows.is_cuda:
+        return rows, None
+    host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+    host.copy_(rows, non_blocking=True)
+    return host, record(torch.cuda.current_stream(rows.device)).synchronize
 
 
 def _unpack(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    rows = rows.to(weight.device, non_blocking=True)
+    """Return the indices and the values of rows."""
     start = _INDEX_BYTES // weight.element_size()
-    return rows.view(torch.int64)[:, 0], rows.view(weight.dtype)[:, start : start + weight.shape[1]]
+    return rows.view(torch.int64)[:, 0].contiguous(), rows.view(weight.dtype)[:, start : start + weight.shape[1]]
 
 
 def _sparse_mean(weight: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -42,13 +42,13 @@ _FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
 class ShardedExchanger(Exchanger):
     """Averages buckets over the team; calls may come in any order, unless the workers of a machine combine first."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, chunk_bytes: int | None = None) -> None:
         team = self._team = context.team
         is_cuda, link = context.is_cuda, context.cluster.between
         topology = team.topology
         use_levels = topology.has_levels and topology.is_even and not is_cuda
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
-        self._chunk_bytes = chunk_bytes_for(link.bytes_per_s)
+        self._chunk_bytes = chunk_bytes or chunk_bytes_for(link.bytes_per_s)
         self._transport = connect_wire(team, self._members, link=link)
         self._server = SumServer(self._transport)
         self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(self._members[peer], why)))

@@ -23,6 +23,10 @@ class TiedExchanger(Exchanger):
         self._rows = RowsExchanger(self._context)
         self._factors = FactorsExchanger(context)
 
+    def prepare(self, items: Sequence[LiveItem]) -> None:
+        """Make room for the full gradients."""
+        self._rows.prepare(items)
+
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Send the touched rows and the factors."""
         rows = self._rows.start(item, brought, step)

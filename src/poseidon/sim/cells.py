@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
-from poseidon.sim.media import LAB_PAYLOAD, host_of
+from poseidon.sim.media import LAB_PAYLOAD, transports_of
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
 
 LAB_LATENCY_S = 50e-6
-"""Latency between programs on two emulated machines, on an idle host."""
+"""Latency between programs on two emulated machines, on an idle transports."""
 SIMULATED = {
     "linear": "linear",
     "ddp": "ddp",
@@ -61,14 +61,14 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
     cores = bench.cores / bench.machines
     cluster = Cluster(bench.machines, between=Link(bench.rate_bits, LAB_LATENCY_S), flops=bench.flops)
     simulated = SYSTEMS[SIMULATED[system]]
-    host = host_of(is_nccl, cores, bench.uses_cores)
+    transports = transports_of(is_nccl, cores, bench.uses_cores)
     return Setting(
         profile=bench.profile.scaled_to(bench.linear_s),
         cluster=cluster,
         system=simulated,
-        collectives=host.collectives,
-        messages=host.messages,
-        contention=host.contention,
+        collectives=transports.collectives,
+        messages=transports.messages,
+        contention=transports.contention,
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         compacts=bench.compacts,

@@ -128,7 +128,7 @@ MEDIA = {
 
 
 @dataclass(frozen=True)
-class HostMedia:
+class Transports:
     """The transports of one worker and what its share of the cores makes of them."""
 
     collectives: Medium
@@ -136,14 +136,14 @@ class HostMedia:
     contention: float
 
 
-def host_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> HostMedia:
-    """Return the host of workers with this many cores each; ``computes``: they also compute on these cores."""
+def transports_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> Transports:
+    """Return the transports of workers with this many cores each; ``computes``: they also compute on these cores."""
     collectives = MEDIA["nccl" if is_nccl else "gloo"].on_cores(cores_per_worker)
     messages = MEDIA["messages"].on_cores(cores_per_worker)
     if not computes:
-        return HostMedia(collectives, messages, 0.0)
+        return Transports(collectives, messages, 0.0)
     contention = contention_on(cores_per_worker)
-    return HostMedia(collectives.crowded(cores_per_worker), messages.crowded(cores_per_worker), contention)
+    return Transports(collectives.crowded(cores_per_worker), messages.crowded(cores_per_worker), contention)
 
 
 def find_medium(name: str) -> Medium:

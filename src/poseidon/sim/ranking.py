@@ -9,7 +9,7 @@ from poseidon.planning.candidates import Candidate
 from poseidon.planning.profile import Profile, UnitProfile
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Schedule
-from poseidon.sim.media import host_of
+from poseidon.sim.media import transports_of
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
@@ -65,14 +65,14 @@ def observed_profile(
 def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> float:
     """Return the time of one step with a plan."""
     cluster = candidate.plan.cluster
-    host = host_of(equipment.is_nccl, equipment.cores, equipment.uses_cores)
+    transports = transports_of(equipment.is_nccl, equipment.cores, equipment.uses_cores)
     setting = Setting(
         profile=profile,
         cluster=cluster,
         system=SYSTEMS["distribute" if candidate.packing.defers else "poseidon"],
-        collectives=host.collectives,
-        messages=host.messages,
-        contention=host.contention,
+        collectives=transports.collectives,
+        messages=transports.messages,
+        contention=transports.contention,
         payload=1.0,  # programs measured the rate
         compacts=equipment.compacts,
         precision=_precision_of(profile),

@@ -94,7 +94,8 @@ class Setting:
     @property
     def least_chunk_bytes(self) -> int:
         """Chunk size, unless the simulation uses larger ones to save events."""
-        return self.chunk_bytes or chunk_bytes_for(self.cluster.between.bytes_per_s)
+        lands_whole = not self.system.overlaps_forward
+        return self.chunk_bytes or chunk_bytes_for(self.cluster.between.bytes_per_s, lands_whole)
 
     @property
     def uses_gathers(self) -> bool:

@@ -102,10 +102,8 @@ class _Machine:
         record = run.spans is not None and index == 0
         self._record = record
         piece = setting.in_flight_bytes
-        self.out = Lane(
-            run.agenda, piece, self._recorder("out") if record else None, self.work, lambda: self._is_computing
-        )
-        self.into = Lane(run.agenda, piece, is_crowded=lambda: self._is_computing)
+        self.out = Lane(run.agenda, piece, self._recorder("out") if record else None, self.work, self.is_computing)
+        self.into = Lane(run.agenda, piece, is_crowded=self.is_computing)
         self.inside = Lane(run.agenda, float("inf"))
         self._step = -1
         self._missing = count_transfers(run.workload.transfers, len(profile.units))
@@ -113,7 +111,6 @@ class _Machine:
         """By step: how many transfers each unit still waits for."""
         self._rebuilds: list[int] = []
         self._blocked: Callable[[], None] | None = None
-        self._is_computing = False
         self._owed_s = 0.0
         """Time that exchanges took from the computation under way."""
 
@@ -148,17 +145,18 @@ class _Machine:
 
     def _backward(self, place: int) -> None:
         run, profile = self._run, self._run.setting.profile
-        order = profile.ready_order
-        if place > 0 and run.setting.system.is_wait_free:
-            run.ready(self, self._step, order[place - 1])
+        order, step = profile.ready_order, self._step
         if place == len(order):
             self._after_backward()
-            return
-        one = profile.units[order[place]]
-        # At most half of a linear layer's backward computes the weight's gradient.
-        seconds = max(one.backward_s - run.workload.saved_s[order[place]], one.backward_s / 2)
-        seconds *= self.factors[self._step]
-        self._compute(one.unit.name, seconds, lambda: self._backward(place + 1), "backward")
+        else:
+            one = profile.units[order[place]]
+            # At most half of a linear layer's backward computes the weight's gradient.
+            seconds = max(one.backward_s - run.workload.saved_s[order[place]], one.backward_s / 2)
+            seconds *= self.factors[step]
+            self._compute(one.unit.name, seconds, lambda: self._backward(place + 1), "backward")
+        # Last, because it matters to an exchange whether the device computes.
+        if place > 0 and run.setting.system.is_wait_free:
+            run.ready(self, step, order[place - 1])
 
     def _after_backward(self) -> None:
         run = self._run
@@ -206,7 +204,6 @@ class _Machine:
         if self._record and self._run.spans is not None and seconds > 0:
             now = self._run.agenda.now
             self._run.spans.append(Span("device", f"{phase} {name}", now, now + seconds, self._step, phase))
-        self._is_computing = True
         self._run.agenda.after(seconds, lambda: self._computed(then))
 
     def _computed(self, then: Callable[[], None]) -> None:
@@ -215,17 +212,20 @@ class _Machine:
         if owed_s > 0:
             self._run.agenda.after(owed_s, lambda: self._computed(then))
             return
-        self._is_computing = False
         then()
+
+    def is_computing(self) -> bool:
+        """Return whether the device computes, and does not wait for an exchange."""
+        return self._blocked is None
 
     def work(self, seconds: float) -> None:
         """Use processor time for an exchange, which delays the computation under way if cores are short."""
-        if self._is_computing:
+        if self.is_computing():
             self._owed_s += seconds * self._run.setting.contention
 
     def message(self, seconds: float) -> None:
         """Handle direct messages, a time that accounts for the shortage of cores already."""
-        if self._is_computing:
+        if self.is_computing():
             self._owed_s += seconds * min(1.0, self._run.setting.contention)
 
     def _recorder(self, place: str) -> Callable[[Freight, float], None]:

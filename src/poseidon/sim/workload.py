@@ -46,7 +46,7 @@ def make_workload(setting: Setting) -> Workload:
         offers_server=setting.offers_server and system.dense == "planned",
         gathers_factors=setting.uses_gathers,
         combines_first=cluster.workers_per_machine > 1,
-        chunk_bytes=setting.chunk_bytes,
+        chunk_bytes=setting.least_chunk_bytes,
     )
     overrides = setting.overrides if system.special == "planned" else {}
     plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)

@@ -10,7 +10,7 @@ from torch import Tensor
 from poseidon.sums import compact_kernels as kernels
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import FEWEST_COMPACTED, ChunkRows, CompactLayout
-from poseidon.sums.device import Change
+from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.events import record
 from poseidon.sums.packed import ChunkTable, table_bytes
@@ -100,7 +100,7 @@ class CudaCompactor:
         layout: CompactLayout,
         into: Tensor,
         length: int,
-        change: Change | None = None,
+        change: WeightChange | None = None,
     ) -> CudaRows:
         """Copy and compact the values on the stream of sums, after the present work of the caller's stream."""
         sums = self._streams_of(own.device).sums
@@ -188,7 +188,7 @@ class CudaCompactor:
         for is_rounded, encoding in ((False, Encoding.CHANGE), (True, Encoding.ROUNDED_CHANGE)):
             old, half = flat.clone(), len(flat) // 2
             new = torch.empty_like(flat)
-            change = Change(old[:half], is_rounded)
+            change = WeightChange(old[:half], is_rounded)
             self.replace(new[:half], flat[:half] * 2, rows.layout, memory[0], row_bytes, change).synchronize()
             table.clear()
             landed = []

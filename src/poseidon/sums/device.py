@@ -43,7 +43,7 @@ class Compacted(Done, Protocol):
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightChange:
     """What weights change from, where their change is compacted instead of themselves (``compact.py``)."""
 
     old: Tensor
@@ -82,7 +82,7 @@ class Compactor(Protocol):
         layout: CompactLayout,
         into: Tensor,
         length: int,
-        change: Change | None = None,
+        change: WeightChange | None = None,
     ) -> Compacted:
         """Replace a sum in ``own``, and ``length`` bytes of it in ``into``, by what the caller computes in ``values``.
 
@@ -263,7 +263,7 @@ class DeviceAdder:
         """Return a finished sum where it lies on the device; bf16 is divided already."""
         return self._own(chunk)
 
-    def encode_instead(self, chunk: Chunk, values: Tensor, change: Change | None = None) -> Encoded:
+    def encode_instead(self, chunk: Chunk, values: Tensor, change: WeightChange | None = None) -> Encoded:
         """Put ``values`` in the place of a finished sum, and return them as they travel. Waits for the device."""
         index = chunk.index
         row, reach = self._sums[index], self._sum_reaches[index]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.device import Change, DeviceAdder
+from poseidon.sums.device import DeviceAdder, WeightChange
 from poseidon.sums.encodings import Encoded, Encoding
 from poseidon.sums.host import HostAdder
 from poseidon.sums.messages import Layouts
@@ -32,7 +32,7 @@ class MeanMaker(Protocol):
     def payload(self, chunk: Chunk, mean: Tensor) -> memoryview:
         """Return a mean as it is fetched."""
 
-    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:
+    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None) -> Encoded:
         """Return weights as they travel; perhaps as their change, if all workers have what that is from."""
 
     def close(self) -> Any:
@@ -58,7 +58,7 @@ class HostMeans:
         """Return the mean where it lies."""
         return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:  # noqa: ARG002
+    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None) -> Encoded:  # noqa: ARG002
         """Let the adder encode them as it does sums: rounded ones get shorter."""
         stored = weights.cpu().view(torch.uint8).numpy().view(self._format.stored)
         return self._inner.encode(chunk, self._format.widen(stored))
@@ -93,7 +93,7 @@ class DeviceMeans:
         with self._lane():
             return bytes_of(mean)
 
-    def encode(self, chunk: Chunk, weights: Tensor, change: Change | None) -> Encoded:
+    def encode(self, chunk: Chunk, weights: Tensor, change: WeightChange | None) -> Encoded:
         """Compact them."""
         return self._inner.encode_instead(chunk, weights, change)
 

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 
 from poseidon.sums.chunks import Chunk, cut
 
-CHUNK_S = 4e-3
-"""An urgent chunk waits for the one being sent to its peer, so sending a chunk takes about this long..."""
+CHUNK_S = 8e-3
+"""An urgent chunk waits for the one being sent to its peer, so sending a chunk takes about this long ..."""
+WHOLE_CHUNK_S = 20e-3
+"""... or this long where everything lands before anything goes on: no chunk is urgent then ..."""
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**16, 2**22
 """... but smaller chunks cost too much CPU time per byte, and larger ones gain nothing."""
 LEAST_SPREAD_BYTES = 2**19
 """A small bucket is cut into pieces of at least this size, so that its exchange uses several links."""
 
 
-def chunk_bytes_for(bytes_per_s: float) -> int:
-    """Return a chunk size, a power of two, for links of this speed."""
-    wanted = min(max(bytes_per_s * CHUNK_S, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
+def chunk_bytes_for(bytes_per_s: float, lands_whole: bool = False) -> int:
+    """Return a chunk size, a power of two, for links of this speed; ``lands_whole``: a step waits for all of them."""
+    seconds = WHOLE_CHUNK_S if lands_whole else CHUNK_S
+    wanted = min(max(bytes_per_s * seconds, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
     return int(2 ** math.floor(math.log2(wanted)))
 
 

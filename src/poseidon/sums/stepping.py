@@ -21,7 +21,7 @@ from torch import Tensor
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.device import Change
+from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoded, Encoding, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
 from poseidon.sums.means import Lane, MeanMaker
@@ -284,7 +284,7 @@ class StepAdder:
         except BaseException as error:
             ready[0].fail(error)
 
-    def _change(self, chunk: Chunk, version: int) -> Change | None:
+    def _change(self, chunk: Chunk, version: int) -> WeightChange | None:
         """Return what the next weights change from; None if they must travel as they are."""
         is_rounded = self._stepper.rounds(chunk)
         # A worker that got rounded weights has no exact ones; but rounding those that it may have looked at is easy.
@@ -295,4 +295,4 @@ class StepAdder:
             self._sent_rounded.discard(chunk.index)
         if not is_known or version % REFRESHED == 0 or not self._means.layouts:
             return None
-        return Change(self._stepper.outgoing(chunk), is_rounded)
+        return WeightChange(self._stepper.outgoing(chunk), is_rounded)

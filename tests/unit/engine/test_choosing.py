@@ -170,7 +170,7 @@ def test_what_an_earlier_run_chose_is_used_at_once(tmp_path: Path, monkeypatch: 
 def test_a_job_is_known_by_what_its_choice_depends_on() -> None:
     units = [CONV, FC]
     key = describe_job(units, LOADS, CLUSTER, {"defers": True})
-    faster = Cluster(2, between=Link(1.001e9, 2e-4))
+    faster = Cluster(2, between=Link(1.1e9, 2e-4), flops=9e9)
     assert describe_job(units, LOADS, faster, {"defers": True}) == key  # a measurement never repeats exactly
     others = [
         describe_job([FC], LOADS, CLUSTER, {"defers": True}),

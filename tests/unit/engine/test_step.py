@@ -209,7 +209,7 @@ def test_unused_parameters_hold_nothing_up() -> None:
 def test_a_gradient_that_is_final_twice_is_refused_with_what_to_do() -> None:
     step = make(PLAIN)
     step.gradient(0)
-    with pytest.raises(UnsupportedError, match=r"conv: .*finished twice.*use_reentrant=False"):
+    with pytest.raises(UnsupportedError, match=r"with name conv.*finished twice.*use_reentrant=False"):
         step.gradient(0)
 
 
@@ -228,7 +228,7 @@ def test_a_static_graph_learns_in_its_first_step_and_counts_from_then_on() -> No
     assert complete[2] == []
     assert complete[3] != []
     with pytest.raises(
-        UnsupportedError, match=r"graph has changed.* of fc got a gradient 3 time\(s\) in step 1, 2 in the first"
+        UnsupportedError, match=r"graph has changed.* fc.* got a gradient 3 time\(s\) in step 1, 2 in the first"
     ):
         second.gradient(2)
 

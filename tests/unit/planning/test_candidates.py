@@ -94,6 +94,15 @@ def test_a_sparse_gradient_keeps_its_only_route() -> None:
     assert all(one.plan.routes["table"] == "rows" for one in candidates([CONV, sparse]).values())
 
 
+def test_in_a_compiled_model_the_same_layers_take_short_forms_in_all_plans() -> None:
+    routes = standard_routes()
+    best = make_plan(UNITS, LOADS, CLUSTER, routes)
+    order = list(reversed(range(len(UNITS))))
+    model, packing = Model.of(UNITS), Packing(CLUSTER)
+    made = make_candidates(model, order, LOADS, routes, None, best, packing, ["allreduce", "sharded"], keeps_forms=True)
+    assert [one.name for one in made] == [LAYER_BY_LAYER, "sharded and short forms"]
+
+
 def test_plans_that_send_the_same_items_are_one() -> None:
     small = unit("small", "dense", (16, 16))
     assert list(candidates([small], fulls=("allreduce",))) == [LAYER_BY_LAYER]
@@ -114,12 +123,22 @@ def test_costs_of_the_route_taken_are_known() -> None:
 def test_the_shortlist_holds_the_best_and_every_guard_that_is_close(defers: bool) -> None:
     made = list(candidates(defers=defers).values())
     guards = {number for number, one in enumerate(made) if one.is_guard}
-    assert len(guards) == (3 if defers else 2)
+    assert {made[number].name for number in guards} == (
+        {LAYER_BY_LAYER, LAYER_BY_LAYER + AT_ONCE, AS_TORCH + AT_ONCE} if defers else {LAYER_BY_LAYER, AS_TORCH}
+    )
     slow = [1.0 + 0.01 * number for number in range(len(made))]
     tried = shortlist(made, slow)
     assert tried[:2] == [0, 1]
     assert guards <= set(tried)
     assert set(tried) == {0, 1} | guards
+
+
+def test_where_only_deferring_offers_the_server_the_wrappers_plan_is_a_guard() -> None:
+    made = candidates(defers=True, routes=standard_routes(offers_server=True))
+    assert set(routes_of(made[LAYER_BY_LAYER])) == {"sharded", "rows", "factors"}
+    guards = {name for name, one in made.items() if one.is_guard}
+    assert "allreduce and short forms" + AT_ONCE in guards
+    assert "allreduce and short forms" not in guards
 
 
 def test_a_clear_prediction_leaves_nothing_to_try() -> None:
