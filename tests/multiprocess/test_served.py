@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import poseidon
 import twins
 from poseidon import zoo
-from poseidon.errors import ConfigError, UnsupportedError, WorkerLostError
+from poseidon.errors import ConfigError, MismatchError, UnsupportedError, WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.sums.fetching import FetchDesk
 from ranks import run_ranks
@@ -516,6 +516,27 @@ def _networks(names: list[str]) -> None:
 
 def test_same_bits_for_networks_under_autocast() -> None:
     run_ranks(_networks, 3, ["gpt2", "resnet50", "dlrm"], env=_apart(3))
+
+
+def _straying() -> None:
+    torch.manual_seed(3)
+    model = _net()
+    wrapped, optimizer = _distribute(model, OPTIMIZERS["adam"](model), "server")
+    for number in range(3):
+        _plain_loop(wrapped, optimizer, number)
+
+    def stray() -> None:
+        for number in range(24):
+            if dist.get_rank() == 1:
+                model[4].weight.data.add_(1e-3)
+            _plain_loop(wrapped, optimizer, number)
+
+    with pytest.raises(MismatchError, match="replicas differ"):
+        stray()
+
+
+def test_a_worker_that_changes_its_own_weights_is_noticed() -> None:
+    run_ranks(_straying, 2, env={"POSEIDON_CHECK_REPLICAS": "1"})
 
 
 # Saving and giving back.

@@ -72,7 +72,9 @@ class Engine:
         """All parameters, in the order of the units."""
         self._number_of = {parameter: number for number, parameter in enumerate(self.parameters)}
         self._schedules = Schedules(units, team, cluster, options, routes)
-        self._replicas = ReplicaCheck(self.parameters, options.check_interval)
+        self._compared: Sequence[nn.Parameter] = self.parameters
+        """Parameters of which all workers hold the same bits."""
+        self._replicas = ReplicaCheck(self._compared, options.check_interval)
         self._static_used: tuple[bool, ...] = ()
         """By parameter of a static graph: whether any worker uses it. Empty before the first backward."""
         self._static_additions: tuple[int, ...] | None = None
@@ -104,6 +106,9 @@ class Engine:
     def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
         """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
         self._schedules.mark_rounded(parameters)
+        # One worker may hold exact values where another one holds rounded ones.
+        self._compared = [parameter for parameter in self.parameters if parameter not in parameters]
+        self._replicas = ReplicaCheck(self._compared, self.options.check_interval)
 
     @property
     def is_choosing(self) -> bool:
@@ -389,7 +394,7 @@ class Engine:
         """Raise the error for replicas that differ, with the parameters' names. Collective."""
         active = [rank for rank, call in enumerate(verdict.calls) if not call.is_joined]
         specs = self._schedules.model.parameters
-        named = [(spec.name, parameter) for spec, parameter in zip(specs, self.parameters, strict=True)]
+        named = [(specs[self._number_of[parameter]].name, parameter) for parameter in self._compared]
         with torch._C.DisableTorchFunctionSubclass():  # to look at parameters whose update is due, as they are
             odd = find_differences(self.team, named, active)
         raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))

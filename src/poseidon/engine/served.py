@@ -53,8 +53,6 @@ class ServedUpdates(Policy):
     defers = True
     serves = True
     syncs_buffers_early = True
-    holds_replicas = False
-    """A worker may hold exact weights where another one holds rounded ones."""
     is_copyable = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
@@ -154,7 +152,8 @@ class ServedUpdates(Policy):
         if not self.engine.in_backward:  # called for every gradient
             with self.guard():
                 self._end_step()
-                self.engine.begin_backward(unused)
+                with torch._C.DisableTorchFunctionSubclass():  # it compares replicas, which is no use of them
+                    self.engine.begin_backward(unused)
 
     def end_backward(self) -> None:
         """Leave the means with their owners; in the first backward, let everybody have them."""

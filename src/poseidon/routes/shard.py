@@ -85,7 +85,8 @@ class Shard:
             first, last = max(begin, chunk.start), min(end, chunk.stop)
             if first < last:
                 values = flat_memory(parameter)[first - begin : last - begin]
-                held = nn.Parameter(values.clone() if parameter in self._rounded else values)
+                # With versions of its own: stepping it must not count as a change of the parameter on its owner only.
+                held = nn.Parameter(values.clone() if parameter in self._rounded else values.data)
                 yield Piece(parameter, first - begin, last - begin, first - chunk.start, held)
             begin = end
 
