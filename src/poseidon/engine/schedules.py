@@ -102,13 +102,15 @@ class Schedules:
         assert backward.step.verdict is not None
         calls = backward.step.verdict.calls
         is_planned = backward.live is self.planned
+        # Asked first: it was true when this backward ended only if it is now.
+        has_landed = self.lands_at_once
         is_ranked = self._use_times(backward)
         if any(call.is_joined for call in calls):
             self._choosing.settled(is_regular=False)
             return
         if self._choosing.has_losers and is_planned:
             self._release_losers()
-        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward):
+        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward, has_landed):
             return
         if is_ranked:
             return  # a trial begins with the next backward
@@ -150,15 +152,18 @@ class Schedules:
             return False
         return not self._team.is_nccl or (server_rivals_nccl(self._cluster) and nccl_uses_sockets(self._team))
 
-    def _plan_if_due(self, batch: float, backward: Backward) -> bool:
-        """Plan after the first backward, and anew when the batch has changed permanently; return whether it did."""
+    def _plan_if_due(self, batch: float, backward: Backward, has_landed: bool) -> bool:
+        """Plan after the first backward, and anew when the batch has changed permanently; return whether it did.
+
+        ``has_landed``: the backward lands at its end, so no forward is under way.
+        """
         if self.plan is None:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
             return True
         if self._options.serves or not self._planning.is_due(batch):
             self._waits_for_landing = False
-        elif self.lands_at_once:
+        elif has_landed:
             self._waits_for_landing = False
             self._plan(self._planning.scaled_loads(batch), batch)
             return True
