@@ -82,7 +82,7 @@ def test_a_message_that_does_not_fit_ends_the_connection_instead_of_being_torn(t
             three[1].send(longest)
             assert three[1].receive(number, longest, 5.0) == [longest] * 3
 
-    with pytest.raises(MeshError, match="rank 0.*(ended|reset)"):
+    with pytest.raises(MeshError, match=r"rank 0.*(ended|reset)"):
         read_all()
 
 
