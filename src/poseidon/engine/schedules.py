@@ -174,26 +174,35 @@ class Schedules:
 
     def _plan(self, loads: dict[str, Load], batch: float) -> None:
         """Plan layer by layer, and begin to choose among this and other whole plans. Collective."""
-        options, specs = self._options, self.model.units
         best = self._planning.make(loads, batch)
-        packing = Packing(self._cluster, options.bucket_bytes, options.defers)
+        first = Candidate(best, Packing(self._cluster, self._options.bucket_bytes, self._options.defers))
+        if not self._choosing.tries:
+            self._adopt(self._choosing.begin([first], ""))
+            return
+        candidates = self._make_candidates(first, loads)
+        self._adopt(self._choosing.begin(candidates, self._describe(candidates, loads)))
+
+    def _make_candidates(self, first: Candidate, loads: dict[str, Load]) -> tuple[Candidate, ...]:
+        """Return all whole plans, the given one first. Collective."""
         fulls = ["allreduce", *(["sharded"] if self._can_serve and self._cluster.machines > 1 else [])]
         known = [name for name in fulls if name in self.routes] or [next(iter(self.routes))]
         forms = self._team.gather_ints([int(self.keeps_forms)], "the choice of a plan")
         keeps_forms = any(row[0] for row in forms)
-        candidates = make_candidates(
-            self.model, self._order, loads, self.routes, options.routes, best, packing, known, keeps_forms
+        overrides = self._options.routes
+        return make_candidates(
+            self.model, self._order, loads, self.routes, overrides, first.plan, first.packing, known, keeps_forms
         )
-        if options.serves:
-            candidates = candidates[:1]
-        device = self._parameters[0].device
+
+    def _describe(self, candidates: Sequence[Candidate], loads: dict[str, Load]) -> str:
+        """Return what a stored choice among these plans is known by."""
+        options, device = self._options, self._parameters[0].device
         others = {
             "versions": [__version__, torch.__version__],
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "plans": [one.name for one in candidates],
             "options": [options.bucket_bytes, options.defers, sorted((options.routes or {}).items())],
         }
-        self._adopt(self._choosing.begin(candidates, describe_job(specs, loads, self._cluster, others)))
+        return describe_job(self.model.units, loads, self._cluster, others)
 
     def _common_loads(self) -> dict[str, Load]:
         """Return the workers' mean load for each unit, in values of the widest type that any of them used. Collective.
