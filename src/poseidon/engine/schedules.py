@@ -77,6 +77,8 @@ class Schedules:
         self.planned: LiveSchedule | None = None
         self._backwards = 0
         """Number of backwards run with the planned schedule."""
+        self._is_timed = False
+        """Whether the backward under way, or the last one, is timed."""
 
     @property
     def plan(self) -> Plan | None:
@@ -90,8 +92,12 @@ class Schedules:
 
     @property
     def lands_at_once(self) -> bool:
-        """Whether the backward under way must land at its end, although landing could be deferred."""
-        return not self._packing.defers or self._waits_for_landing or self._choosing.changes_next
+        """Whether the backward under way must land at its end, although landing could be deferred.
+
+        So must one that is timed: what settles it is collective, and after backward some worker may touch a parameter
+        (for a checkpoint, say) while the others wait for it elsewhere.
+        """
+        return not self._packing.defers or self._is_timed or self._waits_for_landing or self._choosing.changes_next
 
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
@@ -269,11 +275,13 @@ class Schedules:
 
     def make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
         """Time one backward after a plan: the best order under deferred landing and the best plan depend on it."""
+        self._is_timed = False
         if live is not self.planned:
             return None
         self._backwards += 1
         if self._backwards != WARM_BACKWARDS or not (self._packing.defers or self._choosing.needs_times):
             return None
+        self._is_timed = True
         return Stopwatch(self._parameters[0].device)
 
     def _use_times(self, backward: Backward) -> bool:

@@ -233,6 +233,35 @@ def test_a_plan_never_changes_while_a_forward_is_under_way(monkeypatch: pytest.M
     assert same_bits(runs)
 
 
+def test_no_worker_waits_for_the_others_when_it_touches_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They may be waiting for that worker, which writes a checkpoint.
+    places: list[bool] = []
+
+    def noting(plain):
+        def gather(self, *arguments):
+            places.append(torch._C._current_graph_task_id() != -1)
+            return plain(self, *arguments)
+
+        return gather
+
+    plain = AutogradFrontEnd.__init__
+
+    def begin(self, *arguments) -> None:
+        plain(self, *arguments)
+        team = type(self.engine.team)
+        with _SEEDING:
+            if not places:
+                places.append(True)
+                for name in ("gather_ints", "gather_json"):
+                    monkeypatch.setattr(team, name, noting(getattr(team, name)))
+
+    monkeypatch.setattr(AutogradFrontEnd, "__init__", begin)
+    runs = train(defers=True)
+    assert len(names(runs[0])) > 1
+    assert len(places) > 10
+    assert all(places)
+
+
 @pytest.mark.parametrize("lands", ["first", "at once"])
 def test_no_step_is_taken_after_a_backward_that_failed(lands: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(1)
