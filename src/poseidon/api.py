@@ -515,13 +515,25 @@ class DistributedDataParallel(TorchSurface):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group; copy "
                 "model.module and wrap the copy"
             )
-        here = ("_engine", "_front_end", "_team", "_buffer_sync", "_release", "_turns", "process_group")
+        here = (
+            "_engine",
+            "_front_end",
+            "_team",
+            "_buffer_sync",
+            "_release",
+            "_turns",
+            "_steps_in_backward",
+            "process_group",
+        )
         return {**self.__dict__, **dict.fromkeys(here), "_policy": UpdateNow()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
         self._connect(None, init_sync=True)
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook, hook_state in hooks:
+            self.register_comm_hook(hook_state, hook)
 
 
 class _Turns:

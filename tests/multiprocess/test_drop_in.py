@@ -339,6 +339,12 @@ def hooks_see_all_buckets_in_one_order() -> None:
     dist.all_gather_object(everybody, seen)
     assert everybody[0] == everybody[1]
     assert set(model.plan.routes.values()) == {"hook"}
+    alone = wrap(Mlp())
+    alone.register_comm_hook(None, noop_hook)
+    twin = copy.deepcopy(alone)
+    x, y = batch(0)
+    F.cross_entropy(twin(x), y).backward()
+    assert set(twin.plan.routes.values()) == {"hook"}, "a copy of the wrapper has its hook"
 
 
 def _pairs(bucket: Any) -> Any:

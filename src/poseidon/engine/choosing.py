@@ -56,9 +56,14 @@ class Choosing:
         self._is_ranked = False
 
     @property
+    def tries(self) -> bool:
+        """Whether more plans than one are of any use."""
+        return self._choices is not None
+
+    @property
     def needs_times(self) -> bool:
         """Whether :meth:`rank` waits for the times of a backward of the first plan."""
-        return self._choices is not None and not self._is_ranked and len(self._candidates) > 1
+        return self.tries and not self._is_ranked and len(self._candidates) > 1
 
     @property
     def is_open(self) -> bool:

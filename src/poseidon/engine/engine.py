@@ -59,7 +59,9 @@ class Engine:
         self.units = units
         self.team = team
         self.cluster = cluster
-        self.options = options
+        # From each worker's own environment, but only equal parts of the model can be compared.
+        agreed = team.gather_ints([options.check_interval], "how often to compare replicas")[0][0]
+        self.options = options = replace(options, check_interval=agreed)
         self.step = 0
         self.batch = 0
         self.is_armed = False

@@ -77,6 +77,8 @@ class Schedules:
         self.planned: LiveSchedule | None = None
         self._backwards = 0
         """Number of backwards run with the planned schedule."""
+        self._is_timed = False
+        """Whether the backward under way, or the last one, is timed."""
 
     @property
     def plan(self) -> Plan | None:
@@ -90,8 +92,12 @@ class Schedules:
 
     @property
     def lands_at_once(self) -> bool:
-        """Whether the backward under way must land at its end, although landing could be deferred."""
-        return not self._packing.defers or self._waits_for_landing or self._choosing.changes_next
+        """Whether the backward under way must land at its end, although landing could be deferred.
+
+        So must one that is timed: what settles it is collective, and after backward some worker may touch a parameter
+        (for a checkpoint, say) while the others wait for it elsewhere.
+        """
+        return not self._packing.defers or self._is_timed or self._waits_for_landing or self._choosing.changes_next
 
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
@@ -102,13 +108,15 @@ class Schedules:
         assert backward.step.verdict is not None
         calls = backward.step.verdict.calls
         is_planned = backward.live is self.planned
+        # Asked first: it was true when this backward ended only if it is now.
+        has_landed = self.lands_at_once
         is_ranked = self._use_times(backward)
         if any(call.is_joined for call in calls):
             self._choosing.settled(is_regular=False)
             return
         if self._choosing.has_losers and is_planned:
             self._release_losers()
-        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward):
+        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward, has_landed):
             return
         if is_ranked:
             return  # a trial begins with the next backward
@@ -150,15 +158,18 @@ class Schedules:
             return False
         return not self._team.is_nccl or (server_rivals_nccl(self._cluster) and nccl_uses_sockets(self._team))
 
-    def _plan_if_due(self, batch: float, backward: Backward) -> bool:
-        """Plan after the first backward, and anew when the batch has changed permanently; return whether it did."""
+    def _plan_if_due(self, batch: float, backward: Backward, has_landed: bool) -> bool:
+        """Plan after the first backward, and anew when the batch has changed permanently; return whether it did.
+
+        ``has_landed``: the backward lands at its end, so no forward is under way.
+        """
         if self.plan is None:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
             return True
         if self._options.serves or not self._planning.is_due(batch):
             self._waits_for_landing = False
-        elif self.lands_at_once:
+        elif has_landed:
             self._waits_for_landing = False
             self._plan(self._planning.scaled_loads(batch), batch)
             return True
@@ -169,26 +180,35 @@ class Schedules:
 
     def _plan(self, loads: dict[str, Load], batch: float) -> None:
         """Plan layer by layer, and begin to choose among this and other whole plans. Collective."""
-        options, specs = self._options, self.model.units
         best = self._planning.make(loads, batch)
-        packing = Packing(self._cluster, options.bucket_bytes, options.defers)
+        first = Candidate(best, Packing(self._cluster, self._options.bucket_bytes, self._options.defers))
+        if not self._choosing.tries:
+            self._adopt(self._choosing.begin([first], ""))
+            return
+        candidates = self._make_candidates(first, loads)
+        self._adopt(self._choosing.begin(candidates, self._describe(candidates, loads)))
+
+    def _make_candidates(self, first: Candidate, loads: dict[str, Load]) -> tuple[Candidate, ...]:
+        """Return all whole plans, the given one first. Collective."""
         fulls = ["allreduce", *(["sharded"] if self._can_serve and self._cluster.machines > 1 else [])]
         known = [name for name in fulls if name in self.routes] or [next(iter(self.routes))]
         forms = self._team.gather_ints([int(self.keeps_forms)], "the choice of a plan")
         keeps_forms = any(row[0] for row in forms)
-        candidates = make_candidates(
-            self.model, self._order, loads, self.routes, options.routes, best, packing, known, keeps_forms
+        overrides = self._options.routes
+        return make_candidates(
+            self.model, self._order, loads, self.routes, overrides, first.plan, first.packing, known, keeps_forms
         )
-        if options.serves:
-            candidates = candidates[:1]
-        device = self._parameters[0].device
+
+    def _describe(self, candidates: Sequence[Candidate], loads: dict[str, Load]) -> str:
+        """Return what a stored choice among these plans is known by."""
+        options, device = self._options, self._parameters[0].device
         others = {
             "versions": [__version__, torch.__version__],
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "plans": [one.name for one in candidates],
             "options": [options.bucket_bytes, options.defers, sorted((options.routes or {}).items())],
         }
-        self._adopt(self._choosing.begin(candidates, describe_job(specs, loads, self._cluster, others)))
+        return describe_job(self.model.units, loads, self._cluster, others)
 
     def _common_loads(self) -> dict[str, Load]:
         """Return the workers' mean load for each unit, in values of the widest type that any of them used. Collective.
@@ -255,11 +275,13 @@ class Schedules:
 
     def make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
         """Time one backward after a plan: the best order under deferred landing and the best plan depend on it."""
+        self._is_timed = False
         if live is not self.planned:
             return None
         self._backwards += 1
         if self._backwards != WARM_BACKWARDS or not (self._packing.defers or self._choosing.needs_times):
             return None
+        self._is_timed = True
         return Stopwatch(self._parameters[0].device)
 
     def _use_times(self, backward: Backward) -> bool:

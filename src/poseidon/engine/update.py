@@ -112,7 +112,12 @@ class DeferredUpdates(Policy):
     def end_backward(self) -> None:
         """Let this backward's exchange continue in the background."""
         if self.engine.lands_at_once or self._is_paused:
-            self.engine.end_backward()
+            try:
+                self.engine.end_backward()
+            except BaseException as error:
+                # Whatever it was, ``.grad`` is not the mean, and no step may use it.
+                self.engine.fail(error)
+                raise
             return
         forgotten = self.engine.close_backward()
         with self._lock:

@@ -155,7 +155,7 @@ CHECK_REPLICAS = Variable(
     WHOLE,
     8,
     "api.py",
-    "Steps between two comparisons of a sixteenth of the parameters with the other workers'; 0: never.",
+    "On rank 0: steps between two comparisons of a sixteenth of the parameters with the other workers'; 0: never.",
 )
 RESTART = Variable(
     "POSEIDON_RESTART",

@@ -75,7 +75,8 @@ class Mesh:
     def send(self, words: Sequence[int]) -> int:
         """Send integers of 64 bits to all ranks, at most :data:`MOST_WORDS`; return the message's number.
 
-        Ranks must send equally often; the messages with one number belong together.
+        Ranks must send equally often; the messages with one number belong together. The connection to a rank that has
+        not read for so long that the kernel takes no more ends, so that both hear of it.
         """
         body = struct.pack(f"<{len(words)}q", *words)
         with self._lock:
@@ -139,9 +140,15 @@ class _Peer:
         self._connection.close()
 
     def send(self, data: bytes) -> None:
-        # A connection that has ended, or is full because nothing reads, is reported by whoever waits for the answer.
+        # A connection that has ended is reported by whoever waits for the answer.
         with contextlib.suppress(OSError):
-            self._connection.send(data)
+            try:
+                is_whole = self._connection.send(data) == len(data)
+            except BlockingIOError:
+                is_whole = False
+            if not is_whole:
+                # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self, number: int, deadline: float) -> list[int]:
         while True:

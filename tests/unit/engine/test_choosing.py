@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from in_memory import Meeting, MemoryRoute, ThreadTeam, run_threads
-from poseidon.engine import choosing
+from poseidon.engine import choosing, schedules
 from poseidon.engine.choices import FORMAT, Choices, describe_job
 from poseidon.engine.discover import find_units
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
 from poseidon.engine.policy import UpdateNow
+from poseidon.engine.schedules import Schedules
 from poseidon.engine.update import DeferredUpdates
+from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.planning.candidates import AT_ONCE
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.costs import Cost
@@ -212,7 +214,95 @@ def test_a_batch_that_changes_for_good_plans_and_tries_anew(defers: bool) -> Non
     assert same_bits(runs)
 
 
-def test_nothing_is_tried_where_the_front_end_or_determinism_forbids_it() -> None:
+def test_a_plan_never_changes_while_a_forward_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The batch has changed for two steps when plans are ranked, after the third backward of the first plan; and another
+    # plan than that is to run.
+    monkeypatch.setattr(choosing, "shortlist", lambda *_: [1])
+    changes: list[bool] = []
+    plain = Schedules._plan
+
+    def plan(self, *arguments) -> None:
+        # In the end of backward, autograd is at work; a forward touches a parameter outside of it.
+        changes.append(torch._C._current_graph_task_id() != -1)
+        plain(self, *arguments)
+
+    monkeypatch.setattr(Schedules, "_plan", plan)
+    runs = train(defers=True, batches=dict.fromkeys(range(2, STEPS), 16))
+    assert len(changes) == 2 * WORKERS
+    assert all(changes)
+    assert same_bits(runs)
+
+
+def test_no_worker_waits_for_the_others_when_it_touches_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They may be waiting for that worker, which writes a checkpoint.
+    places: list[bool] = []
+
+    def noting(plain):
+        def gather(self, *arguments):
+            places.append(torch._C._current_graph_task_id() != -1)
+            return plain(self, *arguments)
+
+        return gather
+
+    plain = AutogradFrontEnd.__init__
+
+    def begin(self, *arguments) -> None:
+        plain(self, *arguments)
+        team = type(self.engine.team)
+        with _SEEDING:
+            if not places:
+                places.append(True)
+                for name in ("gather_ints", "gather_json"):
+                    monkeypatch.setattr(team, name, noting(getattr(team, name)))
+
+    monkeypatch.setattr(AutogradFrontEnd, "__init__", begin)
+    runs = train(defers=True)
+    assert len(names(runs[0])) > 1
+    assert len(places) > 10
+    assert all(places)
+
+
+@pytest.mark.parametrize("lands", ["first", "at once"])
+def test_no_step_is_taken_after_a_backward_that_failed(lands: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(1)
+    model = nn.Linear(6, 2)
+    routes = Routes([MemoryRoute(meeting)])
+    engine = Engine(find_units(model), ThreadTeam(0, meeting), Cluster(1), Options(defers=True), routes)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    policy = DeferredUpdates(optimizer)
+    policy.connect(model, engine)
+    front_end = AutogradFrontEnd(engine, Turns(policy))
+
+    def step() -> None:
+        policy.before_forward(model, True, False)
+        engine.arm(True, 6)
+        out = model(torch.ones(1, 6))
+        front_end.watch_outputs([out], [])
+        out.sum().backward()
+        optimizer.step()
+
+    if lands == "at once":
+        step()
+        policy.finish()
+        monkeypatch.setattr(Engine, "lands_at_once", True)
+
+    def differ(*_: object) -> None:
+        raise MismatchError("replicas differ")
+
+    monkeypatch.setattr(Schedules, "settle", differ)
+    before = model.weight.detach().clone()
+    with pytest.raises(MismatchError):
+        step()
+    with pytest.raises(UnsupportedError, match="restart from a checkpoint"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    front_end.close()
+    policy.close()
+
+
+def test_nothing_is_tried_where_the_front_end_or_determinism_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nor do other plans cost anything then.
+    monkeypatch.delattr(schedules, "make_candidates")
     assert names(train(tries=False)[0]) == [LAYER_BY_LAYER]
     torch.use_deterministic_algorithms(True)
     try:

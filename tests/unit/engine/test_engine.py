@@ -73,6 +73,22 @@ def test_means_are_in_grad_when_backward_ends_whatever_order_gradients_came_in()
     assert means[0] == means[1] == [5.0 + number for number in range(6)]
 
 
+def test_workers_that_are_told_to_compare_at_different_times_do_it_when_rank_0_does() -> None:
+    meeting = Meeting(WORKERS)
+    route = MemoryRoute(meeting)
+
+    def work(rank: int) -> None:
+        worker = Worker(rank, meeting, route, check_interval=(2, 3)[rank])
+        for _ in range(12):
+            worker.engine.arm(True, 4)
+            worker.engine.begin_backward()
+            for number in range(6):
+                worker.give(number, 1.0)
+            worker.engine.end_backward()
+
+    run_threads(work, WORKERS)  # or parts that are not the same would be found to differ
+
+
 def test_a_queue_starts_in_one_order_on_all_workers() -> None:
     orders = ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4])
 

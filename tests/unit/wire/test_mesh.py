@@ -71,6 +71,21 @@ def test_a_rank_that_leaves_is_named_after_its_last_words(three) -> None:
     assert caught.value.rank == 1
 
 
+def test_a_message_that_does_not_fit_ends_the_connection_instead_of_being_torn(three) -> None:
+    longest = list(range(MOST_WORDS))
+    # Nobody reads; in the end the kernel takes a part of a message, or nothing.
+    numbers = [three[0].send(longest) for _ in range(5000)]
+
+    def read_all() -> None:
+        for number in numbers:
+            three[2].send(longest)
+            three[1].send(longest)
+            assert three[1].receive(number, longest, 5.0) == [longest] * 3
+
+    with pytest.raises(MeshError, match=r"rank 0.*(ended|reset)"):
+        read_all()
+
+
 def test_a_silent_rank_is_named(three) -> None:
     number = three[2].send([2])
     three[0].send([0])
