@@ -27,11 +27,15 @@ class _Streams:
 
 
 class CudaRows:
-    """Chunks that ``stream`` compacts in ``rows``, a :class:`~poseidon.sums.device.Compacted`."""
+    """Chunks that ``stream`` compacts in ``rows``, a :class:`~poseidon.sums.device.Compacted`.
 
-    def __init__(self, rows: Tensor, stream: torch.cuda.Stream) -> None:
+    What is fetched later is copied on ``later``: on the stream itself it would come behind buckets whose gradients do
+    not exist yet.
+    """
+
+    def __init__(self, rows: Tensor, stream: torch.cuda.Stream, later: torch.cuda.Stream) -> None:
         self._rows = rows
-        self._stream = stream
+        self._later = later
         self._done = record(stream)
 
     def synchronize(self) -> None:
@@ -40,9 +44,9 @@ class CudaRows:
 
     def fetch(self, row: int, into: Tensor, start: int, stop: int) -> None:
         """Copy more of a chunk."""
-        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._later):
             into[start:stop].copy_(self._rows[row, start:stop], non_blocking=True)
-            record(self._stream).synchronize()
+            record(self._later).synchronize()
 
 
 class CudaCompactor:
@@ -79,7 +83,7 @@ class CudaCompactor:
                     [compacted[row, :length] for row, length in lengths.items()],
                     non_blocking=True,
                 )
-            return CudaRows(compacted, out)
+            return CudaRows(compacted, out, self._streams_of(flat.device).sums)
 
     def add(
         self, packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, divisor: int, into: Tensor, length: int
@@ -91,7 +95,7 @@ class CudaCompactor:
             compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
             kernels.add(there, workers, own, layout, divisor, compacted[0])
             into[:length].copy_(compacted[0, :length], non_blocking=True)
-            return CudaRows(compacted, sums)
+            return CudaRows(compacted, sums, sums)
 
     def replace(
         self,
@@ -116,7 +120,7 @@ class CudaCompactor:
                 kernels.compact(own, alone, compacted, change.old, change.is_rounded)
                 change.old.record_stream(sums)
             into[:length].copy_(compacted[0, :length], non_blocking=True)
-            return CudaRows(compacted, sums)
+            return CudaRows(compacted, sums, sums)
 
     def copy(self, own: Tensor, into: Tensor) -> None:
         """Copy a chunk out plain."""

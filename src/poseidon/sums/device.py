@@ -138,7 +138,7 @@ class Reach:
         """Learn from a chunk that was compacted to this size; just its head, if it travels plain."""
         self._last.append(size_bytes)
         largest = max(self._last)
-        self.length = min(largest + largest // 32 + 1024, self._most_bytes)
+        self.length = min(largest + largest // 16 + 1024, self._most_bytes)
 
 
 class DeviceAdder:
