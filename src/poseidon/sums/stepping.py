@@ -70,7 +70,7 @@ class StepThread:
     """Runs steps one after the other, the most urgent first."""
 
     def __init__(self, lane: Lane = contextlib.nullcontext) -> None:
-        self._lane = lane
+        self.lane = lane
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._work, name="poseidon-stepping", daemon=True)
@@ -86,7 +86,7 @@ class StepThread:
         self._thread.join(timeout=CLOSE_S)
 
     def _work(self) -> None:
-        with self._lane():
+        with self.lane():
             while (job := self._jobs.get()[2]) is not None:
                 job()
 
@@ -208,7 +208,8 @@ class StepAdder:
                 return Answer(self._stepper.exact(chunk), is_frequent)
             earlier = self._earlier[chunk.index]
             assert earlier is not None  # ask() has seen to that
-            return Answer(bytes_of(earlier))
+            with self._thread.lane():  # the device may not have copied them yet
+                return Answer(bytes_of(earlier))
 
     def _answer_asks(self, chunk: Chunk, kinds: Sequence[Ask], version: int) -> None:
         with self._lock:
