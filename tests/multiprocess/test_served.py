@@ -20,9 +20,13 @@ from torch import Tensor, nn
 
 import poseidon
 import twins
+from compact_twin import HostCompactor
 from poseidon import zoo
 from poseidon.errors import ConfigError, MismatchError, UnsupportedError, WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.routes import served
+from poseidon.sums import compact
+from poseidon.sums.device import DeviceArithmetic
 from poseidon.sums.fetching import FetchDesk
 from ranks import run_ranks
 
@@ -888,6 +892,129 @@ def _count_bytes() -> None:
 
 def test_rounded_weights_take_fewer_bytes_than_sums() -> None:
     run_ranks(_count_bytes, 2, env=_apart(2))
+
+
+# The same, where weights also travel as changes: as on a device, with a stand-in for it.
+
+
+def _autocast_backward(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    tokens = torch.randint(0, 50, (2, 9), generator=twins.seed_of_rank(number))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+
+
+def _halve_and_step(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Let rank 0 be done before the others begin."""
+    if dist.get_rank() > 0:
+        dist.barrier()
+    weight = model.module.up.weight
+    with torch.no_grad():
+        weight.mul_(0.5)
+    found = [weight.detach().clone()]
+    optimizer.step()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return found
+
+
+def _halving_between(model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    _autocast_backward(model, optimizer, number)
+    if number not in (5, 6, 7):  # earlier ones are measured, and workers wait for each other then
+        optimizer.step()
+        return []
+    return _halve_and_step(model, optimizer)
+
+
+def _halving_between_two_steps(model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    _autocast_step(model, optimizer, number)
+    return _halve_and_step(model, optimizer) if number in (5, 6) else []
+
+
+def _adding_weights_to_gradients(model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    _autocast_backward(model, optimizer, number)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad.add_(parameter, alpha=0.1)
+    optimizer.step()
+    return []
+
+
+def _looking_alone_and_skipping(model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    """One worker's looks end the rounding, just when no step() comes; and then it looks at what was not stepped."""
+    _autocast_backward(model, optimizer, number)
+    if number != 4:
+        optimizer.step()
+    if dist.get_rank() > 0 or number not in (2, 3, 4):
+        return []
+    found = [model.module.up.weight.detach().clone()]
+    if number == 4:
+        found += [entry["exp_avg"].clone() for entry in optimizer.state_dict()["state"].values()]
+    return found
+
+
+def _going_back(model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+    """Load a state that is several steps old."""
+    _autocast_step(model, optimizer, number)
+    if number == 2:
+        model.kept = copy.deepcopy([model.module.state_dict(), optimizer.state_dict()])
+    if number == 5:
+        model.module.load_state_dict(model.kept[0])
+        optimizer.load_state_dict(model.kept[1])
+    return []
+
+
+def _compare_odd_loops(is_on_device: bool) -> None:
+    twins.quiet()
+    if is_on_device:
+        served.agree_on_device = lambda *_: DeviceArithmetic(HostCompactor())
+        compact.SMALLEST_COMPACTED, compact.FEWEST_COMPACTED = 2000, 100
+    for loop in (
+        _halving_between,
+        _halving_between_two_steps,
+        _adding_weights_to_gradients,
+        _looking_alone_and_skipping,
+        _going_back,
+    ):
+        results = []
+        for update in ("worker", "server"):
+            torch.manual_seed(5)
+            model = _Mixed()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            wrapped, optimizer = _distribute(model, optimizer, update)
+            found = [one for number in range(8) for one in loop(wrapped, optimizer, number)]
+            if update == "server":
+                slots = wrapped._policy.exchanger._slots.values()
+                assert any(wrapped._policy.exchanger._is_on_device(s, torch.float32) for s in slots) == is_on_device
+            found += [value.clone() for value in model.state_dict().values()]
+            for _, entry in sorted(optimizer.state_dict()["state"].items()):
+                found += [value.clone() for value in entry.values()]
+            wrapped.verify_replicas()
+            wrapped.close()
+            results.append(found)
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b), (loop.__name__, (a - b).abs().max())
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_same_bits_in_odd_loops(is_on_device: bool) -> None:
+    run_ranks(_compare_odd_loops, 2, is_on_device)
+
+
+def _reorder() -> None:
+    torch.manual_seed(3)
+    model = _net()
+    wrapped, optimizer = _distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "server")
+    _plain_loop(wrapped, optimizer, 0)
+    _plain_loop(wrapped, optimizer, 1)
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(UnsupportedError, match="order in memory"):
+        _plain_loop(wrapped, optimizer, 2)
+
+
+def test_another_order_in_memory_is_refused() -> None:
+    run_ranks(_reorder, 2)
 
 
 # On a CUDA device, which sums and steps large buckets itself.

@@ -182,7 +182,9 @@ class Deferring:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Like the optimizer's own, after finishing the step under way."""
+        # Some classes read their state while they load one: it must not be put in place of what was loaded then.
         self._poseidon_policy.finish()
+        self._poseidon_policy.show_state()
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._poseidon_policy.take_state()
 

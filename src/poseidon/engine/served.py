@@ -44,7 +44,7 @@ from poseidon.job.closing import Stage, at_exit
 from poseidon.routes.base import LiveItem, can_be_served
 from poseidon.routes.catalogue import ServedRoute
 from poseidon.routes.served import ServedExchanger
-from poseidon.routes.shard import Order, State, has_no_gaps
+from poseidon.routes.shard import Order, Piece, State, has_no_gaps, layout_of
 
 
 class ServedUpdates(Policy):
@@ -67,6 +67,8 @@ class ServedUpdates(Policy):
         self._exchanger: ServedExchanger | None = None
         """None before the first plan."""
         self._item_of: dict[nn.Parameter, LiveItem] = {}
+        self._layout_of: dict[nn.Parameter, Any] = {}
+        """As the owners cut them."""
         self._lock = threading.RLock()
         self._lazy: dict[nn.Parameter, None] = {}
         """Parameters whose mean gradient is at its owners only."""
@@ -281,7 +283,8 @@ class ServedUpdates(Policy):
             return
         with _in_private():
             self.exchanger.under_way.pop(item).finish(is_used=True)
-            self._write(item)
+            assert item.bucket is not None
+            self._write(item, item.bucket.flat)
         self._due.remove(item)
         is_rounded = item.parameters[0] in self._candidates and item not in self._exact_items
         for parameter in item.parameters:
@@ -289,17 +292,19 @@ class ServedUpdates(Policy):
                 self._rounded.add(parameter)
             self._unwatch_if_plain(parameter)
 
-    def _write(self, item: LiveItem) -> None:
+    def _write(self, item: LiveItem, flat: Tensor) -> None:
         assert item.bucket is not None
-        item.bucket.write_to([parameter.detach() for parameter in item.parameters])
+        values = item.bucket.views_of(flat)
+        torch._foreach_copy_([parameter.detach() for parameter in item.parameters], values)
 
     def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
         """Replace rounded values, of all parameters that travel with these, by the exact ones."""
         for item in {self._item_of[parameter]: None for parameter in parameters}:
             with _in_private():
-                if self.exchanger.fetch_weights(item):
+                flat, is_exact_later = self.exchanger.fetch_weights(item)
+                if is_exact_later:
                     self._exact_items.add(item)
-                self._write(item)
+                self._write(item, flat)
             for parameter in item.parameters:
                 self._rounded.discard(parameter)
                 self._unwatch_if_plain(parameter)
@@ -365,6 +370,7 @@ class ServedUpdates(Policy):
 
     def _order(self, options: list[dict[str, Any]], group_of: Mapping[nn.Parameter, int]) -> None:
         exchanger, shard = self.exchanger, self.exchanger.shard
+        self._check_layouts()
         for parameter in [p for p in self._lazy if p.grad is not None]:
             self._show_gradient(parameter)
         if not exchanger.under_way:
@@ -372,25 +378,35 @@ class ServedUpdates(Policy):
             self._show_gradients()
             for item in exchanger.items:
                 exchanger.start(item, (), 0)
-        shard.take_weights(set(self._item_of) - self._rounded)
-        if self._has_state:
-            self._take_state()
+        weights = shard.weights_in_hand(set(self._item_of) - self._rounded)
+        state = self._take_state() if self._has_state else None
         self._coefficient = self._clip()
         in_hand = gradients_in_hand(shard, self._lazy)
         update = make_update(self.optimizer, self.plain, options, group_of)
-        exchanger.order(Order(update, in_hand, self._coefficient))
+        exchanger.order(Order(update, in_hand, self._coefficient, weights, state))
         self._due = set(exchanger.items)
         self._rounded.clear()
         for parameter in self._item_of:
             watch(parameter, self)
 
-    def _take_state(self) -> None:
-        """Let owners have the state that the user's optimizer holds, and drop it there."""
+    def _check_layouts(self) -> None:
+        for parameter, layout in self._layout_of.items():
+            if layout_of(parameter) != layout:
+                raise UnsupportedError(
+                    f"a parameter of {self._item_of[parameter].name}, of shape {tuple(parameter.shape)}, was given "
+                    f"another type, device or order in memory after the first step: {layout_of(parameter)} instead of "
+                    f'{layout}. With update="server" its owners keep parts of it as it was; use model.to() before '
+                    "the first step"
+                )
+
+    def _take_state(self) -> dict[Piece, dict[str, Any]]:
+        """Return what the user's optimizer holds of the state of pieces owned here, and drop all of it there."""
         state = self.optimizer.__dict__["state"]
-        self.exchanger.shard.take_state(state)
+        taken = self.exchanger.shard.state_in_hand(state)
         for parameter in self._item_of:
             state.pop(parameter, None)
         self._has_state = False
+        return taken
 
     def _clip(self) -> Tensor | None:
         """Clip gradients in hand; return what to multiply the others by. Collective."""
@@ -459,6 +475,7 @@ class ServedUpdates(Policy):
         assert isinstance(exchanger, ServedExchanger)
         self._exchanger = exchanger
         self._item_of = {parameter: item for item in planned.items for parameter in item.parameters}
+        self._layout_of = {parameter: layout_of(parameter) for parameter in self._item_of}
 
     def _give_everything_back(self) -> None:
         with self._lock, self._broken_by_errors():

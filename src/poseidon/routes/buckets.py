@@ -70,10 +70,6 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def write_to(self, tensors: list[Tensor]) -> None:
-        """Copy the flat tensor to ``tensors``, one for each parameter and like it."""
-        torch._foreach_copy_(tensors, self._views)
-
     def _lone_gradient(self) -> Tensor | None:
         if len(self.parameters) > 1 or self._flat is not None or not self._in_place:
             return None

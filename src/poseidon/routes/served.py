@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from poseidon.errors import UnsupportedError
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.shard import Order, Shard, State, flat_memory, read_state
@@ -69,7 +70,9 @@ class ServedExchanger(Exchanger):
         self._slots: dict[LiveItem, Slot] = {}
         self._adders: dict[LiveItem, StepAdder] = {}
         self._versions: dict[LiveItem, int] = {}
-        """Of the last exchange of each item; 0 before the first."""
+        """Of the last exchange of each item; 0 before the first..."""
+        self._ordered: dict[LiveItem, int] = {}
+        """... and of the last that was ordered to be stepped here."""
         self.shard = Shard([], team.rank, self._rounded)
         self.under_way: dict[LiveItem, StepExchange] = {}
         """Exchanges whose weights have not been taken."""
@@ -91,6 +94,7 @@ class ServedExchanger(Exchanger):
                 slot if self._is_on_device(slot, dtype) else align(slot, [p.numel() for p in item.parameters])
             )
         self._versions = dict.fromkeys(items, 0)
+        self._ordered = dict(self._versions)
         self.shard = Shard(self._slots.items(), team.rank, self._rounded)
         self._adders = dict(zip(items, self._make_adders(dtypes), strict=True))
         booked = [(slot, self._adders[item]) for item, slot in self._slots.items()]
@@ -150,7 +154,8 @@ class ServedExchanger(Exchanger):
         if self._stream is not None:
             order = replace(order, ready=torch.cuda.current_stream().record_event())
         for item in sorted(self.under_way, key=lambda item: self._slots[item].priority):
-            self._adders[item].order(self.under_way[item].version, order)
+            version = self._ordered[item] = self.under_way[item].version
+            self._adders[item].order(version, order)
 
     def means(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Wait for the sums of all chunks owned here, and return their means."""
@@ -162,7 +167,7 @@ class ServedExchanger(Exchanger):
 
     def fetch(self, item: LiveItem, what: Ask) -> list[tuple[Chunk, Answer]]:
         """Return what the owners have of an item's chunks; blocks."""
-        version = self._versions[item]
+        version = (self._versions if what is Ask.MEAN else self._ordered)[item]
         asked = [(chunk, self._desk.fetch(chunk, what, version)) for chunk in self._slots[item].chunks]
         return [(chunk, self._result(future, item)) for chunk, future in asked]
 
@@ -172,11 +177,12 @@ class ServedExchanger(Exchanger):
         self._fill(flat, self.fetch(item, Ask.MEAN))
         return flat
 
-    def fetch_weights(self, item: LiveItem) -> bool:
-        """Leave the exact weights in the bucket; return whether the owners send exact ones from now on."""
+    def fetch_weights(self, item: LiveItem) -> tuple[Tensor, bool]:
+        """Return the exact weights, in new memory too, and whether the owners send exact ones from now on."""
         found = self.fetch(item, Ask.WEIGHTS)
-        self._fill(_bucket(item).flat, found)
-        return all(answer.is_exact_later for _, answer in found)
+        flat = torch.empty_like(_bucket(item).flat)
+        self._fill(flat, found)
+        return flat, all(answer.is_exact_later for _, answer in found)
 
     def _fill(self, flat: Tensor, found: Sequence[tuple[Chunk, Answer]]) -> None:
         for chunk, answer in found:
@@ -185,6 +191,12 @@ class ServedExchanger(Exchanger):
     def fetch_state(self, item: LiveItem, full: State) -> None:
         """Add the optimizer's state of an item's parameters to ``full``."""
         for chunk, answer in self.fetch(item, Ask.STATE):
+            if answer.is_past:
+                raise UnsupportedError(
+                    f"rank {self.team.rank} looked at the optimizer's state between backward() and step(), when rank "
+                    f"{chunk.owner} had taken the step already, and with it the state of {item.name}; "
+                    'with update="server" look at it after step(), or before backward()'
+                )
             read_state(answer.payload, [*runs(item, chunk)], full)
 
     def leave(self) -> None:

@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Order:
     """Gradients that the user has seen, and may have changed, instead of the means; None: no gradient."""
     scale: Tensor | None = None
     """Multiplies the means, to clip them."""
+    weights: Mapping[Piece, Tensor] = field(default_factory=dict)
+    """Weights that the user has seen, and may have changed, instead of those kept here..."""
+    state: Mapping[Piece, Mapping[str, Any]] | None = None
+    """... and so the whole optimizer state; None: nobody has."""
     ready: torch.cuda.Event | None = None
     """On a CUDA device: when the model's computation no longer needs the old weights."""
 
@@ -101,10 +105,31 @@ class Shard:
 
     # The stepper.
 
-    def wait(self, chunk: Chunk, order: Order) -> None:
-        """Make the device wait for the model's computation."""
+    def changes(self, order: Order) -> bool:
+        """Return whether an order changes weights or state."""
+        return order.update is not None
+
+    def keep(self, chunk: Chunk) -> Tensor | None:
+        """Return a copy of the exact weights, if this is the only place that has them."""
+        pieces = self.pieces_of(chunk)
+        if pieces[0].parameter not in self._rounded:
+            return None
+        return torch.cat([piece.held.detach() for piece in pieces])
+
+    def begin(self, chunks: Sequence[Chunk], order: Order) -> None:
+        """Make the device wait for the model's computation, and take what the user has changed.
+
+        Not sooner: a slower worker may still look at what was here before.
+        """
         if order.ready is not None:
-            torch.cuda.current_stream(self.pieces_of(chunk)[0].held.device).wait_event(order.ready)
+            torch.cuda.current_stream(self.pieces_of(chunks[0])[0].held.device).wait_event(order.ready)
+        for piece in itertools.chain.from_iterable(self.pieces_of(chunk) for chunk in chunks):
+            if piece in order.weights:
+                piece.held.detach().copy_(order.weights[piece])
+            if order.state is not None:
+                self.state.pop(piece.held, None)
+                if piece in order.state:
+                    self.state[piece.held] = dict(order.state[piece])
 
     def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Order) -> None:
         """Update the weights of some chunks."""
@@ -153,24 +178,25 @@ class Shard:
 
     # What the user has changed.
 
-    def take_weights(self, parameters: AbstractSet[nn.Parameter]) -> None:
-        """Let the pieces of ``parameters`` have the values that the model has."""
+    def weights_in_hand(self, parameters: AbstractSet[nn.Parameter]) -> dict[Piece, Tensor]:
+        """Return the values that the model has of the pieces of ``parameters``, unless a piece lies in its memory."""
+        found: dict[Piece, Tensor] = {}
         for piece in self.pieces:
             if piece.parameter in parameters:
                 own = flat_memory(piece.parameter)[piece.start : piece.stop]
                 if piece.parameter in self._rounded:
-                    piece.held.detach().copy_(own)
+                    found[piece] = own.clone()
                 elif piece.held.data_ptr() != own.data_ptr():  # the user has given the parameter other memory
                     piece.held.data = own
+        return found
 
-    def take_state(self, full: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Let the pieces have the state that the user's optimizer has for their parameters."""
-        for piece in self.pieces:
-            entry = full.get(piece.parameter)
-            if entry:
-                self.state[piece.held] = {key: _cut_value(piece, value) for key, value in entry.items()}
-            else:
-                self.state.pop(piece.held, None)
+    def state_in_hand(self, full: Mapping[Any, Mapping[str, Any]]) -> dict[Piece, dict[str, Any]]:
+        """Return the pieces of the state that the user's optimizer has."""
+        return {
+            piece: {key: _cut_value(piece, value) for key, value in entry.items()}
+            for piece in self.pieces
+            if (entry := full.get(piece.parameter))
+        }
 
 
 def _cut_value(piece: Piece, value: Any) -> Any:
@@ -193,6 +219,12 @@ def flatten(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor.detach().reshape(-1)
     copied = torch.empty_like(like.detach(), dtype=tensor.dtype, device=tensor.device)
     return flat_memory(copied.copy_(tensor.detach()))
+
+
+def layout_of(tensor: Tensor) -> tuple[torch.dtype, torch.device, list[int]]:
+    """Return what must not change while owners keep pieces: where values lie in memory, and of which kind they are."""
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.dtype, tensor.device, strides
 
 
 def has_no_gaps(tensor: Tensor) -> bool:

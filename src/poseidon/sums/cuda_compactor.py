@@ -151,7 +151,8 @@ class CudaCompactor:
             stream = torch.cuda.current_stream(flat.device)
             stream.wait_event(done)
             packed.record_stream(stream)
-            kernels.restore(packed, rows, flat, 1, old)
+            with torch.cuda.device(flat.device):
+                kernels.restore(packed, rows, flat, 1, old)
 
         return restore
 

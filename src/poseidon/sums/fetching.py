@@ -2,7 +2,8 @@
 
 ``FETCH`` goes from a worker to a chunk's owner, ``FETCHED`` back. Answers come from the owner's transport threads, so
 one worker alone may ask, whatever the others do. A request names a version, and the owner answers when it has got
-there; it cannot be past it, because the next version needs the asker's next part.
+there. It cannot be past it, because the next version needs the asker's next part; only weights and state are sometimes
+asked for when that part is on its way already, between ``backward()`` and ``step()``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Answer(NamedTuple):
     """Bytes."""
     is_exact_later: bool = False
     """The owner sends this chunk's weights unrounded from its next step on."""
+    is_past: bool = False
+    """The owner has stepped since, and does not have it any more."""
 
 
 Reply = Callable[[Answer], None]
@@ -127,7 +130,7 @@ class FetchDesk:
                 kind=Kind.FETCHED,
                 sender=self._transport.rank,
                 length=answer.payload.nbytes,
-                detail=header.detail | answer.is_exact_later << 7,
+                detail=header.detail | answer.is_exact_later << 7 | answer.is_past << 6,
             )
             self._transport.send(header.sender, back, answer.payload, priority=FETCH_PRIORITY)
 
@@ -135,6 +138,6 @@ class FetchDesk:
 
     def _receive_fetched(self, header: Header, payload: memoryview) -> None:
         with self._lock:
-            future = self._asked.pop((header.subject, header.number, header.detail & 0x7F), None)
+            future = self._asked.pop((header.subject, header.number, header.detail & 0x3F), None)
         if future is not None:
-            future.set_result(Answer(payload, bool(header.detail & 0x80)))
+            future.set_result(Answer(payload, bool(header.detail & 0x80), bool(header.detail & 0x40)))

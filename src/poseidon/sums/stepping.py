@@ -25,7 +25,7 @@ from poseidon.sums.chunks import Chunk
 from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoded, Encoding, Payload
 from poseidon.sums.fetching import Answer, Ask, Reply
-from poseidon.sums.means import Lane, MeanMaker
+from poseidon.sums.means import Lane, MeanMaker, bytes_of
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.team.team import CLOSE_S
@@ -38,8 +38,14 @@ unlike the others, does not stay apart."""
 class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
 
-    def wait(self, chunk: Chunk, order: Any) -> None:
-        """Wait, on the device, until the weights of a chunk are those from which ``order`` says to step."""
+    def changes(self, order: Any) -> bool:
+        """Return whether ``order`` changes weights or state."""
+
+    def keep(self, chunk: Chunk) -> Tensor | None:
+        """Return a copy of the exact weights, where workers may ask for them."""
+
+    def begin(self, chunks: Sequence[Chunk], order: Any) -> None:
+        """Make the weights of chunks those from which ``order`` says to step, once the device no longer needs them."""
 
     def step(self, means: Sequence[tuple[Chunk, Tensor]], order: Any) -> None:
         """Update the weights of chunks with their mean gradients as ``order`` says; leave the means as they are."""
@@ -64,7 +70,7 @@ class StepThread:
     """Runs steps one after the other, the most urgent first."""
 
     def __init__(self, lane: Lane = contextlib.nullcontext) -> None:
-        self._lane = lane
+        self.lane = lane
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._work, name="poseidon-stepping", daemon=True)
@@ -80,7 +86,7 @@ class StepThread:
         self._thread.join(timeout=CLOSE_S)
 
     def _work(self) -> None:
-        with self._lane():
+        with self.lane():
             while (job := self._jobs.get()[2]) is not None:
                 job()
 
@@ -129,6 +135,10 @@ class StepAdder:
         """Version of each chunk's last finished sum..."""
         self._stepped = dict(self._summed)
         """... and of its weights; 0: as they were at first."""
+        self._begun = dict(self._summed)
+        """Version of the last step that has begun to change a chunk..."""
+        self._earlier: dict[int, Tensor | None] = {}
+        """... and its exact weights before: a slower worker may look at them between ``backward()`` and ``step()``."""
         self._kept: dict[int, Tensor] = {}
         """The mean of each chunk's last sum."""
         self._waiting: dict[int, _Waiting] = {}
@@ -173,22 +183,33 @@ class StepAdder:
             if have < version:
                 self._asks.append((chunk, what, version, reply))
                 return
-            if have > version:
+            # Between backward() and step() the asker may be one behind.
+            is_kept = what is Ask.STATE or (what is Ask.WEIGHTS and self._earlier.get(chunk.index) is not None)
+            if have > version + is_kept:
                 raise ServerError(f"version {version} of {chunk} was asked for ({what.name}), but it has {have}")
         reply(self._answer(chunk, what, version))
 
     def _answer(self, chunk: Chunk, what: Ask, version: int) -> Answer:
         if what is Ask.MEAN:
             return Answer(self._means.payload(chunk, self._kept[chunk.index]))
-        if what is Ask.STATE:
-            return Answer(self._stepper.state_of(chunk))
-        # Rounding saves nothing where somebody looks at the exact weights step after step.
-        looked = self._looked.setdefault(chunk.index, set())
-        looked.add(version)
-        is_frequent = version - 1 in looked
-        if is_frequent:
-            self._stepper.stop_rounding(chunk)
-        return Answer(self._stepper.exact(chunk), is_frequent)
+        # Under the lock the next step cannot begin to change what is copied here.
+        with self._lock:
+            is_past = self._begun[chunk.index] > version
+            if what is Ask.STATE:
+                return Answer(memoryview(b""), is_past=True) if is_past else Answer(self._stepper.state_of(chunk))
+            # Rounding saves nothing where somebody looks at the exact weights step after step.
+            looked = self._looked.setdefault(chunk.index, set())
+            looked.add(version)
+            # Once the next sum is there, it may be too late for its weights.
+            is_frequent = version - 1 in looked and self._summed[chunk.index] == version
+            if is_frequent:
+                self._stepper.stop_rounding(chunk)
+            if not is_past:
+                return Answer(self._stepper.exact(chunk), is_frequent)
+            earlier = self._earlier[chunk.index]
+            assert earlier is not None  # ask() has seen to that
+            with self._thread.lane():  # the device may not have copied them yet
+                return Answer(bytes_of(earlier))
 
     def _answer_asks(self, chunk: Chunk, kinds: Sequence[Ask], version: int) -> None:
         with self._lock:
@@ -272,8 +293,15 @@ class StepAdder:
 
     def _step(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
         try:
-            self._stepper.wait(ready[0].total.chunk, order)
-            changes = [self._change(waiting.total.chunk, version) for waiting in ready]
+            chunks = [waiting.total.chunk for waiting in ready]
+            is_change = self._stepper.changes(order)
+            if is_change:
+                earlier = {chunk.index: self._stepper.keep(chunk) for chunk in chunks}
+                with self._lock:
+                    self._earlier.update(earlier)
+                    self._begun.update(dict.fromkeys(earlier, version))
+            self._stepper.begin(chunks, order)
+            changes = [self._change(chunk, version, is_change) for chunk in chunks]
             self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
             for waiting, change in zip(ready, changes, strict=True):
                 chunk = waiting.total.chunk
@@ -291,9 +319,12 @@ class StepAdder:
         waiting.then()
         self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
 
-    def _change(self, chunk: Chunk, version: int) -> WeightChange | None:
+    def _change(self, chunk: Chunk, version: int, is_change: bool) -> WeightChange | None:
         """Return what the next weights change from; None if they must travel as they are."""
         is_rounded = self._stepper.rounds(chunk)
+        if not is_change and self._means.layouts:
+            # Workers keep the weights that they have, whatever comes; no change takes the fewest bytes.
+            return WeightChange(self._stepper.outgoing(chunk), is_rounded)
         # A worker that got rounded weights has no exact ones; but rounding those that it may have looked at is easy.
         is_known = is_rounded or chunk.index not in self._sent_rounded
         if is_rounded:

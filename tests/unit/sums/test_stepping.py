@@ -40,7 +40,7 @@ class AtOnce(StepThread):
     """Runs steps on the caller's thread."""
 
     def __init__(self) -> None:
-        pass
+        self.lane = contextlib.nullcontext
 
     def put(self, priority: float, job: Callable[[], None]) -> None:
         job()
@@ -307,6 +307,65 @@ def test_weights_that_are_no_longer_rounded_come_whole_once(encodings: list[int]
         assert set(encodings) == {encoding}
 
 
+def _first_orders(team: list[StepWorker], network: MemoryNetwork, version: int) -> None:
+    """Let all send their parts, and only rank 0 be ordered to step."""
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, version), version)
+    team[0].order(version)
+    network.pump()
+
+
+@both
+def test_a_slower_worker_may_look_at_weights_that_their_owner_has_stepped(kind: str) -> None:
+    team, network = _team(kind, 2, is_rounded=True)
+    reference = Reference(2)
+    before = _steps(team, network, reference, 1)
+    for worker in team:
+        worker.take()
+    _first_orders(team, network, 2)
+    assert torch.equal(_join(_fetch(team[1], network, Ask.WEIGHTS, 1)), before)
+    chunks = team[1].slot.chunks
+    asked = [team[1].desk.fetch(chunk, Ask.STATE, 1) for chunk in chunks]
+    network.pump()
+    assert [future.result(0).is_past for future in asked] == [chunk.owner == 0 for chunk in chunks]
+    team[1].order(2)
+    network.pump()
+    expected = reference.step(2)
+    assert all(torch.equal(worker.take(), expected.bfloat16().float()) for worker in team)
+
+
+def test_looks_between_a_backward_and_its_step_do_not_end_the_rounding_that_has_begun() -> None:
+    team, network = _team("device", 2, is_rounded=True)
+    reference = Reference(2)
+    for version in (1, 2):
+        _steps(team, network, reference, version)
+        for worker in team:
+            worker.take()
+        if version == 1:
+            _fetch(team[1], network, Ask.WEIGHTS, version)
+    _first_orders(team, network, 3)
+    chunk = next(chunk for chunk in team[1].slot.chunks if chunk.owner == 0)
+    future = team[1].desk.fetch(chunk, Ask.WEIGHTS, 2)
+    network.pump()
+    assert not future.result(0).is_exact_later
+
+
+def test_after_a_step_that_was_left_out_nobody_is_taken_to_have_exact_weights() -> None:
+    team, network = _team("device", 2, is_rounded=True)
+    reference = Reference(2)
+    _steps(team, network, reference, 1)
+    for rank, worker in enumerate(team):
+        worker.take()
+        for chunk in worker.slot.chunks:
+            worker.shard.stop_rounding(chunk)
+        worker.start(_gradient(rank, 2), 2)
+    for worker in team:
+        worker.order(2, update=None)
+    network.pump()  # nobody takes what comes
+    expected = _steps(team, network, reference, 3)
+    assert all(torch.equal(worker.take(), expected) for worker in team)
+
+
 def test_a_part_cannot_be_a_change() -> None:
     team, _ = _team("device", 2)
     chunk = team[0].slot.chunks[0]
@@ -316,10 +375,7 @@ def test_a_part_cannot_be_a_change() -> None:
 
 def test_what_is_past_or_not_owned_is_refused() -> None:
     team, network = _team("host", 2)
-    for rank, worker in enumerate(team):
-        worker.start(_gradient(rank, 0), 1)
-        worker.order(1)
-    network.pump()
+    _steps(team, network, Reference(2), 1)
     others = next(chunk for chunk in team[0].slot.chunks if chunk.owner == 1)
     team[0].desk.fetch(others, Ask.WEIGHTS, 0)
     with pytest.raises(ServerError, match="version 0 of chunk"):
