@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,43 +27,28 @@ from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_elementwise,
-    check_max_norm,
-    check_optimizer,
-    clip_before_steps,
-    defer,
     freeze_options,
-    give_back,
     step_groups,
 )
 from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
-from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
+from poseidon.engine.taken import TakenSteps
 from poseidon.engine.watched import Touch, unwatch, watch
-from poseidon.errors import UnsupportedError, WorkerLostError
-from poseidon.job.closing import Stage, at_exit
+from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveItem, can_be_served
 from poseidon.routes.catalogue import ServedRoute
 from poseidon.routes.served import ServedExchanger
 from poseidon.routes.shard import Order, Piece, State, has_no_gaps, layout_of
 
 
-class ServedUpdates(Policy):
+class ServedUpdates(TakenSteps):
     """Lets the owners step one optimizer; any thread may touch parameters."""
 
-    defers = True
     serves = True
-    syncs_buffers_early = True
-    is_copyable = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
-        check_optimizer(optimizer)
+        super().__init__(optimizer, max_grad_norm)
         check_elementwise(optimizer)
-        check_max_norm(max_grad_norm)
-        self.optimizer = optimizer
-        self.plain = type(optimizer)
-        self.is_updating = False
-        self._max_grad_norm = max_grad_norm
-        self._engine: Engine | None = None
         self._exchanger: ServedExchanger | None = None
         """None before the first plan."""
         self._item_of: dict[nn.Parameter, LiveItem] = {}
@@ -88,18 +73,12 @@ class ServedUpdates(Policy):
         """The user's optimizer has its whole state, as the user may have changed it."""
         self._observed: dict[nn.Parameter, set[Touch]] | None = defaultdict(set)
         """How the first forward touches parameters."""
-        self._undo: list[Callable[[], None]] = []
 
     # What the wrapper and the front end call.
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
-        """Take over the optimizer's steps; with one worker, only clip the norm."""
-        self._engine = engine
-        if engine is None:
-            if self._max_grad_norm is not None:
-                self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
-            return
-        for unit in engine.units:
+        """Take over the optimizer's steps, if the server can take them."""
+        for unit in () if engine is None else engine.units:
             for spec, parameter in zip(unit.spec.parameters, unit.parameters, strict=True):
                 if not can_be_served(parameter):
                     raise UnsupportedError(f'{spec.name} is {parameter.dtype}, which update="server" cannot sum')
@@ -108,15 +87,7 @@ class ServedUpdates(Policy):
                         f"{spec.name}, of shape {tuple(parameter.shape)}, has strides {parameter.stride()}, with gaps "
                         'in memory; with update="server" parameters must have none: make it contiguous'
                     )
-        defer(self.optimizer, self)
-        # A script may exit with a step under way, or while others still fetch what is kept here.
-        self._undo.append(at_exit(Stage.STEPS, self._leave_unless_broken))
-
-    @property
-    def engine(self) -> Engine:
-        """The engine whose gradients this policy waits for."""
-        assert self._engine is not None
-        return self._engine
+        super().connect(module, engine)
 
     @property
     def exchanger(self) -> ServedExchanger:
@@ -140,15 +111,6 @@ class ServedUpdates(Policy):
                 self._fetch_exact(self._rounded)
                 self._show_gradients()
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Guard a part of backward: if a worker is lost in it, no step may use what it left."""
-        try:
-            yield
-        except WorkerLostError as error:
-            self.engine.fail(error)
-            raise
-
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the previous step, then begin this one's exchange unless it has begun."""
         if not self.engine.in_backward:  # called for every gradient
@@ -161,7 +123,7 @@ class ServedUpdates(Policy):
         """Leave the means with their owners; in the first backward, let everybody have them."""
         if self.engine.plan is None:
             self._agree_on_rounding()
-            self.engine.end_backward()
+            self._land_at_once()
             self._follow_plan()
             return
         forgotten = self.engine.close_backward()
@@ -187,22 +149,9 @@ class ServedUpdates(Policy):
             for item in list(self._due):
                 self._land(item)
 
-    def close(self) -> None:
-        """Give model and optimizer everything back, and close the engine. Collective."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        if self._engine is None:
-            return
-        try:
-            if self.engine.failure is None:
-                self._give_everything_back()
-        finally:
-            for parameter in self.engine.parameters:
-                unwatch(parameter)
-            give_back(self.optimizer, self.plain)
-            self.engine.close()
-            self._engine = None
+    def _release_parameters(self) -> None:
+        for parameter in self.engine.parameters:
+            unwatch(parameter)
 
     # How parameters are touched.
 
@@ -486,21 +435,17 @@ class ServedUpdates(Policy):
             self.show_state()
             self.exchanger.leave()
 
-    def _leave_unless_broken(self) -> None:
+    def _leave(self) -> None:
+        """Finish the step, and answer the others as long as they may ask."""
         is_failing = getattr(sys, "last_value", None) is not None  # the launcher waits for this worker to end
-        if self._engine is None or self._exchanger is None or self.engine.failure is not None or is_failing:
-            return
-        self._end_step()
-        self.exchanger.leave()
+        if self._exchanger is not None and not is_failing:
+            self._end_step()
+            self.exchanger.leave()
 
     @contextlib.contextmanager
     def _broken_by_errors(self) -> Iterator[None]:
         """After an error in the middle of an exchange, replicas may differ: nothing goes on."""
-        if self.engine.failure is not None:
-            raise UnsupportedError(
-                f"rank {self.engine.team.rank}: an update was interrupted by an error, so the replicas may differ; "
-                "restart from a checkpoint"
-            ) from self.engine.failure
+        self._check_failure()
         try:
             yield
         except BaseException as error:

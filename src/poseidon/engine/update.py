@@ -8,9 +8,8 @@ optimizer for just that flight's parameters. What the next forward needs late ar
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,40 +18,22 @@ from torch.optim import Optimizer
 from poseidon.engine.aside import aside
 from poseidon.engine.backward import Flight
 from poseidon.engine.compiled import CompiledParts
-from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
-    check_max_norm,
-    check_optimizer,
     clear_gradients,
     clip,
-    clip_before_steps,
-    defer,
     freeze_options,
-    give_back,
     step_groups,
 )
 from poseidon.engine.pending import make_pending, make_plain
-from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
-from poseidon.errors import UnsupportedError, WorkerLostError
-from poseidon.job.closing import Stage, at_exit
+from poseidon.engine.taken import TakenSteps
 
 
-class DeferredUpdates(Policy):
+class DeferredUpdates(TakenSteps):
     """Defers the updates of one optimizer; any thread may touch parameters."""
 
-    defers = True
-    syncs_buffers_early = True
-    is_copyable = False
-
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
-        check_optimizer(optimizer)
-        check_max_norm(max_grad_norm)
-        self.optimizer = optimizer
-        self.plain = type(optimizer)
-        self.is_updating = False
-        self._max_grad_norm = max_grad_norm
-        self._engine: Engine | None = None
+        super().__init__(optimizer, max_grad_norm)
         self._is_paused = False
         """Under join(): finish every backward before it returns."""
         self._lock = threading.RLock()
@@ -65,42 +46,15 @@ class DeferredUpdates(Policy):
         self._clears: bool | None = None
         """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
         self._compiled = CompiledParts()
-        self._undo: list[Callable[[], None]] = []
+        self._undo.append(self._compiled.close)
 
     # What the wrapper and the front end call.
-
-    def connect(self, module: nn.Module, engine: Engine | None) -> None:
-        """Take over the optimizer's steps; with one worker, only clip the norm."""
-        self._engine = engine
-        if engine is None:
-            if self._max_grad_norm is not None:
-                self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
-            return
-        defer(self.optimizer, self)
-        self._undo.append(self._compiled.close)
-        # A script may exit with a step under way, which the others cannot finish without this worker.
-        self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
-
-    @property
-    def engine(self) -> Engine:
-        """The engine whose gradients this policy waits for."""
-        assert self._engine is not None
-        return self._engine
 
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
         """Finish the step if the forward does not touch parameters one by one."""
         self._is_paused = is_joining
         if is_joining or not asks or not self._compiled.take_over(module):
             self.finish()
-
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Guard a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
-        try:
-            yield
-        except WorkerLostError as error:
-            self.engine.fail(error)
-            raise
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the previous step, then begin this one's exchange unless it has begun."""
@@ -112,12 +66,7 @@ class DeferredUpdates(Policy):
     def end_backward(self) -> None:
         """Let this backward's exchange continue in the background."""
         if self.engine.lands_at_once or self._is_paused:
-            try:
-                self.engine.end_backward()
-            except BaseException as error:
-                # Whatever it was, ``.grad`` is not the mean, and no step may use it.
-                self.engine.fail(error)
-                raise
+            self._land_at_once()
             return
         forgotten = self.engine.close_backward()
         with self._lock:
@@ -216,32 +165,15 @@ class DeferredUpdates(Policy):
     def take_state(self) -> None:
         """No-op: the optimizer uses its state where it is."""
 
-    def close(self) -> None:
-        """Finish the step under way, restore the optimizer's own class, and close the engine."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        if self._engine is None:
-            return
-        try:
-            self._finish_unless_broken()
-        finally:
-            for parameter in self._pending:
-                make_plain(parameter)
-            give_back(self.optimizer, self.plain)
-            self.engine.close()
-            self._engine = None
+    def _leave(self) -> None:
+        self.finish()
 
-    def _finish_unless_broken(self) -> None:
-        if self.engine.failure is None:
-            self.finish()
+    def _give_everything_back(self) -> None:
+        self.finish()
 
-    def _check_failure(self) -> None:
-        if self.engine.failure is not None:
-            raise UnsupportedError(
-                f"rank {self.engine.team.rank}: an update was interrupted by an error, so the replicas may differ; "
-                "restart from a checkpoint"
-            ) from self.engine.failure
+    def _release_parameters(self) -> None:
+        for parameter in self._pending:
+            make_plain(parameter)
 
     def _update(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
         """Step the user's optimizer for some parameters, with the options from the time of ``step()``."""

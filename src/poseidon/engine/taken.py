@@ -1,0 +1,124 @@
+"""What all policies share that take an optimizer's steps in its place: ``update.py`` and ``served.py``."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from poseidon.engine.engine import Engine
+from poseidon.engine.optimizers import check_max_norm, check_optimizer, clip_before_steps, defer, give_back
+from poseidon.engine.policy import Policy
+from poseidon.errors import UnsupportedError, WorkerLostError
+from poseidon.job.closing import Stage, at_exit
+
+
+class TakenSteps(Policy):
+    """Takes the steps of one optimizer; with one worker, only clips the norm."""
+
+    defers = True
+    syncs_buffers_early = True
+    is_copyable = False
+
+    def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
+        check_optimizer(optimizer)
+        check_max_norm(max_grad_norm)
+        self.optimizer = optimizer
+        self.plain = type(optimizer)
+        self.is_updating = False
+        self._max_grad_norm = max_grad_norm
+        self._engine: Engine | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def connect(self, module: nn.Module, engine: Engine | None) -> None:
+        """Take over the optimizer's steps."""
+        self._engine = engine
+        if engine is None:
+            if self._max_grad_norm is not None:
+                self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
+            return
+        defer(self.optimizer, self)
+        # A script may exit with a step under way, which the others cannot finish without this worker.
+        self._undo.append(at_exit(Stage.STEPS, self._leave_unless_broken))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine whose gradients this policy waits for."""
+        assert self._engine is not None
+        return self._engine
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Guard a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
+        try:
+            yield
+        except WorkerLostError as error:
+            self.engine.fail(error)
+            raise
+
+    def close(self) -> None:
+        """Give model and optimizer back, and close the engine."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._engine is None:
+            return
+        try:
+            if self.engine.failure is None:
+                self._give_everything_back()
+        finally:
+            self._release_parameters()
+            give_back(self.optimizer, self.plain)
+            self.engine.close()
+            self._engine = None
+
+    @abstractmethod
+    def step(self) -> None:
+        """Take a step, or record that it is due."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> bool:
+        """Clear gradients, once the update that needs them is done."""
+
+    @abstractmethod
+    def show_state(self) -> None:
+        """Put the optimizer's state in place, for somebody who reads it."""
+
+    @abstractmethod
+    def take_state(self) -> None:
+        """Note that the state was replaced."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Finish what the others need this worker for."""
+
+    @abstractmethod
+    def _give_everything_back(self) -> None:
+        """Put in place whatever is not."""
+
+    @abstractmethod
+    def _release_parameters(self) -> None:
+        """Restore the parameters' own class."""
+
+    def _leave_unless_broken(self) -> None:
+        if self._engine is not None and self.engine.failure is None:
+            self._leave()
+
+    def _land_at_once(self) -> None:
+        """End a backward with all means in ``.grad``."""
+        try:
+            self.engine.end_backward()
+        except BaseException as error:
+            # Whatever it was, ``.grad`` is not the mean, and no step may use it.
+            self.engine.fail(error)
+            raise
+
+    def _check_failure(self) -> None:
+        if self.engine.failure is not None:
+            raise UnsupportedError(
+                f"rank {self.engine.team.rank}: an update was interrupted by an error, so the replicas may differ; "
+                "restart from a checkpoint"
+            ) from self.engine.failure
