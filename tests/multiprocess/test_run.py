@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import random
 import re
 import signal
 import socket
@@ -261,9 +262,16 @@ def test_under_torchrun_it_joins(tmp_path: Path) -> None:
     assert done.stdout.count("trained 2 steps") == 2
 
 
+def free_port() -> int:
+    """Return a port below those that the kernel gives to connections, so that it stays free until it is used."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def test_as_tasks_of_slurm_it_joins(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     step = {
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_NODELIST": "127.0.0.1",
