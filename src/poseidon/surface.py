@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.autograd
 import torch.distributed.rpc
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 
 from poseidon.errors import UnsupportedError
 
@@ -86,10 +86,6 @@ class TorchSurface(nn.Module, Joinable):
     def join_process_group(self) -> Any:
         """Part of torch's generic join protocol."""
         return self.process_group
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Part of torch's generic join protocol."""
-        raise NotImplementedError
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:

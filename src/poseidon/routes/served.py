@@ -21,7 +21,7 @@ from poseidon.errors import UnsupportedError
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.shard import Order, Shard, State, flat_memory, read_state
-from poseidon.routes.sharded import agree_on_device
+from poseidon.routes.sharded import FORMATS, HostExchange, agree_on_device, as_numpy
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
@@ -34,20 +34,11 @@ from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.sums.stepping import StepAdder, StepThread
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
-from poseidon.wire.formats import Array, find_format
+from poseidon.wire.formats import find_format
 
 ALIGNMENT = 64
 """Chunks end at multiples of so many values of a parameter: fused optimizers on CPUs round the last few values of a
 tensor, which do not fill a vector, differently."""
-
-_NAMES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-_HELD = {torch.bfloat16: torch.uint16}
-"""NumPy has no bfloat16."""
 
 
 class ServedExchanger(Exchanger):
@@ -106,7 +97,7 @@ class ServedExchanger(Exchanger):
     def _make_adders(self, dtypes: Sequence[torch.dtype]) -> Iterator[StepAdder]:
         rank, size, device = self.team.rank, self.team.size, self._device
         kinds = list(zip(self._slots.values(), dtypes, strict=True))
-        names = [_NAMES[dtype] for slot, dtype in kinds if not self._is_on_device(slot, dtype)]
+        names = [FORMATS[dtype][0] for slot, dtype in kinds if not self._is_on_device(slot, dtype)]
         on_host = iter(host_adders([slot for slot, dtype in kinds if not self._is_on_device(slot, dtype)], names, rank))
         for slot, dtype in kinds:
             adder: Adder
@@ -118,7 +109,7 @@ class ServedExchanger(Exchanger):
                 means = DeviceMeans(adder, dtype, size, self._lane)
             else:
                 adder = next(on_host)
-                means = HostMeans(adder, find_format(_NAMES[dtype]), dtype, size)
+                means = HostMeans(adder, find_format(FORMATS[dtype][0]), dtype, size)
             yield StepAdder(adder, slot, rank, means, self.shard, self._thread)
 
     def _is_on_device(self, slot: Slot, dtype: torch.dtype) -> bool:
@@ -142,9 +133,9 @@ class ServedExchanger(Exchanger):
                 else StagedExchange(self.team, begin(flat), name, flat.device)
             )
         elif self._stager is not None:
-            back = self._stager.start(flat, slot.number, lambda host: begin(_as_numpy(host)), self.team, name)
+            back = self._stager.start(flat, slot.number, lambda host: begin(as_numpy(host)), self.team, name)
         else:
-            back = _HostArrival(self.team, begin(_as_numpy(flat)), name)
+            back = HostExchange(self.team, begin(as_numpy(flat)), name)
         exchange = StepExchange(version, back)
         self.under_way[item] = exchange
         return exchange
@@ -247,16 +238,6 @@ class _DeviceArrival(Exchange):
         restore(torch.cat([flat_memory(parameter) for parameter in self._item.parameters]))
 
 
-class _HostArrival(Exchange):
-    def __init__(self, team: Team, future: Future[None], name: str) -> None:
-        self._team = team
-        self._future = future
-        self._name = name
-
-    def finish(self, is_used: bool) -> None:  # noqa: ARG002
-        self._team.result(self._future, self._name, grace_s=0)
-
-
 def align(slot: Slot, sizes: Sequence[int]) -> Slot:
     """Return a slot whose chunks end at multiples of :data:`ALIGNMENT` in parameters of these sizes."""
     starts = [0, *itertools.accumulate(sizes)]
@@ -287,9 +268,3 @@ def runs(item: LiveItem, chunk: Chunk) -> Iterable[tuple[nn.Parameter, int, int]
 def _bucket(item: LiveItem) -> Bucket:
     assert item.bucket is not None
     return item.bucket
-
-
-def _as_numpy(flat: Tensor) -> Array:
-    held = _HELD.get(flat.dtype)
-    array: Array = (flat if held is None else flat.view(held)).numpy()
-    return array

@@ -30,7 +30,7 @@ from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array
 from poseidon.wire.settings import WireSettings
 
-_FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
+FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
     torch.float32: ("float32", None),
     torch.float64: ("float64", None),
     torch.float16: ("float16", None),
@@ -99,7 +99,7 @@ class ShardedExchanger(Exchanger):
             return LevelsExchange(self._team, self._levels.start(flat, name, between), name)
         if self._stager is not None:
             return self._stager.start(flat, slot.number, between.start, self._team, name)
-        return _HostExchange(self._team, between.start(flat), name)
+        return HostExchange(self._team, between.start(flat), name)
 
     def close(self) -> None:
         """Stop the threads and close the connections."""
@@ -117,7 +117,7 @@ class ShardedExchanger(Exchanger):
         kinds = list(zip(slots, dtypes, strict=True))
         on_device = [kind for kind in kinds if device is not None and is_compacted(*kind)]
         self._compacted = frozenset(slot.number for slot, _ in on_device)
-        on_host = [(slot, _FORMATS[dtype][0]) for slot, dtype in kinds if not self.compacts(slot)]
+        on_host = [(slot, FORMATS[dtype][0]) for slot, dtype in kinds if not self.compacts(slot)]
         host = [slot for slot, _ in on_host]
         booked: list[tuple[Slot, Adder]] = []
         booked += zip(host, host_adders(host, [name for _, name in on_host], rank, size), strict=True)
@@ -140,23 +140,27 @@ class _Between:
     sum: Callable[[Array], Future[None]]
 
     def start(self, values: Tensor) -> Future[None]:
-        return self.sum(_as_numpy(values))
+        return self.sum(as_numpy(values))
 
     def __call__(self, values: Tensor, team: Team, name: str) -> None:
         team.result(self.start(values), name, grace_s=0)
 
 
-class _HostExchange(Exchange):
+class HostExchange(Exchange):
+    """An exchange in host memory; its values are in place when its future is done."""
+
     def __init__(self, team: Team, future: Future[None], name: str) -> None:
         self._team = team
         self._future = future
         self._name = name
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        """Wait for it."""
         self._team.result(self._future, self._name, grace_s=0)
 
 
-def _as_numpy(flat: Tensor) -> Array:
-    held = _FORMATS[flat.dtype][1]
+def as_numpy(flat: Tensor) -> Array:
+    """Return a tensor's memory as the server takes it."""
+    held = FORMATS[flat.dtype][1]
     array: Array = (flat if held is None else flat.view(held)).numpy()
     return array
