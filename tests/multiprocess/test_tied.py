@@ -1,4 +1,4 @@
-"""A table that is a linear layer's weight too: its gradient travels as touched rows and factors."""
+"""A table that is a linear layer's weight too: its gradient travels as touched rows, and factors or a full gradient."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _loss(model: nn.Module, number: int, way: str) -> Tensor:
     return loss
 
 
-def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tensor], Any]:
+def _train(kind: str, way: str, amp: torch.dtype | None, route: str = "tied") -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(0)
     inner = Speaker(head_first=way == "head first")
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9)
@@ -54,9 +54,9 @@ def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tens
     if kind == "torch":
         model = nn.parallel.DistributedDataParallel(inner)
     elif kind == "wrapper":
-        model = poseidon.DistributedDataParallel(inner, cluster=slow_cluster())
+        model = poseidon.DistributedDataParallel(inner, cluster=slow_cluster(), routes={_name(way): route})
     else:
-        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster())
+        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), routes={_name(way): route})
     context = contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp)
     for number in range(6):
         optimizer.zero_grad(set_to_none=way != "zeros")
@@ -75,18 +75,20 @@ def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tens
     return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}, model
 
 
+def _name(way: str) -> str:
+    return "head" if way == "head first" else "words"
+
+
 WAYS = ["plain", "head first", "penalty", "accumulating", "backward twice", "zeros", "uneven"]
 
 
-def _compare() -> None:
+def _compare(route: str) -> None:
     for way in WAYS:
         for amp in (None, torch.bfloat16):
             theirs, _ = _train("torch", way, amp)
-            ours, wrapped = _train("wrapper", way, amp)
-            deferred, distributed = _train("distribute", way, amp)
-            name = "head" if way == "head first" else "words"
-            assert wrapped.plan.routes[name] == "tied"
-            assert "words" in wrapped.plan.routes or way == "head first"
+            ours, wrapped = _train("wrapper", way, amp, route)
+            deferred, distributed = _train("distribute", way, amp, route)
+            assert wrapped.plan.routes[_name(way)] == route
             for each, value in theirs.items():
                 tolerance = 1e-6 if amp is None else 5e-3
                 torch.testing.assert_close(ours[each], value, rtol=tolerance, atol=tolerance, msg=f"{each}, {way}")
@@ -97,6 +99,6 @@ def _compare() -> None:
             assert type(wrapped.module.words) is nn.Embedding
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_rows_and_factors_of_a_tied_table_add_up(workers: int) -> None:
-    run_ranks(_compare, workers)
+@pytest.mark.parametrize(("workers", "route"), [(2, "tied"), (3, "tied"), (2, "split"), (3, "split")])
+def test_both_parts_of_a_tied_tables_gradient_add_up(workers: int, route: str) -> None:
+    run_ranks(_compare, workers, route)

@@ -103,7 +103,7 @@ def _tied(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
     if len(modules) != 2 or len(tables) != 1 or len(heads) != 1:
         return None
     (table,), (head,) = tables, heads
-    has_rows = not table.sparse and _kind(table, [table.weight]) == "embedding"
+    has_rows = not table.sparse and _kind(table, [table.weight]) == "embedding" and table.weight.is_contiguous()
     has_factors = _kind(head, [head.weight]) == "linear" and set(dict(head.named_parameters())) == {"weight"}
     return (table, head) if has_rows and has_factors else None
 

@@ -240,7 +240,8 @@ class Schedules:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
         assert self.planned is not None
         self._choosing.has_losers = False
-        for name in set(self._exchangers) - set(self.planned.exchangers) - set(self.dense.exchangers):
+        used = {self.routes[name].exchanger for name in (*self.planned.exchangers, *self.dense.exchangers)}
+        for name in set(self._exchangers) - used:
             self._exchangers.pop(name).close()
 
     def _make_live(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
@@ -251,10 +252,11 @@ class Schedules:
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
         exchangers = {}
         for name in self.routes:
-            mine = [item for item in items if item.item.route == name]
+            mine = [item for item in items if self.routes[item.item.route].exchanger == name]
             if mine:
-                exchangers[name] = self._exchanger(name)
-                exchangers[name].prepare(mine)
+                exchanger = self._exchanger(name)
+                exchanger.prepare(mine)
+                exchangers.update(dict.fromkeys((item.item.route for item in mine), exchanger))
         return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:

@@ -32,8 +32,10 @@ class SlotLedger:
     @property
     def is_in_use(self) -> bool:
         """Whether a sum is under way here, or begun by another rank."""
-        rolls = (*self.rolls.values(), *self.touched.values())
-        return bool(self._missing) or any(roll.is_open for roll in rolls)
+        is_begun = any(roll.is_open for roll in self.rolls.values()) or any(
+            roll.is_open for roll in self.touched.values()
+        )
+        return bool(self._missing) or is_begun
 
     def begin(self, step: int) -> Future[Any]:
         """Await the sums of ``step``."""
