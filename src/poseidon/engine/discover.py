@@ -59,8 +59,10 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
     return units
 
 
-def only_dense(unit: LiveUnit) -> LiveUnit:
-    """Return a unit whose gradient travels in full only."""
+def only_dense(unit: LiveUnit, keeps_tied: bool = False) -> LiveUnit:
+    """Return a unit whose gradient travels in full only; that of a tied table in any form, if ``keeps_tied``."""
+    if unit.spec.kind == "tied" and keeps_tied:
+        return unit
     if unit.spec.is_sparse:
         raise UnsupportedError(f'{unit.name}: sparse=True makes sparse gradients, which update="server" does not take')
     return replace(unit, spec=replace(unit.spec, kind="dense"), head=None)

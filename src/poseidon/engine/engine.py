@@ -389,7 +389,8 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if "rows" in live.deliveries[unit.index] and not unit.spec.is_sparse:
+        # Owners that take the step average what gradients were before, too.
+        if "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves):
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

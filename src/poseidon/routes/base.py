@@ -93,7 +93,7 @@ class Brought:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was given."""
-        return not self._pieces and self.head is None
+        return not self._pieces and self.head is None and self.early is None
 
     @property
     def pieces(self) -> Sequence[FactorPair]:

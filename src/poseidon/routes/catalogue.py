@@ -184,6 +184,10 @@ class ServedRoute(ShardedRoute):
     summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
     note = ""
 
+    def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - as in the contract
+        """Return true: it is among the routes only where owners take the step."""
+        return True
+
     def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
         """Return the shares of parts and weights, which devices send as changes."""
         part, _ = super()._shares(item, chunks, conditions)
@@ -335,6 +339,10 @@ class SplitRoute(ShardedRoute):
         """Tables of float32 that are a linear layer's weight too, unless something would have to keep an order."""
         return unit.kind == "tied" and unit.parameters[0].itemsize == 4 and not self.combines_first
 
+    def is_offered(self, cluster: Cluster) -> bool:
+        """Return whether the route whose exchanger it uses is."""
+        return self.exchanger == ServedRoute.name or super().is_offered(cluster)
+
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
         """Count what leaves after the last gradient."""
         return None if load is None or load.rows <= 0 else split_cost(unit, load, cluster)
@@ -361,6 +369,11 @@ def register(route: Route) -> None:
 def unregister(name: str) -> None:
     """Remove a registered route."""
     _ADDED[:] = [route for route in _ADDED if route.name != name]
+
+
+def served_routes() -> Routes:
+    """Return the routes of ``update="server"``."""
+    return Routes([ServedRoute(), SplitRoute(exchanger=ServedRoute.name)])
 
 
 def standard_routes(
