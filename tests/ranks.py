@@ -33,6 +33,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 _PRELOADED = (
     "pytest",
+    "torch._dynamo",
     "torch.distributed.algorithms.join",
     "poseidon.api",
     "poseidon.distributing",
