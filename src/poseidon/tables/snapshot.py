@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -41,11 +42,12 @@ def load(path: Path, spec: TableSpec) -> tuple[int, list[Patch]]:
     try:
         with path.open("rb") as stream:
             return _load(stream, path, spec)
-    except OSError as error:
-        raise files.cannot("read", _WHAT, path, error) from None
     except ConfigError:
         raise
-    except (zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
+    except (OSError, zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
+        # zipfile goes where a damaged file sends it, also before its beginning.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise files.cannot("read", _WHAT, path, error) from None
         reason = str(error) or type(error).__name__
         raise ConfigError(f"{path} is not a {_WHAT} ({reason}); Table.snapshot() writes them") from error
 
