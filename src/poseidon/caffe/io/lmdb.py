@@ -8,6 +8,9 @@ their own.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -197,13 +200,13 @@ class LMDB:
 
 
 class LMDBWriter:
-    """Fills an existing, empty folder with a database."""
+    """Fills an existing, empty folder with a database; a full disk is an :class:`OSError`."""
 
     def __init__(self, folder: Path) -> None:
         self._lmdb: Any = require("lmdb")
         self._map_bytes = _FIRST_MAP_BYTES
-        self._folder = folder
-        self._environment = self._lmdb.open(str(folder), map_size=self._map_bytes, lock=False)
+        with self._explained():
+            self._environment = self._lmdb.open(str(folder), map_size=self._map_bytes, lock=False)
         self._pending: dict[bytes, bytes] = {}
         self._pending_bytes = 0
 
@@ -216,21 +219,33 @@ class LMDBWriter:
 
     def finish(self) -> None:
         """Write what is pending and close the database."""
-        self._commit()
-        self._environment.sync(True)
-        self._environment.close()
+        try:
+            self._commit()
+            with self._explained():
+                self._environment.sync(True)
+        finally:
+            self._environment.close()
 
     def _commit(self) -> None:
         while True:
             try:
-                with self._environment.begin(write=True) as transaction:
+                with self._explained(), self._environment.begin(write=True) as transaction:
                     for key, value in self._pending.items():
                         transaction.put(key, value)
                 break
             except self._lmdb.MapFullError:
                 self._map_bytes *= 2
                 self._environment.set_mapsize(self._map_bytes)
-            except self._lmdb.Error as error:
-                raise ConfigError(f"cannot write LMDB database in {self._folder.parent}: {error}") from error
         self._pending = {}
         self._pending_bytes = 0
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except self._lmdb.MapFullError:
+            raise
+        except self._lmdb.DiskError:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        except self._lmdb.Error as error:
+            raise ConfigError(f"cannot write LMDB database: {error}") from error
