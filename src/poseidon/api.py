@@ -357,7 +357,9 @@ class DistributedDataParallel(TorchSurface):
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
         if self._policy.serves:
-            units = [only_dense(unit) for unit in units]
+            # Where a layer is compiled, it cannot hand its gradient over.
+            keeps_tied = not has_compiled_parts(self.module)
+            units = [only_dense(unit, keeps_tied) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)

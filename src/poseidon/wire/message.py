@@ -61,6 +61,8 @@ class Kind(IntEnum):
     """The answer to ``FETCH``."""
     LEAVE = 15
     """A worker will fetch nothing more."""
+    TOUCHED = 16
+    """The touched rows of a worker's part of a chunk, for the chunk's owner: ``PART`` has the rest."""
 
 
 class Header(NamedTuple):
