@@ -23,7 +23,7 @@ from poseidon.team.team import CLOSE_S, Team
 Between = Callable[[Tensor, Team, str], None]
 """Finishes a sum over this worker's counterparts on all machines, in place. Blocks."""
 
-ROUND_BYTES = 1 << 20
+ROUND_BYTES = 2 << 20
 """Written by each worker in a round inside its machine: much for the time that a round takes, little for caches."""
 
 
@@ -79,10 +79,12 @@ class Levels:
 
     def _reduce(self, job: _Job) -> None:
         flat, name, rounds = job.flat, job.name, self._rounds
-        divisor = len(self._neighbours) if job.between is None else 1
-        mine = self._combine(flat, name) if rounds is None else self._combine_on_board(rounds, flat, name, divisor)
-        if job.between is not None:
-            job.between(mine, self._team, name)
+        if job.between is None:
+            assert rounds is not None
+            _average(rounds, flat, self._neighbours.index(self._team.rank), name)
+            return
+        mine = self._combine(flat, name) if rounds is None else self._combine_on_board(rounds, flat, name)
+        job.between(mine, self._team, name)
         if rounds is None:
             self._share(mine, flat, name)
         else:
@@ -104,7 +106,7 @@ class Levels:
         self._team.wait(dist.all_gather(shares, mine, group=self._inside, async_op=True), name)
         flat.copy_(torch.cat(shares)[: flat.numel()])
 
-    def _combine_on_board(self, rounds: Rounds, flat: Tensor, name: str, divisor: int) -> Tensor:
+    def _combine_on_board(self, rounds: Rounds, flat: Tensor, name: str) -> Tensor:
         members, share = len(self._neighbours), self.share_of(flat.numel())
         place, shares = self._neighbours.index(self._team.rank), flat.split(share)
         total = flat.new_zeros(share)
@@ -120,7 +122,7 @@ class Levels:
             some = min(count, shares[place].numel() - start) if place < len(shares) else 0
             if some > 0:
                 begin = place * count
-                add_parts([part[begin : begin + some] for part in parts], total[start : start + some], divisor)
+                add_parts([part[begin : begin + some] for part in parts], total[start : start + some], 1)
         return total
 
     def _share_on_board(self, rounds: Rounds, mine: Tensor, flat: Tensor, name: str) -> None:
@@ -132,6 +134,24 @@ class Levels:
             for into, values in zip(shares, rounds.meet(count, mine.dtype, name), strict=False):
                 part = into[start : start + count]
                 part.copy_(values[: part.numel()])
+
+
+def _average(rounds: Rounds, flat: Tensor, place: int, name: str) -> None:
+    """Replace ``flat`` by its mean over the machine, segment by segment."""
+    for segment in flat.split(rounds.room_bytes // flat.element_size()):
+        count, dtype = segment.numel(), segment.dtype
+        rounds.mine(count, dtype).copy_(segment)
+        parts = rounds.meet(count, dtype, name)
+        if len(parts) == 2:  # to add both takes no longer than to add a half and to copy the other
+            add_parts(parts, segment, 2)
+            continue
+        share = -(-count // len(parts))
+        begin, end = (min(position * share, count) for position in (place, place + 1))
+        if begin < end:
+            mine = [part[begin:end] for part in parts]
+            add_parts(mine, rounds.mine(end - begin, dtype), len(parts))
+        for into, mean in zip(segment.split(share), rounds.meet(share, dtype, name), strict=False):
+            into.copy_(mean[: into.numel()])
 
 
 @dataclass(frozen=True, eq=False)
