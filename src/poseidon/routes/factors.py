@@ -21,7 +21,7 @@ from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
-from poseidon.routes.pairs import Gathered, Parcel
+from poseidon.routes.parcels import Gathered, Parcel
 from poseidon.team.team import Team
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -139,7 +139,7 @@ class FactorsExchange(Exchange):
 
     def finish_factors(self, is_used: bool) -> Factors:
         """Do the same, and return what all workers brought."""
-        factors, gradients, done = self._team.result(self.future, self._unit.name)
+        factors, gradients, done = self._team.result(self.future, self._unit.name, grace_s=0)
         unit = self._unit
         if not is_used:
             return factors

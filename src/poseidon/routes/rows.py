@@ -11,6 +11,7 @@ cleared while the rows travel.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
-from poseidon.routes.pairs import Gathered, Parcel
+from poseidon.routes.parcels import Gathered, Parcel
 from poseidon.sums.events import record
 from poseidon.team.team import Team
 from poseidon.wire.pool import Pool
@@ -54,7 +55,8 @@ class RowsExchanger(Exchanger):
             unit.weight.grad = None
         exchange = _RowsExchange(self._team, unit, brought[0], flags, self._room)
         rows, settle = _to_host(_pack(unit.weight, gradient))
-        parcel = Parcel(unit.index, unit.name, step, rows, flags, settle, None, item.item.shipment, exchange.clear_room)
+        clear = None if unit.spec.is_sparse or unit.weight.is_cuda else exchange.clear_room
+        parcel = Parcel(unit.index, unit.name, step, rows, flags, settle, None, item.item.shipment, clear)
         exchange.future = self._pairs.start(parcel)
         return exchange
 
@@ -69,18 +71,28 @@ class _RowsExchange(Exchange):
         self._brought = brought
         self._room = room
         self._cleared: Tensor | None = None
+        self._is_landing = False
+        self._lock = threading.Lock()
 
     def clear_room(self) -> None:
         """Make the zeros to which the rows will be added, if they are likely to be needed."""
         unit = self._unit
-        if not (unit.spec.is_sparse or unit.weight.is_cuda or self.flags) and self._brought.kept is None:
-            self._cleared = _zeros_like(unit.weight, self._room)
+        with self._lock:
+            if not (self.flags or self._is_landing) and self._brought.kept is None:
+                self._cleared = _zeros_like(unit.weight, self._room)
+
+    def _take_room(self) -> Tensor:
+        """Return zeros: those made before, if they were, else new ones."""
+        cleared, self._cleared = self._cleared, None
+        return _zeros_like(self._unit.weight, self._room) if cleared is None else cleared
 
     def finish(self, is_used: bool) -> None:
-        gathered = self._team.result(self.future, self._unit.name)
+        gathered = self._team.result(self.future, self._unit.name, grace_s=0)
         unit, brought = self._unit, self._brought
-        cleared, self._cleared = self._cleared, None
+        with self._lock:  # until they are cleared, if that is under way
+            self._is_landing = True
         if not is_used:
+            self._cleared = None
             if not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
             return
@@ -98,7 +110,7 @@ class _RowsExchange(Exchange):
             total = brought.kept if total is None else brought.kept.add_(total)
             brought.kept = None
         if total is None:
-            total = torch.zeros_like(unit.weight) if cleared is None else cleared
+            total = self._take_room()
         if total.dtype.itemsize < _WIDE.itemsize:
             indices, means = _means(parts)
             total.index_add_(0, indices, means.to(total.dtype))
@@ -118,8 +130,8 @@ def _means(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _zeros_like(weight: Tensor, room: Pool) -> Tensor:
-    """Return zeros in memory from ``room``, which gets it back when nothing refers to it any more."""
-    if not weight.numel():
+    """Return zeros; in host memory from ``room``, which gets it back when nothing refers to it any more."""
+    if weight.is_cuda or not weight.numel():
         return torch.zeros_like(weight)
     return torch.frombuffer(room.lend(weight.nbytes), dtype=weight.dtype).view(weight.shape).zero_()
 

@@ -61,6 +61,8 @@ class Kind(IntEnum):
     """The answer to ``FETCH``."""
     LEAVE = 15
     """A worker will fetch nothing more."""
+    PARCELS = 16
+    """A worker's rows and factors, for every worker."""
 
 
 class Header(NamedTuple):
