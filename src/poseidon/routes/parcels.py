@@ -1,11 +1,12 @@
 """What workers bring to an exchange of rows, and what a message holds of it. Pure.
 
-A message carries the parcels of one shipment: four words for each, then the rows of all. It says by itself how many
-rows it has, so a worker may bring any number: an uneven last batch, a worker without input.
+A message carries the parcels of one shipment: some words for each, then the rows of all. It says by itself how many
+rows it has, so a worker may bring any number: an uneven last batch, a worker without input. Zeros may be left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from poseidon.errors import MismatchError
+from poseidon.routes.shortening import ITEMSIZES, drop_zeros, restore_zeros
 
-_WORDS = 4
-"""Per parcel: rows, bytes of a row, flags, step."""
+_WORDS = 6
+"""Per parcel: rows, bytes of a row, flags, step, bytes in the message; bytes of a value if zeros are left out, or 0."""
 _WORD_BYTES = 8
 
 
@@ -40,6 +42,8 @@ class Parcel:
     """Units whose parcels leave together with this one, itself included, in one order on all workers; empty: alone."""
     meanwhile: Callable[[], None] | None = None
     """Called on another thread while the rows travel: a time to prepare for the result."""
+    itemsize: int = 0
+    """Bytes of a value, if many values may be zero and need not travel; 0: they travel as they are."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,15 @@ class Gathered:
 
 def write_message(parcels: Sequence[Parcel]) -> Tensor:
     """Return the message with all of these parcels, as bytes."""
-    words = torch.tensor([(*parcel.rows.shape, parcel.flags, parcel.step) for parcel in parcels], dtype=torch.int64)
-    return torch.cat([words.view(torch.uint8).view(-1), *(parcel.rows.view(-1) for parcel in parcels)])
+    words, bodies = [], []
+    for parcel in parcels:
+        data = parcel.rows.view(-1)
+        short = drop_zeros(data, parcel.itemsize) if parcel.itemsize else None
+        body = data if short is None else short
+        itemsize = 0 if short is None else parcel.itemsize
+        words.append((*parcel.rows.shape, parcel.flags, parcel.step, body.numel(), itemsize))
+        bodies.append(body)
+    return torch.cat([torch.tensor(words, dtype=torch.int64).view(torch.uint8).view(-1), *bodies])
 
 
 def read_messages(
@@ -71,7 +82,7 @@ def read_messages(
     gathered = []
     for number, parcel in enumerate(parcels):
         words, parts = zip(*((words[number], parts[number]) for words, parts in opened), strict=True)
-        counts, widths, flags, _ = zip(*words, strict=True)
+        counts, widths, flags, _, _, _ = zip(*words, strict=True)
         width = next((width for count, width in zip(counts, widths, strict=True) if count), parcel.rows.shape[1])
         _check(parcel, words, rank)
         size = sum(part.numel() for part in parts)
@@ -86,18 +97,30 @@ def _open(message: Tensor, parcels: Sequence[Parcel], rank: int, peer: int) -> t
     head = len(parcels) * _WORDS * _WORD_BYTES
     if message.numel() >= head:
         words: list[list[int]] = message[:head].view(torch.int64).view(-1, _WORDS).tolist()
-        sizes = [count * width for count, width, _, _ in words]
+        sizes = [size for _, _, _, _, size, _ in words]
         if min(sizes) >= 0 and head + sum(sizes) == message.numel():
-            return words, list(message[head:].split(sizes))
+            with contextlib.suppress(ValueError):
+                bodies = message[head:].split(sizes)
+                return words, [_restore(body, each) for body, each in zip(bodies, words, strict=True)]
     raise MismatchError(
         f"{parcels[0].name}: rank {peer} sent {message.numel()} bytes in step {parcels[0].step}, which are not the "
         f"{len(parcels)} parcel(s) that rank {rank} expects; do all workers run the same code?"
     )
 
 
+def _restore(body: Tensor, words: Sequence[int]) -> Tensor:
+    """Return the bytes of a parcel's rows."""
+    count, width, _, _, size, itemsize = words
+    if itemsize in ITEMSIZES and 0 <= count * width <= size * itemsize * 8:
+        return restore_zeros(body, count * width, itemsize)
+    if itemsize or count * width != size:
+        raise ValueError(f"{size} bytes are not {count} rows of {width} bytes")
+    return body
+
+
 def _check(parcel: Parcel, by_rank: Sequence[Sequence[int]], rank: int) -> None:
-    widths = {width for count, width, _, _ in by_rank if count}
-    for peer, (_, width, _, step) in enumerate(by_rank):
+    widths = {width for count, width, *_ in by_rank if count}
+    for peer, (_, width, _, step, *_) in enumerate(by_rank):
         if (len(widths) > 1 and width != parcel.rows.shape[1]) or step != parcel.step:
             raise MismatchError(
                 f"{parcel.name}: rank {rank} brings rows of {parcel.rows.shape[1]} bytes, step {parcel.step}; rank "
