@@ -63,6 +63,8 @@ class Kind(IntEnum):
     """A worker will fetch nothing more."""
     TOUCHED = 16
     """The touched rows of a worker's part of a chunk, for the chunk's owner: ``PART`` has the rest."""
+    PARCELS = 17
+    """A worker's rows and factors, for every worker."""
 
 
 class Header(NamedTuple):
