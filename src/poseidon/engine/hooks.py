@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from poseidon.engine.compiled import uncompiled
 from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
@@ -214,7 +215,7 @@ class _PlainOutside:
 class FactorLinear(_PlainOutside, nn.Linear):
     """A linear layer whose backward can hand over factors instead of computing the weight's gradient."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
         return _apply(self, input, super().forward)
@@ -223,7 +224,7 @@ class FactorLinear(_PlainOutside, nn.Linear):
 class _FactorConv1D(_PlainOutside):
     """Mixed into transformers' Conv1D, which need not be installed: does for it what FactorLinear does."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return _apply(self, x, super().forward)  # type: ignore[misc]
@@ -237,7 +238,7 @@ def _has_hooks(module: nn.Module) -> bool:
 class RowsEmbedding(_PlainOutside, nn.Embedding):
     """An embedding whose gradient can come as touched rows."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name
         """Look the rows up."""
         with _rows_wanted(self, input) as rows:
@@ -247,7 +248,7 @@ class RowsEmbedding(_PlainOutside, nn.Embedding):
 class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
     """An embedding bag whose gradient can come as touched rows."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(
         self,
         input: Tensor,  # noqa: A002 - nn.EmbeddingBag's own name

@@ -158,7 +158,7 @@ class Context:
         """Direct messages between workers. The first access connects and is collective."""
         from poseidon.routes.pairs import Pairs
 
-        return Pairs(self.team, pin_memory=self.is_cuda)
+        return Pairs(self.team, self.cluster.between, pin_memory=self.is_cuda)
 
     def close(self) -> None:
         """Flush what is queued, and stop the threads."""

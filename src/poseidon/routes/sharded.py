@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
-from poseidon.routes.levels import Levels, LevelsExchange
+from poseidon.routes.levels import Levels, LevelsExchange, open_level_board
 from poseidon.routes.split import RowSender, SplitExchange, row_width
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
@@ -54,7 +54,7 @@ class ShardedExchanger(Exchanger):
         self._server = SumServer(self._transport)
         self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(self._members[peer], why)))
         self._device = agree_on_device(team, self._transport.settings, is_cuda)
-        self._levels = Levels(team) if use_levels else None
+        self._levels = Levels(team, open_level_board(team)) if use_levels else None
         self._stager = Stager() if is_cuda else None
         self._rows = RowSender(self._server)
         self._slots: dict[LiveItem, Slot] = {}
