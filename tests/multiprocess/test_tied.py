@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import poseidon
 from poseidon.engine.backward import Backward
 from poseidon.engine.engine import Engine
+from poseidon.sums.fetching import Ask, FetchDesk
 from ranks import run_ranks
 from twins import slow_cluster
 
@@ -264,3 +265,42 @@ def _leave_early(kind: str) -> None:
 @pytest.mark.parametrize("update", ["worker", "server"])
 def test_the_gradient_of_the_head_leaves_first_however_it_is_used(update: str) -> None:
     run_ranks(_leave_early, 2, update)
+
+
+def _look_up_rows() -> None:
+    """Trains under autocast, where the head uses its weight rounded and look-ups use some rows of it exactly."""
+    torch.manual_seed(0)
+    inner = Speaker()
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), update="server")
+    asked: list[Ask] = []
+    fetch = FetchDesk.fetch
+
+    def counting(self: FetchDesk, chunk: Any, what: Ask, *others: Any) -> Any:
+        asked.append(what)
+        return fetch(self, chunk, what, *others)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(FetchDesk, "fetch", counting)
+        for number in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = _loss(model, number, "")
+            loss.backward()
+            optimizer.step()
+            assert set(asked) == ({Ask.ROWS} if number else set())
+    model.finish_step()
+    with torch._C.DisableTorchFunctionSubclass():
+        held = inner.words.weight.detach().clone()
+    tokens = torch.arange(dist.get_rank(), WORDS, 7).view(-1, 1)
+    looked_up = inner.words(tokens).detach()
+    exact = model.state_dict()["module.words.weight"].clone()
+    assert torch.equal(held, exact.bfloat16().float())
+    assert not torch.equal(held, exact)
+    assert torch.equal(looked_up, exact[tokens])
+    model.verify_replicas()
+    model.close()
+
+
+def test_a_tables_weights_come_rounded_and_the_rows_that_are_looked_up_exactly() -> None:
+    run_ranks(_look_up_rows, 3)

@@ -27,6 +27,7 @@ from poseidon.sums.means import DeviceMeans, HostMeans, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
 from poseidon.sums.stepping import StepAdder, StepThread
+from poseidon.sums.touched import rows_in_chunk
 from poseidon.wire.formats import find_format
 from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
 from sum_team import CHUNK_VALUES, KINDS, Immediately
@@ -409,3 +410,25 @@ def test_chunks_end_at_aligned_places_of_parameters(seed: int) -> None:
         before = max(start for start in starts if start <= chunk.stop)
         assert (chunk.stop - before) % ALIGNMENT == 0
     assert position == sum(sizes)
+
+
+def test_rows_of_a_table_come_exactly_from_all_chunks_in_which_they_lie() -> None:
+    table = nn.Parameter(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)))
+    with torch.no_grad():
+        table[3] = -0.0
+    (slot,) = make_slots(0, [1200], [4], 3, 4 * 97)  # chunks end in the middle of rows
+    item: Any = SimpleNamespace(parameters=[table])
+    shards = [Shard([(item, slot)], rank, {table}) for rank in range(3)]
+    wanted = np.array([0, 3, 4, 9, 38, 39])
+    bits, earlier = np.zeros((6, 30), np.int32), np.zeros((6, 30), np.int32)
+    for chunk in slot.chunks:
+        where, numbers = rows_in_chunk(wanted, chunk, 30)
+        shard = shards[chunk.owner]
+        bits[where] |= np.frombuffer(shard.rows_of(chunk, numbers.data, None), np.int32).reshape(-1, 30)
+        before = table.detach().view(-1)[chunk.start : chunk.stop] * 2
+        earlier[where] |= np.frombuffer(shard.rows_of(chunk, numbers.data, before), np.int32).reshape(-1, 30)
+        with pytest.raises(ServerError, match=r"rows \[9\d\] of chunk \d+ .* were asked for; it has [345]"):
+            shard.rows_of(chunk, np.array([90 + chunk.index % 10]).data, None)
+    expected = table.detach()[torch.from_numpy(wanted)]
+    assert np.array_equal(bits, expected.view(torch.int32).numpy())
+    assert np.array_equal(earlier, (expected * 2).view(torch.int32).numpy())
