@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from poseidon.sums.means import DeviceMeans, HostMeans, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
 from poseidon.sums.stepping import StepAdder, StepThread
-from poseidon.sums.touched import rows_in_chunk
+from poseidon.sums.touched import TouchedRows, rows_in_chunk
 from poseidon.wire.formats import find_format
 from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
 from sum_team import CHUNK_VALUES, KINDS, Immediately
@@ -51,12 +52,21 @@ class StepWorker:
     """One rank: its model, what it owns, and its server."""
 
     def __init__(self, transport: MemoryTransport, kind: str, slot: Slot, is_rounded: bool = False) -> None:
-        rank, size = transport.rank, transport.size
+        rank = transport.rank
         self.slot = slot
         generator = torch.Generator().manual_seed(1)
         self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         self.item: Any = SimpleNamespace(parameters=self.parameters)
         self.shard = Shard([(self.item, slot)], rank, set(self.parameters) if is_rounded else set())
+        self.server = SumServer(transport)
+        self.desk = FetchDesk(transport)
+        self.kind = kind
+        self.book()
+        self.flat = torch.empty(0)
+
+    def book(self) -> None:
+        """Take over the slot as it is now."""
+        rank, size, slot, kind = self.server._rank, self.server._transport.size, self.slot, self.kind
         inner: Adder
         means: MeanMaker
         if kind == "host":
@@ -66,12 +76,8 @@ class StepWorker:
             inner = DeviceAdder(slot, rank, size, DeviceArithmetic(HostCompactor(), Immediately))
             means = DeviceMeans(inner, torch.float32, size, contextlib.nullcontext)
         self.adder = StepAdder(inner, slot, rank, means, self.shard, AtOnce())
-        self.server = SumServer(transport)
-        self.desk = FetchDesk(transport)
         self.server.book([(slot, self.adder)])
         self.desk.book([(slot, self.adder)])
-        self.flat = torch.empty(0)
-        self.kind = kind
 
     def start(self, gradient: Tensor, version: int) -> Any:
         self.flat = gradient.clone()
@@ -432,3 +438,31 @@ def test_rows_of_a_table_come_exactly_from_all_chunks_in_which_they_lie() -> Non
     expected = table.detach()[torch.from_numpy(wanted)]
     assert np.array_equal(bits, expected.view(torch.int32).numpy())
     assert np.array_equal(earlier, (expected * 2).view(torch.int32).numpy())
+
+
+@both
+def test_the_step_waits_for_touched_rows_and_uses_them(kind: str) -> None:
+    team, network = _team(kind, 3, seed=4)
+    for worker in team:
+        worker.slot = replace(worker.slot, width=10)
+        worker.book()
+    touched = np.array([0, 7, 11])
+    values = np.random.default_rng(1).standard_normal((3, 10)).astype(np.float32)
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, 0), 1)
+        worker.order(1)
+    network.pump()
+    assert not any(worker.future.done() for worker in team)
+    for worker in team:
+        worker.server.send_touched(worker.slot, 1, TouchedRows(touched, values))
+    network.pump()
+    rows = torch.zeros(SIZE)
+    for _ in team:
+        rows[: 12 * 10].view(12, 10)[torch.from_numpy(touched)] += torch.from_numpy(values)
+    mean = (_gradient(0, 0) + _gradient(1, 0) + _gradient(2, 0) + rows) / 3
+    reference = Reference(3)
+    parts = mean.split([parameter.numel() for parameter in reference.parameters])
+    for parameter, part in zip(reference.parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    reference.optimizer.step()
+    assert all(torch.equal(worker.take(), reference.flat) for worker in team)
