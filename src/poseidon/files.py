@@ -59,6 +59,17 @@ def read_bytes(path: StrPath, what: str, limit: int = BINARY_BYTES) -> bytes:
     return content
 
 
+def read_start(path: StrPath, what: str, count: int) -> bytes:
+    """Return the first bytes of a file, by which its kind is known."""
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(count)
+    except OSError as error:
+        raise cannot("read", what, path, error) from None
+    except ValueError as error:
+        raise ConfigError(f"cannot read {what} {str(path)!r}: {error}") from None
+
+
 def read_text(path: StrPath, what: str, limit: int = TEXT_BYTES) -> str:
     """Return the text in a UTF-8 file."""
     try:
@@ -98,6 +109,8 @@ class BoundedFile:
             self.size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise cannot("read", what, path, error) from None
+        except ValueError as error:
+            raise ConfigError(f"cannot read {what} {str(path)!r}: {error}") from None
 
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes from ``offset``; ``ValueError`` if the file does not have them."""
