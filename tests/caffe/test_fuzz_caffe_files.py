@@ -229,6 +229,15 @@ def test_leveldb(folder):
     check()
 
 
+@pytest.mark.parametrize("handles", [b"\xff" * 40, bytes(40), b"\xff" * 9 + b"\x01" + bytes(30), b"\x80" * 40])
+def test_leveldb_footers_that_name_impossible_places(folder, handles):
+    table = next(name for name in databases("leveldb") if name.endswith(".ldb"))
+    content = (folder / "good" / table).read_bytes()
+    (folder / "good" / table).write_bytes(content[:-48] + handles + content[-8:])
+    with only_refused(), pytest.raises(ConfigError, match=rf"{table}: damaged or truncated LevelDB table: "):
+        list(LevelDB("good").records())
+
+
 @given(damaged(b"\x0a\x08abc\x0d\x03"))
 @fuzz(60)
 def test_compressed_blocks(content):
