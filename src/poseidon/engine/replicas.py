@@ -8,6 +8,7 @@ has landed by then, and the next one is not due. On CUDA nothing waits for them,
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _LAG = 2
 """Steps between a sum and the roll call that carries it: enough for the device to have caught up."""
 _MASK = 2**62 - 1
 _ALIGNMENT = 8
+_version_of = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class ReplicaCheck:
             self._is_full_due = True
 
     def _version(self) -> int:
-        return sum(parameter._version for parameter in self._parameters) if self._interval else 0
+        return sum(map(_version_of, self._parameters)) if self._interval else 0
 
     @torch.no_grad()
     def _start(self, stretches: Sequence[Stretch]) -> Callable[[], int]:

@@ -140,15 +140,16 @@ class _Peer:
         self._connection.close()
 
     def send(self, data: bytes) -> None:
-        # A connection that has ended is reported by whoever waits for the answer.
+        try:
+            if self._connection.send(data) == len(data):
+                return
+        except BlockingIOError:
+            pass
+        except OSError:  # a connection that has ended is reported by whoever waits for the answer
+            return
+        # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
         with contextlib.suppress(OSError):
-            try:
-                is_whole = self._connection.send(data) == len(data)
-            except BlockingIOError:
-                is_whole = False
-            if not is_whole:
-                # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
-                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self, number: int, deadline: float) -> list[int]:
         while True:
