@@ -66,17 +66,19 @@ def measure_cluster(team: Team, device: torch.device) -> Cluster:
     machines = team.topology.machines
     leaders = [ranks[0] for ranks in machines]
     between = _measure_links(team, leaders)
-    inside = _measure_links(team, max(machines, key=len))
-    shared = [] if device.type == "cuda" else _measure_sums(team)
-    mine = {"between": between, "inside": inside, "shared": shared, "flops": measure_flops(device)}
+    near = _measure_links(team, max(machines, key=len))
+    sums = [] if device.type == "cuda" else _measure_sums(team)
+    mine = {"between": between, "inside": near, "shared": sums, "flops": measure_flops(device)}
     everybody = team.gather_json(mine)
     defaults = Cluster(machines=1)
+    inside = _slowest([link for one in everybody for link in one["inside"]], defaults.inside)
+    shared = _slowest([link for one in everybody for link in one["shared"]], None)
     return Cluster(
         machines=len(machines),
         workers_per_machine=max(len(ranks) for ranks in machines),
         between=_slowest([link for one in everybody for link in one["between"]], defaults.between),
-        inside=_slowest([link for one in everybody for link in one["inside"]], defaults.inside),
-        shared=_slowest([link for one in everybody for link in one["shared"]], None),
+        inside=inside,
+        shared=None if shared is None else _better(shared, inside),
         flops=min(one["flops"] for one in everybody),
         source="measured",
     )
@@ -86,6 +88,11 @@ def _slowest(links: list[dict[str, float]], default: D) -> Link | D:
     if not links:
         return default
     return Link(min(link["bits_per_s"] for link in links), max(link["latency_s"] for link in links))
+
+
+def _better(shared: Link, inside: Link) -> Link:
+    """Return the better of both figures: memory is never slower than sockets, but its measurement may be disturbed."""
+    return Link(max(shared.bits_per_s, inside.bits_per_s), min(shared.latency_s, inside.latency_s))
 
 
 def _measure_links(team: Team, members: Sequence[int]) -> list[dict[str, float]]:
@@ -142,9 +149,8 @@ def _measure_sums(team: Team) -> list[dict[str, float]]:
             values += part
         return time.perf_counter() - began
 
-    tiny_s, large_s = (
-        statistics.median([sum_up(count) for _ in range(_PINGS)][1:]) for count in (1, _PROBE_BYTES // 4)
-    )
+    # The best of several: a worker that the system lets wait makes all others wait in a round.
+    tiny_s, large_s = (min(sum_up(count) for _ in range(_PINGS)) for count in (1, _PROBE_BYTES // 4))
     board.close()
     if members == 1:
         return []
