@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +169,25 @@ class DistributedDataParallel(TorchSurface):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""
+        # Asked first: to leave a graph that is not being made takes as long as a small layer.
+        if torch.compiler.is_compiling():
+            return self._forward_in_graph(inputs, kwargs)
         if self._engine is None or self._is_recomputing():
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        self._before_forward(torch.compiler.is_compiling())
-        inputs, kwargs = self._prepare(inputs, kwargs)
+        inputs, kwargs = self._before_forward(False, inputs, kwargs)
         outputs = self.module(*inputs, **kwargs)
         self._after_forward(outputs)
+        return outputs
+
+    def _forward_in_graph(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model while a graph of it is made, of which our own work is no part."""
+        if self._engine is None or _apart(self._is_recomputing):
+            inputs, kwargs = self._moved(inputs, kwargs)
+            return self.module(*inputs, **kwargs)
+        inputs, kwargs = _apart(self._before_forward, True, inputs, kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        _apart(self._after_forward, outputs)
         return outputs
 
     @contextlib.contextmanager
@@ -410,23 +422,23 @@ class DistributedDataParallel(TorchSurface):
         if self.forward_sync_buffers:
             self._buffer_sync = BufferSync(self.module, team, self._ignored)
 
-    @uncompiled
     def _is_recomputing(self) -> bool:
         """Whether this forward only recomputes activations, in a backward of the model's own outputs."""
         assert self._front_end is not None
         return torch._C._current_graph_task_id() != -1 and self._front_end.is_in_backward
 
-    @uncompiled
-    def _before_forward(self, is_compiling: bool) -> None:
-        """Let the policy finish what this forward does not wait for by itself."""
+    def _before_forward(
+        self, is_compiling: bool, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the policy finish what this forward does not wait for by itself, and return the inputs, in place."""
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
         if self._engine is not None and self._engine.plan is None and (is_compiling or has_compiled_parts(self.module)):
             self._engine.keep_forms()
         self._policy.before_forward(self.module, asks, self._join_config.enable)
         if self._buffer_sync is not None:
             self._buffer_sync.complete()
+        return self._prepare(inputs, kwargs)
 
-    @uncompiled
     def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._engine is not None
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -441,13 +453,12 @@ class DistributedDataParallel(TorchSurface):
         inputs, kwargs = self._moved(inputs, kwargs)
         if torch.is_grad_enabled():
             # A forward without gradients (evaluation, a target network) must not affect a backward still to come.
-            batch = sum(tensor.numel() for tensor in tensors_in((inputs, kwargs)))
+            batch = sum(map(torch.numel, tensors_in((inputs, kwargs))))
             self._engine.arm(is_synced, batch)
         if self.require_forward_param_sync and not self._buffer_hook_is_late:
             self.sync_buffers(source)
         return inputs, kwargs
 
-    @uncompiled
     def _after_forward(self, outputs: Any) -> None:
         assert self._engine is not None
         assert self._front_end is not None
@@ -457,7 +468,7 @@ class DistributedDataParallel(TorchSurface):
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not (torch.is_grad_enabled() and self._engine.is_armed):
             return
-        tensors = list(tensors_in(outputs))
+        tensors = tensors_in(outputs)
         unused: list[nn.Parameter] = []
         if self.find_unused_parameters and not self.static_graph:
             # Outputs hidden in an opaque object may depend on anything.
@@ -536,6 +547,12 @@ class DistributedDataParallel(TorchSurface):
         hooks, self._comm_hooks = self._comm_hooks, []
         for hook, hook_state in hooks:
             self.register_comm_hook(hook_state, hook)
+
+
+@uncompiled
+def _apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function outside the graph that is being made."""
+    return function(*args)
 
 
 class _Turns:

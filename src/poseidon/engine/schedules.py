@@ -6,6 +6,7 @@ collective where they say so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from functools import reduce
 
@@ -35,6 +36,8 @@ from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
 from poseidon.version import __version__
+
+_is_joined, _batch = operator.attrgetter("is_joined"), operator.attrgetter("batch")
 
 
 class Schedules:
@@ -115,12 +118,12 @@ class Schedules:
         # Asked first: it was true when this backward ended only if it is now.
         has_landed = self.lands_at_once
         is_ranked = self._use_times(backward)
-        if any(call.is_joined for call in calls):
+        if any(map(_is_joined, calls)):
             self._choosing.settled(is_regular=False)
             return
         if self._choosing.has_losers and is_planned:
             self._release_losers()
-        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward, has_landed):
+        if self._plan_if_due(sum(map(_batch, calls)) / len(calls), backward, has_landed):
             return
         if is_ranked:
             return  # a trial begins with the next backward

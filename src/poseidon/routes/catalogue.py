@@ -74,7 +74,7 @@ class AllreduceRoute(Route):
                 is_collective=True,
                 is_whole=True,
                 hops=conditions.collective_hops,
-                inside_s=conditions.inside_s(size),
+                inside_s=conditions.combine_s(size),
             )
         ]
 
@@ -165,7 +165,7 @@ class ShardedRoute(Route):
             is_whole=True,
             staged_bytes=size,
             priority=item.priority,
-            inside_s=conditions.inside_s(size),
+            inside_s=conditions.combine_s(size),
             messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
         )
 
@@ -236,7 +236,7 @@ class BroadcastRoute(Route):
                 is_collective=self.is_collective,
                 staged_bytes=0.0 if self.is_collective else own * machines,
                 hops=machines - 1 if self.is_collective else 2,
-                inside_s=conditions.inside_s(own) + message_s,
+                inside_s=conditions.relay_s(own) + message_s,
                 message_s=message_s,
             )
         ]
