@@ -37,6 +37,10 @@ HARMLESS = frozenset(
 """Attributes that do not depend on a parameter's values, so reading them need not wait."""
 
 
+_LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+"""What most arguments are: nothing is inside them."""
+
+
 class Pending:
     """Mixed into a parameter's class while its update is pending."""
 
@@ -51,7 +55,7 @@ class Pending:
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        land(*tree_leaves((args, kwargs)))
+        land(*args, *kwargs.values())
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -83,7 +87,9 @@ def make_plain(parameter: nn.Parameter) -> None:
 
 
 def land(*values: Any) -> None:
-    """Land the pending parameters among ``values``; for code that reads them without ``__torch_function__``."""
+    """Land the pending parameters among ``values`` and inside them; for code that reads them by other means too."""
     for value in values:
         if isinstance(value, Pending):
             value._poseidon_land(value)  # type: ignore[arg-type]
+        elif not isinstance(value, _LEAVES):
+            land(*(leaf for leaf in tree_leaves(value) if isinstance(leaf, Pending)))
