@@ -167,11 +167,17 @@ class Schedules:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
             return True
-        if self._options.serves or not self._planning.is_due(batch):
+        is_due = not self._options.serves and self._planning.is_due(batch)
+        loads = self._planning.scaled_loads(batch) if is_due else {}
+        if is_due and not self._planning.is_worthwhile(loads):
+            is_due = False
+            if not self._choosing.is_open:  # plans that are under trial are compared by steps of one size
+                self._planning.accept(loads, batch)
+        if not is_due:
             self._waits_for_landing = False
         elif has_landed:
             self._waits_for_landing = False
-            self._plan(self._planning.scaled_loads(batch), batch)
+            self._plan(loads, batch)
             return True
         else:
             # A forward that is under way may already have prepared for the old plan.
