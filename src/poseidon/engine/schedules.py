@@ -140,10 +140,16 @@ class Schedules:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
-    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
-        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan."""
+    def mark_rounded(self, parameters: Collection[nn.Parameter], tables: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan.
+
+        Each of the ``tables`` among them travels alone, so that its rows can be found.
+        """
         self._context.rounded.update(parameters)
-        kinds = [(kind, p in parameters) for kind, p in zip(self.model.kinds, self._parameters, strict=True)]
+        kinds = [
+            (kind, p in parameters, number if p in tables else -1)
+            for number, (kind, p) in enumerate(zip(self.model.kinds, self._parameters, strict=True))
+        ]
         self.model = Model.of(self.model.units, kinds)
 
     def _choose_routes(self, is_cuda: bool) -> Routes:
