@@ -76,6 +76,8 @@ class _Run:
     ready_s: dict[int, float]
     backward_s: float
     update_s: float
+    issue_s: float
+    """Host time of the forward and the loss, if a device computes them."""
 
     @property
     def total_s(self) -> float:
@@ -120,8 +122,10 @@ class _Watch:
         self._model.zero_grad(set_to_none=True)
         self._settle()
         start = self._mark()
+        began_s = time.perf_counter()
         with self._around():
             value = self._loss(_call(self._model, self._inputs))
+        issue_s = time.perf_counter() - began_s if self.device.type == "cuda" else 0.0
         forward = self._mark()
         value.backward()
         backward = self._mark()
@@ -135,6 +139,7 @@ class _Watch:
             {i: self._between(start, mark) for i, mark in self._ready.items()},
             self._between(start, backward),
             self._between(backward, end) if self._update is not None else self._plain_update_s(),
+            issue_s,
         )
 
     def memory_bytes(self) -> int:
@@ -215,6 +220,7 @@ def _assemble(
         ready_order=tuple(ready_order),
         update_s=statistics.median(one.update_s for one in runs),
         memory_bytes=memory,
+        issue_s=min(one.issue_s for one in runs) / count,
     )
 
 

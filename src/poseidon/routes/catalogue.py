@@ -14,8 +14,9 @@ from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
+from poseidon.routes.bits import change_bits, gradient_bits, rounded_share
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import HALVES_SHARE, compacted_bits, is_worth_compacting
+from poseidon.sums.compact import HALVES_SHARE, is_worth_compacting
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
@@ -26,10 +27,6 @@ COLLECTIVES = "collectives"
 """The queue of all collectives: they keep one order on all workers, whatever they carry."""
 COMBINED = "combined"
 """The queue of items that a machine's workers combine before the parameter server sums them."""
-
-
-CHANGE_BITS, ROUNDED_CHANGE_BITS = 21.0, 5.0
-"""What the change of a weight takes of 32 bits, compacted; rounded to bf16."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +87,8 @@ class ShardedRoute(Route):
     name = "sharded"
     summary = "full gradients, cut into chunks that their owners among the workers sum; the most urgent first"
     note = "fewer hops than a ring"
+    awaits_step = False
+    """What comes back is weights, once the optimizer's step is called."""
 
     @property
     def queue(self) -> str | None:
@@ -127,37 +126,54 @@ class ShardedRoute(Route):
             self.chunk_bytes_on(conditions.cluster), conditions.model_bytes // (conditions.rounds * machines)
         )
         (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
-        shares = self._shares(item, slot.chunks, conditions)
+        is_compacted = (
+            conditions.compacts
+            and item.itemsize == 4
+            and conditions.wire_share == 1  # values that were shortened are no longer float32
+            and is_worth_compacting(slot.chunks)
+        )
+        shares = self._shares(item, is_compacted, conditions)
         rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
-        return [self._round(item, chunks, shares, conditions) for chunks in rounds]
+        return [self._round(item, chunks, shares, is_compacted, conditions) for chunks in rounds]
 
-    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
+    def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
         """Return the shares of their bytes in which parts and sums travel."""
-        # Values that were shortened are no longer float32.
-        if item.itemsize != 4 or conditions.wire_share != 1:
-            return 1.0, 1.0
-        if conditions.compacts and is_worth_compacting(chunks):
-            part, total = compacted_bits(conditions.precision, conditions.cluster.machines)
+        if is_compacted:
+            owners = self.owners(conditions.cluster)
+            part, total = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
             return part / 32, total / 32
-        return (HALVES_SHARE if conditions.precision == "bf16" else 1.0), 1.0
+        return (HALVES_SHARE if self._has_halves(item, conditions) else 1.0), 1.0
+
+    def _has_halves(self, item: Item, conditions: Conditions) -> bool:
+        """Return whether the lower halves of gradients are zero, so that the host leaves them out."""
+        return conditions.precision == "bf16" and item.itemsize == 4 and conditions.wire_share == 1
 
     def _round(
-        self, item: Item, chunks: tuple[Chunk, ...], shares: tuple[float, float], conditions: Conditions
+        self,
+        item: Item,
+        chunks: tuple[Chunk, ...],
+        shares: tuple[float, float],
+        is_compacted: bool,
+        conditions: Conditions,
     ) -> Transfer:
-        machines = conditions.cluster.machines
+        cluster = conditions.cluster
+        machines = cluster.machines
         size = sum(chunk.length for chunk in chunks) * item.itemsize * conditions.wire_share
-        legs = tuple(Leg(size * share * (machines - 1) / machines) for share in shares)
+        senders = self.owners(cluster) // machines
         return Transfer(
             name=f"{item.specs[-1].name} [{chunks[0].index}]",
             units=item.units,
             route=self.name,
-            legs=legs,
+            legs=tuple(Leg(senders * size * share * (machines - 1) / machines) for share in shares),
             is_collective=False,
             is_whole=True,
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.inside_s(size),
-            messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
+            awaits_step=self.awaits_step,
+            is_compacted=is_compacted,
+            # Many rounds may be simulated as one.
+            messages=senders * max(len(chunks), size / self.chunk_bytes_on(cluster)) * (machines - 1) / machines,
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -171,16 +187,18 @@ class ShardedRoute(Route):
 class ServedRoute(ShardedRoute):
     """Full gradients to the owners of their chunks, and weights back; for ``update="server"`` only."""
 
+    awaits_step = True
     name = "served"
     summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
     note = ""
 
-    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
+    def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
         """Return the shares of parts and weights, which devices send as changes."""
-        part, _ = super()._shares(item, chunks, conditions)
-        if item.itemsize == 4 and conditions.wire_share == 1 and conditions.compacts and is_worth_compacting(chunks):
-            return part, (ROUNDED_CHANGE_BITS if conditions.precision == "bf16" else CHANGE_BITS) / 32
-        return part, part if conditions.precision == "bf16" else 1.0
+        part, _ = super()._shares(item, is_compacted, conditions)
+        if is_compacted:
+            return part, change_bits(item.specs, conditions.precision) / 32
+        rounded = rounded_share(item.specs, conditions.precision) if self._has_halves(item, conditions) else 0.0
+        return part, 1 - rounded + HALVES_SHARE * rounded
 
     def open(self, context: Context) -> Exchanger:
         """See ``served.py``."""

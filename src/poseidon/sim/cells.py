@@ -20,6 +20,7 @@ SIMULATED = {
     "ddp-gloo": "ddp",
     "poseidon": "poseidon",
     "poseidon-distribute": "distribute",
+    "poseidon-distribute:update=server": "served",
 }
 """The benchmark's systems, and what simulates each."""
 
@@ -69,6 +70,8 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         collectives=transports.collectives,
         messages=transports.messages,
         contention=transports.contention,
+        issue_s=bench.profile.issue_s or transports.issue_s,
+        sharing=bench.machines if bench.is_gpu else 1.0,
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         compacts=bench.compacts,

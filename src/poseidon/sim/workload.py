@@ -14,6 +14,8 @@ from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions, Transfer
 from poseidon.routes import standard_routes
+from poseidon.routes.bits import is_rounded
+from poseidon.routes.catalogue import ServedRoute
 from poseidon.sim.adam import FactorPush, pays_pushed
 from poseidon.sim.setting import Setting
 
@@ -53,7 +55,8 @@ def make_workload(setting: Setting) -> Workload:
     count = len(plan.entries)
     if system.dense == "none" or cluster.workers == 1:
         return Workload(plan, (), (0.0,) * count, (0.0,) * count)
-    routes = Routes([*routes.values(), FactorPush()])
+    served = ServedRoute(chunk_bytes=setting.least_chunk_bytes)
+    routes = Routes([*routes.values(), FactorPush(), served])
     route_of = [_route(setting, entry, routes) for entry in plan.entries]
     packing = _Packing(cluster, system.bucket_bytes, system.overlaps_forward, style=system.packing)
     return plan_workload(setting, plan, route_of, routes, packing)
@@ -62,13 +65,24 @@ def make_workload(setting: Setting) -> Workload:
 def plan_workload(setting: Setting, plan: Plan, route_of: Sequence[str], routes: Routes, packing: Packing) -> Workload:
     """Return the transfers of a plan whose units take these routes."""
     profile, system = setting.profile, setting.system
-    schedule = make_schedule(Model.of(profile.specs), route_of, profile.ready_order, routes, packing, profile.loads)
+    schedule = make_schedule(_model(setting), route_of, profile.ready_order, routes, packing, profile.loads)
     transfers = _transfers(setting, schedule, routes)
     if system.overlaps_forward:
         place = {unit: at for at, unit in enumerate(profile.ready_order)}
         transfers = _by_need(setting, transfers, place)
     device_s = [_device_s(entry, routes[name]) for entry, name in zip(plan.entries, route_of, strict=True)]
     return Workload(plan, tuple(transfers), tuple(s for s, _ in device_s), tuple(s for _, s in device_s))
+
+
+def _model(setting: Setting) -> Model:
+    """Return the model; weights that the server sends rounded travel apart from the others."""
+    specs = setting.profile.specs
+    if setting.system.dense != "served":
+        return Model.of(specs)
+    kinds = [
+        (parameter.itemsize, is_rounded(unit, setting.precision)) for unit in specs for parameter in unit.parameters
+    ]
+    return Model.of(specs, kinds)
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         wire_share=setting.wire_share,
         compacts=setting.compacts,
         precision=setting.precision,
+        loads=setting.profile.loads,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
     )
     sizes: Counter[str] = Counter()
