@@ -22,7 +22,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferHook, BufferSync
-from poseidon.engine.compiled import has_compiled_parts
+from poseidon.engine.compiled import has_compiled_parts, uncompiled
 from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -357,7 +357,9 @@ class DistributedDataParallel(TorchSurface):
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
         if self._policy.serves:
-            units = [only_dense(unit) for unit in units]
+            # Where a layer is compiled, it cannot hand its gradient over.
+            keeps_tied = not has_compiled_parts(self.module)
+            units = [only_dense(unit, keeps_tied) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
@@ -408,13 +410,13 @@ class DistributedDataParallel(TorchSurface):
         if self.forward_sync_buffers:
             self._buffer_sync = BufferSync(self.module, team, self._ignored)
 
-    @torch.compiler.disable
+    @uncompiled
     def _is_recomputing(self) -> bool:
         """Whether this forward only recomputes activations, in a backward of the model's own outputs."""
         assert self._front_end is not None
         return torch._C._current_graph_task_id() != -1 and self._front_end.is_in_backward
 
-    @torch.compiler.disable
+    @uncompiled
     def _before_forward(self, is_compiling: bool) -> None:
         """Let the policy finish what this forward does not wait for by itself."""
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
@@ -424,7 +426,7 @@ class DistributedDataParallel(TorchSurface):
         if self._buffer_sync is not None:
             self._buffer_sync.complete()
 
-    @torch.compiler.disable
+    @uncompiled
     def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert self._engine is not None
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -445,7 +447,7 @@ class DistributedDataParallel(TorchSurface):
             self.sync_buffers(source)
         return inputs, kwargs
 
-    @torch.compiler.disable
+    @uncompiled
     def _after_forward(self, outputs: Any) -> None:
         assert self._engine is not None
         assert self._front_end is not None

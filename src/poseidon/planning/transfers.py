@@ -47,6 +47,9 @@ class Transfer:
     """The part of it that is processor time for direct messages."""
     awaits_step: bool = False
     """The second leg begins once all workers have called the optimizer's ``step()``, at the end of backward."""
+    is_early: bool = False
+    """Leaves when the first of all gradients is final, although the unit's own is not: the part of a tied table that
+    its linear layer makes."""
     messages: float = 0.0
     """Other messages that each machine sends in each leg, as far as they cost processor time beyond their bytes."""
     is_compacted: bool = False

@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost, tied_cost
+from poseidon.planning.costs import (
+    Cost,
+    allreduce_cost,
+    factors_cost,
+    rows_cost,
+    sharded_cost,
+    split_cost,
+    tied_cost,
+    touched_bytes,
+)
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
@@ -87,8 +96,11 @@ class ShardedRoute(Route):
     name = "sharded"
     summary = "full gradients, cut into chunks that their owners among the workers sum; the most urgent first"
     note = "fewer hops than a ring"
-    awaits_step = False
-    """What comes back is weights, once the optimizer's step is called."""
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether weights come back, once the optimizer's step is called."""
+        return False
 
     @property
     def queue(self) -> str | None:
@@ -99,7 +111,7 @@ class ShardedRoute(Route):
         """Return true for everything but sparse gradients."""
         return not unit.is_sparse
 
-    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
         """Count the bytes of a ring, in two hops."""
         return sharded_cost(unit, load, cluster)
 
@@ -137,12 +149,20 @@ class ShardedRoute(Route):
         return [self._round(item, chunks, shares, is_compacted, conditions) for chunks in rounds]
 
     def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
-        """Return the shares of their bytes in which parts and sums travel."""
+        """Return the shares of their bytes in which parts travel, and what comes back."""
+        part, total = HALVES_SHARE if self._has_halves(item, conditions) else 1.0, 1.0
         if is_compacted:
             owners = self.owners(conditions.cluster)
-            part, total = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
-            return part / 32, total / 32
-        return (HALVES_SHARE if self._has_halves(item, conditions) else 1.0), 1.0
+            bits = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
+            part, total = bits[0] / 32, bits[1] / 32
+        return part, self._weight_share(item, is_compacted, conditions) if self.awaits_step else total
+
+    def _weight_share(self, item: Item, is_compacted: bool, conditions: Conditions) -> float:
+        """Return the share of their bytes in which weights travel, which devices send as changes."""
+        if is_compacted:
+            return change_bits(item.specs, conditions.precision) / 32
+        rounded = rounded_share(item.specs, conditions.precision) if self._has_halves(item, conditions) else 0.0
+        return 1 - rounded + HALVES_SHARE * rounded
 
     def _has_halves(self, item: Item, conditions: Conditions) -> bool:
         """Return whether the lower halves of gradients are zero, so that the host leaves them out."""
@@ -187,18 +207,18 @@ class ShardedRoute(Route):
 class ServedRoute(ShardedRoute):
     """Full gradients to the owners of their chunks, and weights back; for ``update="server"`` only."""
 
-    awaits_step = True
     name = "served"
     summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
     note = ""
 
-    def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
-        """Return the shares of parts and weights, which devices send as changes."""
-        part, _ = super()._shares(item, is_compacted, conditions)
-        if is_compacted:
-            return part, change_bits(item.specs, conditions.precision) / 32
-        rounded = rounded_share(item.specs, conditions.precision) if self._has_halves(item, conditions) else 0.0
-        return part, 1 - rounded + HALVES_SHARE * rounded
+    @property
+    def awaits_step(self) -> bool:
+        """Weights come back."""
+        return True
+
+    def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - as in the contract
+        """Return true: it is among the routes only where owners take the step."""
+        return True
 
     def open(self, context: Context) -> Exchanger:
         """See ``served.py``."""
@@ -240,7 +260,7 @@ class BroadcastRoute(Route):
                 legs=(Leg(wire_bytes if machines > 1 else 0.0),),
                 is_collective=self.is_collective,
                 staged_bytes=0.0 if self.is_collective else own * machines,
-                hops=machines - 1 if self.is_collective else 2,
+                hops=machines - 1 if self.is_collective else 1,
                 inside_s=conditions.inside_s(own) + message_s,
                 message_s=message_s,
             )
@@ -328,6 +348,50 @@ class TiedRoute(BroadcastRoute):
         return TiedExchanger(context)
 
 
+@dataclass(frozen=True)
+class SplitRoute(ShardedRoute):
+    """The gradient of a table that is a linear layer's weight too: in full from that layer, early, and touched rows."""
+
+    exchanger: str = ShardedRoute.name
+    """``sharded``, or ``served`` where owners take the step."""
+
+    name = "split"
+    summary = "a table's touched rows, and before them the full gradient of the linear layer that has the same weight"
+    delivers = "rows and head"
+    note = ""
+
+    def accepts(self, unit: Unit) -> bool:
+        """Tables of float32 that are a linear layer's weight too, unless something would have to keep an order."""
+        return unit.kind == "tied" and unit.parameters[0].itemsize == 4 and not self.combines_first
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the owners take the step."""
+        return self.exchanger == ServedRoute.name
+
+    def is_offered(self, cluster: Cluster) -> bool:
+        """Return whether the route whose exchanger it uses is."""
+        return self.awaits_step or super().is_offered(cluster)
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count what leaves after the last gradient."""
+        return None if load is None or load.rows <= 0 else split_cost(unit, load, cluster)
+
+    def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
+        """Return the shares of parts, which lack the touched rows, and of what comes back."""
+        part, _ = super()._shares(item, is_compacted, replace(conditions, loads={}))
+        return part, super()._shares(item, is_compacted, conditions)[1]
+
+    def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
+        """Send the head's parts early; at the end the rows, and sums back."""
+        rounds = super().transfers(item, conditions)
+        machines = conditions.cluster.machines
+        touched = 0.0 if item.load is None else touched_bytes(item.specs[0], item.load)
+        rows = Leg(touched * (machines - 1) / machines / max(len(rounds), 1))
+        early = [replace(one, name=f"{one.name} head", legs=one.legs[:1], is_early=True) for one in rounds]
+        return early + [replace(one, legs=(rows, *one.legs[1:])) for one in rounds]
+
+
 _ADDED: list[Route] = []
 
 
@@ -340,6 +404,11 @@ def register(route: Route) -> None:
 def unregister(name: str) -> None:
     """Remove a registered route."""
     _ADDED[:] = [route for route in _ADDED if route.name != name]
+
+
+def served_routes(chunk_bytes: int | None = None) -> Routes:
+    """Return the routes of ``update="server"``."""
+    return Routes([ServedRoute(chunk_bytes=chunk_bytes), SplitRoute(False, False, chunk_bytes, ServedRoute.name)])
 
 
 def standard_routes(
@@ -356,5 +425,6 @@ def standard_routes(
         FactorsRoute(gathers_factors),
         RowsRoute(),
         TiedRoute(),
+        SplitRoute(offers_server, combines_first, chunk_bytes),
     )
     return Routes([*built_in, *_ADDED])

@@ -15,7 +15,7 @@ from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions, Transfer
 from poseidon.routes import standard_routes
 from poseidon.routes.bits import is_rounded
-from poseidon.routes.catalogue import ServedRoute
+from poseidon.routes.catalogue import served_routes
 from poseidon.sim.adam import FactorPush, pays_pushed
 from poseidon.sim.setting import Setting
 
@@ -44,22 +44,29 @@ class Workload:
 def make_workload(setting: Setting) -> Workload:
     """Plan with the real planner, pack with the real schedule, and turn its items into transfers."""
     profile, cluster, system = setting.profile, setting.cluster, setting.system
-    routes = standard_routes(
-        offers_server=setting.offers_server and system.dense == "planned",
-        gathers_factors=setting.uses_gathers,
-        combines_first=cluster.workers_per_machine > 1,
-        chunk_bytes=setting.least_chunk_bytes,
-    )
+    routes = _routes(setting)
     overrides = setting.overrides if system.special == "planned" else {}
     plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)
     count = len(plan.entries)
     if system.dense == "none" or cluster.workers == 1:
         return Workload(plan, (), (0.0,) * count, (0.0,) * count)
-    served = ServedRoute(chunk_bytes=setting.least_chunk_bytes)
-    routes = Routes([*routes.values(), FactorPush(), served])
+    routes = Routes([*routes.values(), FactorPush()])
     route_of = [_route(setting, entry, routes) for entry in plan.entries]
     packing = _Packing(cluster, system.bucket_bytes, system.overlaps_forward, style=system.packing)
     return plan_workload(setting, plan, route_of, routes, packing)
+
+
+def _routes(setting: Setting) -> Routes:
+    """Return the routes among which the system's planner chooses."""
+    system = setting.system
+    if system.dense == "served":
+        return served_routes(setting.least_chunk_bytes)
+    return standard_routes(
+        offers_server=setting.offers_server and system.dense == "planned",
+        gathers_factors=setting.uses_gathers,
+        combines_first=setting.cluster.workers_per_machine > 1,
+        chunk_bytes=setting.least_chunk_bytes,
+    )
 
 
 def plan_workload(setting: Setting, plan: Plan, route_of: Sequence[str], routes: Routes, packing: Packing) -> Workload:
@@ -107,6 +114,8 @@ class _Packing(Packing):
 def _route(setting: Setting, entry: PlanEntry, routes: Routes) -> str:
     """Return the route by which a system sends a unit, given the planner's decision."""
     system = setting.system
+    if system.dense == "served":
+        return entry.route
     is_short = routes[entry.route].delivers != "gradients"
     if system.special == "planned" and is_short:
         return entry.route
