@@ -204,7 +204,7 @@ def _unit_from_dict(data: dict[str, Any]) -> UnitProfile:
         )
     load = None if data["load"] is None else Load(**data["load"])
     if load is not None:
-        for name in ("rows", "touched"):
+        for name in ("rows", "touched", "bags"):
             _check_count(f"{name} of {where}", getattr(load, name))
         _check_whole(f"value_bytes of {where}", load.value_bytes, 1, _MOST_ITEM_BYTES)
     return UnitProfile(

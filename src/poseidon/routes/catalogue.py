@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.costs import (
+    INDEX_BYTES,
     Cost,
     allreduce_cost,
     factors_cost,
@@ -22,6 +23,7 @@ from poseidon.planning.costs import (
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
+from poseidon.planning.shipments import PLACE_BYTES, SLOW_BYTES_PER_S
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.routes.bits import change_bits, gradient_bits, rounded_share
 from poseidon.sums.chunks import Chunk
@@ -243,11 +245,15 @@ class BroadcastRoute(Route):
         """Whether the parts travel by messages."""
         return not self.is_collective
 
+    def _sent_share(self, item: Item, cluster: Cluster) -> float:  # noqa: ARG002 - for routes that depend on it
+        """Return the share of the bytes that the planner counts which is sent."""
+        return 1.0
+
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Return one leg, with the bytes that the planner counts."""
+        """Return one leg, with about the bytes that the planner counts."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
-        wire_bytes = 0.0 if cost is None else cost.wire_bytes
+        wire_bytes = 0.0 if cost is None else cost.wire_bytes * self._sent_share(item, conditions.cluster)
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
         peers = 0 if self.is_collective else conditions.cluster.workers - 1
@@ -316,6 +322,15 @@ class RowsRoute(BroadcastRoute):
         if not unit.is_sparse and (load is None or load.rows <= 0):
             return None
         return rows_cost(unit, load or Load(rows=0), cluster)
+
+    def _sent_share(self, item: Item, cluster: Cluster) -> float:
+        """On slow links rows that repeat each other, as those of a bag do, travel once; all with their places."""
+        load = item.load
+        if load is None or not 0 < load.bags < load.rows or cluster.between.bytes_per_s > SLOW_BYTES_PER_S:
+            return 1.0
+        width = item.specs[0].matrix[1] * item.itemsize
+        sent = load.bags * width + load.rows * (INDEX_BYTES + PLACE_BYTES)
+        return min(1.0, sent / (load.rows * (width + INDEX_BYTES)))
 
     def open(self, context: Context) -> Exchanger:
         """See ``rows.py``."""

@@ -135,7 +135,8 @@ MEDIA = {
         Medium("ideal", 0.0, is_pipelined=True, has_trees=True),
         Medium("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
         Medium("gloo", 0.22e-9, is_pipelined=False, work_s_per_byte=0.78e-9),
-        # Time per message, fitted to the recommender on 4 and 8 machines: its eight tables send little else.
+        # Time per message, fitted to the recommender on 4 and 8 machines at 25 Gbit/s: its tables send little else.
+        # Since then, as processor time: 0.32 ms (benchmarks/small_steps.py dlrm --width 0.02 --workers 4 --machines).
         Medium(
             "messages",
             0.58e-9,
@@ -145,7 +146,7 @@ MEDIA = {
             work_s_per_message=0.143e-3,
             handling_s=HANDLING_S,
             device_handling_s=DEVICE_HANDLING_S,
-            stall_power=2.0,  # parts and sums: two messages one after the other
+            stall_power=1.25,  # parts and sums: two messages one after the other
         ),
     )
 }

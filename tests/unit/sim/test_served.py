@@ -113,6 +113,18 @@ def test_compacting_delays_a_device_that_computes_for_all_who_share_it():
     assert shared - alone == pytest.approx(8 * (8 << 20) * (COMPACT_S + ADD_S + RESTORE_S), rel=0.01)
 
 
+def test_rows_of_a_bag_travel_once_where_the_link_is_slow():
+    made = UnitProfile(TABLE, Load(400, bags=100), 0.01, 0.02)
+    plain = replace(made, load=Load(400))
+    sent = {
+        (gbit, one is made): simulate(setting(profile(one), gbit=gbit)).sent_bytes
+        for gbit in (1, 10)
+        for one in (made, plain)
+    }
+    assert sent[1, False] == sent[10, False] == sent[10, True] == 3 * 400 * (64 * 4 + 8)
+    assert sent[1, True] == 3 * (100 * 64 * 4 + 400 * 12)
+
+
 def test_the_benchmarks_system_is_predicted():
     bench = Bench(profile(dense("one", 4 << 20)), 0.1, 8, 10e9, True, 16, 1e13, compacts=True, precision="bf16")
     served = predict_ms(bench, "poseidon-distribute:update=server")
