@@ -174,6 +174,8 @@ def open_choosing(team: Team, routes: Routes, tries: bool, device: torch.device)
         compacts=is_cuda and importlib.util.find_spec("triton") is not None,
         cores=_cores() / crowd,
         uses_cores=not is_cuda,
+        # Workers that see only their own device are taken to share it, as in a lab.
+        sharing=max(1.0, crowd / torch.cuda.device_count()) if is_cuda else 1.0,
     )
     choices = Choices(cache_folder(), reads=mode != "fresh") if all(can for can, _ in everybody) else None
     return Choosing(team, equipment, Laps(device), choices)
