@@ -38,7 +38,7 @@ from poseidon.launch.local import follow_launcher, run_workers
 from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.wire.transport import WireStats
 
-SYSTEMS = ("compute", "ddp", "wrapper", "distribute")
+SYSTEMS = ("compute", "ddp", "wrapper", "distribute", "server")
 WARM_STEPS, TRIAL_STEPS = 6, 200
 """Steps before anything is measured: the plan is made, and collectives are reordered; with trials, plans are tried."""
 COUNTED_STEPS = 10
@@ -133,6 +133,8 @@ def make(system: str, options: argparse.Namespace) -> tuple[Step, nn.Module]:
         given: Any = {"cluster": cluster, "routes": options.routes}
         if system == "wrapper":
             model = poseidon.DistributedDataParallel(plain, **given)
+        elif system == "server":
+            model, optimizer = poseidon.distribute(plain, optimizer, cluster=cluster, update="server")
         else:
             model, optimizer = poseidon.distribute(plain, optimizer, **given)
 

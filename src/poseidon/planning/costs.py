@@ -27,7 +27,8 @@ from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.packing import LARGEST_BUCKET_BYTES
 from poseidon.units import Load, Unit
 
-_INDEX_BYTES = 8
+INDEX_BYTES = 8
+"""Of a touched row's number."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def touched_bytes(unit: Unit, load: Load) -> float:
 
 def _row_bytes(unit: Unit) -> int:
     _, width = unit.matrix
-    return width * unit.parameters[0].itemsize + _INDEX_BYTES
+    return width * unit.parameters[0].itemsize + INDEX_BYTES
 
 
 def _rows_cost(unit: Unit, touched: float, cluster: Cluster) -> Cost:
