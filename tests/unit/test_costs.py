@@ -105,6 +105,8 @@ def test_nothing_gets_slower_by_better_hardware(
         assert cost_of(load, replace(cluster, between=link), m, n).seconds <= seconds
     for link in better(cluster.inside):
         assert cost_of(load, replace(cluster, inside=link), m, n).seconds <= seconds
+    for link in better(cluster.combining):
+        assert cost_of(load, replace(cluster, shared=link), m, n).seconds <= seconds
     assert cost_of(load, replace(cluster, flops=cluster.flops * factor), m, n).seconds <= seconds
 
 

@@ -160,17 +160,21 @@ class AutogradFrontEnd:
 
     def _accumulated(self, parameter: nn.Parameter) -> Callable[..., None]:
         front_end = weakref.ref(self)
+        number = self.engine.number_of(parameter)
 
         def accumulated(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
             self = front_end()
             if self is None:
                 return
-            if not self.exchanges:
-                self.engine.local_gradient(parameter)
+            engine, is_dense = self.engine, gradients[0] is not None
+            # What is true of nearly all gradients comes first: their backward is under way.
+            if engine.is_armed and self._is_end_queued and engine.gradient_ready(number, is_dense):
                 return
-            if not (self._is_end_queued and self.engine.in_backward):
-                self.begin()
-            self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
+            if not self.exchanges:
+                engine.local_gradient(parameter)
+                return
+            self.begin()
+            engine.parameter_ready(parameter, is_dense)
 
         return accumulated
 

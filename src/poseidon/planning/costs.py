@@ -27,7 +27,8 @@ from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.packing import LARGEST_BUCKET_BYTES
 from poseidon.units import Load, Unit
 
-_INDEX_BYTES = 8
+INDEX_BYTES = 8
+"""Of a touched row's number."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def allreduce_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
     """Cost of averaging the full gradient with collectives."""
     size = unit.size_bytes
     wire_s = _ring_or_tree_s(size, cluster.machines, cluster.between)
-    wire_s += _ring_or_tree_s(size, cluster.workers_per_machine, cluster.inside)
+    wire_s += _ring_or_tree_s(size, cluster.workers_per_machine, cluster.combining)
     compute_s = 0.0
     if unit.kind in ("linear", "tied") and load is not None:
         rows, columns = unit.matrix
@@ -77,7 +78,7 @@ def sharded_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
     machines = cluster.machines
     hops = 2 * cluster.between.latency_s * unit.size_bytes / LARGEST_BUCKET_BYTES
     between_s = 2 * (machines - 1) / machines * unit.size_bytes / cluster.between.bytes_per_s + hops
-    inside_s = _ring_or_tree_s(unit.size_bytes, cluster.workers_per_machine, cluster.inside)
+    inside_s = _ring_or_tree_s(unit.size_bytes, cluster.workers_per_machine, cluster.combining)
     return Cost(combined.wire_bytes, between_s + inside_s, combined.compute_s)
 
 
@@ -133,7 +134,7 @@ def touched_bytes(unit: Unit, load: Load) -> float:
 
 def _row_bytes(unit: Unit) -> int:
     _, width = unit.matrix
-    return width * unit.parameters[0].itemsize + _INDEX_BYTES
+    return width * unit.parameters[0].itemsize + INDEX_BYTES
 
 
 def _rows_cost(unit: Unit, touched: float, cluster: Cluster) -> Cost:
