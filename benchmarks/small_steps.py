@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,12 +186,19 @@ class Counted:
     """Counts Python calls on all threads, messages and collectives. Make it before any other thread starts."""
 
     def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+        self._seen: defaultdict[str, float] = defaultdict(float)
         self._is_on = False
         for name in ("send", "allreduce", "allgather", "broadcast", "alltoall_base"):
             what = "messages" if name == "send" else "collectives"
             setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name), what))
-        WireStats.count_sent = self._counting(WireStats.count_sent, "messages")  # type: ignore[method-assign]
+        count_sent = WireStats.count_sent
+
+        def count(stats: WireStats, size_bytes: int) -> None:
+            self._seen["messages"] += self._is_on
+            self._seen["wire KB"] += size_bytes / 1e3 * self._is_on
+            count_sent(stats, size_bytes)
+
+        WireStats.count_sent = count  # type: ignore[method-assign]
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
 
@@ -203,7 +210,7 @@ class Counted:
         for _ in range(COUNTED_STEPS):
             step()
         self._is_on = False
-        return {name: self._seen[name] / COUNTED_STEPS for name in ("calls", "messages", "collectives")}
+        return {name: self._seen[name] / COUNTED_STEPS for name in ("calls", "messages", "wire KB", "collectives")}
 
     def _profile(self, _: Any, event: str, __: Any) -> None:
         if self._is_on and event == "call":

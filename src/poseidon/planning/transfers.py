@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from poseidon.planning.cluster import Cluster
+from poseidon.planning.cluster import Cluster, Link
 from poseidon.units import Load
 
 
@@ -95,7 +95,14 @@ class Conditions:
     model_bytes: int = 0
     """Bytes of all items of the same route."""
 
-    def inside_s(self, size_bytes: float) -> float:
+    def combine_s(self, size_bytes: float) -> float:
         """Return the time for the workers of one machine to combine their parts, or to share the result."""
-        members, link = self.cluster.workers_per_machine, self.cluster.inside
+        return self._inside_s(size_bytes, self.cluster.combining)
+
+    def relay_s(self, size_bytes: float) -> float:
+        """Return the time for the workers of one machine to hand each other messages of this size."""
+        return self._inside_s(size_bytes, self.cluster.inside)
+
+    def _inside_s(self, size_bytes: float, link: Link) -> float:
+        members = self.cluster.workers_per_machine
         return (members - 1) / members * size_bytes / link.bytes_per_s + (members - 1) * link.latency_s

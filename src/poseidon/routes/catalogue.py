@@ -73,7 +73,7 @@ class AllreduceRoute(Route):
                 is_collective=True,
                 is_whole=True,
                 hops=conditions.collective_hops,
-                inside_s=conditions.inside_s(size),
+                inside_s=conditions.combine_s(size),
             )
         ]
 
@@ -194,7 +194,7 @@ class ShardedRoute(Route):
             is_whole=True,
             staged_bytes=size,
             priority=item.priority,
-            inside_s=conditions.inside_s(size),
+            inside_s=conditions.combine_s(size),
             awaits_step=self.awaits_step,
             is_compacted=is_compacted,
             # Many rounds may be simulated as one.
@@ -270,7 +270,7 @@ class BroadcastRoute(Route):
                 is_collective=self.is_collective,
                 staged_bytes=0.0 if self.is_collective else own * machines,
                 hops=machines - 1 if self.is_collective else 1,
-                inside_s=conditions.inside_s(own) + message_s,
+                inside_s=conditions.relay_s(own) + message_s,
                 message_s=message_s,
             )
         ]

@@ -47,7 +47,7 @@ def drop_zeros(data: Tensor, itemsize: int) -> Tensor | None:
 
     ``data`` holds values of ``itemsize`` bytes. A negative zero is not zero: it has a bit.
     """
-    if itemsize not in _WORDS or data.numel() % itemsize:
+    if itemsize not in _WORDS or not data.numel() or data.numel() % itemsize:
         return None
     values = data.numpy().view(_WORDS[itemsize])
     count = int(np.count_nonzero(values))
