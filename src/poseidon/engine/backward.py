@@ -123,7 +123,8 @@ class Backward:
     def _land(self, number: int) -> None:
         verdict, live = self.step.verdict, self.live.items[number]
         assert verdict is not None
-        used = [not verdict.used or verdict.used[parameter] for parameter in live.item.parameters]
+        numbers = live.item.parameters
+        used = [verdict.used[parameter] for parameter in numbers] if verdict.used else [True] * len(numbers)
         with aside():
             # Removed first, so that its memory is freed as it lands.
             self._exchanges.pop(number).finish(any(used))

@@ -42,7 +42,9 @@ def describe_job(units: Sequence[Unit], loads: Mapping[str, Load], cluster: Clus
         "units": [(u.name, u.kind, u.is_sparse, [(p.shape, p.itemsize) for p in u.parameters]) for u in units],
         "loads": {name: (_coarse(load.rows, _LOAD_STEP), load.value_bytes) for name, load in sorted(loads.items())},
         "cluster": [cluster.machines, cluster.workers_per_machine],
-        "links": [_coarse(link.bits_per_s, _RATE_STEP) for link in (cluster.between, cluster.inside)],
+        "links": [
+            _coarse(link.bits_per_s, _RATE_STEP) for link in (cluster.between, cluster.inside, cluster.combining)
+        ],
         **others,
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:32]

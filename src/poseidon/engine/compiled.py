@@ -34,9 +34,10 @@ class CompiledParts:
         compiled as a whole needs all its parameters at once.
         """
         for part in _parts_of(module):
-            if part._compiled_call_impl is not None or (part is module and _is_wrapped(part)):
+            is_wrapped = "_orig_mod" in part._modules  # as in _is_wrapped; not called, as there are many parts
+            if part._compiled_call_impl is not None or (part is module and is_wrapped):
                 return False
-            if _is_wrapped(part) and part not in self._handles:
+            if is_wrapped and part not in self._handles:
                 self._handles[part] = part.register_forward_pre_hook(_land_part)
         return True
 

@@ -76,6 +76,9 @@ class Cluster:
     """Matrix-product rate of one worker's device, in floating-point operations per second."""
     source: str = "assumed"
     """Where the figures come from: assumed, given or measured; shown with the plan."""
+    shared: Link | None = None
+    """For sums of whole gradients among the workers of a machine, in memory that they share: an allreduce takes as long
+    as over a link of this kind. None: sums use ``inside``."""
 
     def __post_init__(self) -> None:
         for name in ("machines", "workers_per_machine"):
@@ -93,6 +96,11 @@ class Cluster:
             raise ConfigError(f"the device's matrix rate is {self.flops} flop/s; it must be positive and finite")
 
     @property
+    def combining(self) -> Link:
+        """What sums of whole gradients use inside a machine."""
+        return self.inside if self.shared is None else self.shared
+
+    @property
     def workers(self) -> int:
         """Number of workers in the whole cluster."""
         return self.machines * self.workers_per_machine
@@ -106,6 +114,8 @@ class Cluster:
             parts.append(link("between machines", self.between))
         if self.workers_per_machine > 1:
             parts.append(link("inside a machine", self.inside))
+            if self.shared is not None:
+                parts.append(link("sums in shared memory", self.shared))
         parts.append(f"device {self.flops / 1e9:.3g} GFLOP/s")
         return "; ".join(parts) + f" ({self.source})"
 
@@ -121,8 +131,8 @@ class Cluster:
         if unknown:
             raise ConfigError(f"{origin}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
         fields = dict(data)
-        for name in ("between", "inside"):
-            if name in fields:
+        for name in ("between", "inside", "shared"):
+            if fields.get(name) is not None:
                 fields[name] = _link_from_dict(fields[name], f"{origin}: {name}")
         try:
             return cls(**fields)
