@@ -17,10 +17,16 @@ def aside(x):
     is_traced.append(torch.compiler.is_compiling())
     return x + 1
 
+import torch._dynamo as compiler
+
+@compiler.disable()
+def beside(x):
+    return aside(x)
+
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-aside(torch.ones(1))
+beside(torch.ones(1))
 before = type(sys.modules["torch._dynamo"]).__name__
-compiled = torch.compile(lambda x: 3 * aside(2 * x), backend="eager")
+compiled = torch.compile(lambda x: 3 * beside(2 * x), backend="eager")
 print(before, type(sys.modules["torch._dynamo"]).__name__, compiled(torch.ones(1)).item(), is_traced)
 """
 
