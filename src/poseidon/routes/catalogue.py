@@ -157,6 +157,9 @@ class ShardedRoute(Route):
             owners = self.owners(conditions.cluster)
             bits = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
             part, total = bits[0] / 32, bits[1] / 32
+        seen = conditions.sent_bits.compacted if is_compacted else conditions.sent_bits.plain
+        if seen is not None and item.itemsize == 4 and conditions.wire_share == 1:
+            part, total = seen[0] / 32, seen[1] / 32
         return part, self._weight_share(item, is_compacted, conditions) if self.awaits_step else total
 
     def _weight_share(self, item: Item, is_compacted: bool, conditions: Conditions) -> float:
