@@ -1,8 +1,8 @@
 """Every worker's rows to every other worker, by direct messages between pairs.
 
-Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may bring
-any number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A header
-with the number of rows goes to all workers first; then each message crosses to every other machine once
+Collectives need the same sizes and the same order on all workers; tagged messages (``team/mail.py``) need neither. So a
+worker may bring any number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves
+first. A header with the number of rows goes to all workers first; then each message crosses to every other machine once
 (``team/topology.py``).
 
 The parcels of small units share a shipment (``planning/shipments.py``): one header and one message per peer, which
@@ -21,12 +21,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.errors import MismatchError
+from poseidon.team.mail import Tag
 from poseidon.team.team import CLOSE_S, Team
+
+Array = npt.NDArray[np.int64]
+_MOST_CHANNELS, _MOST_UNITS = 1 << 12, 1 << 20
+"""They share the 32 bits of a tag's subject."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,7 @@ class _Job:
 
     parcels: Sequence[Parcel]
     futures: Sequence[Future[Any]]
-    sends: list[tuple[Any, Tensor, int]] = field(default_factory=list)
-    """Operation, tensor to keep alive until it is done, and peer."""
+    sends: list[Future[None]] = field(default_factory=list)
     is_sent: threading.Event = field(default_factory=threading.Event)
     """Set when all sends have been queued (or have failed)."""
     payload: Tensor | None = None
@@ -91,14 +96,19 @@ class _Job:
         return self.parcels[0].unit
 
     @property
+    def step(self) -> int:
+        """The step it belongs to."""
+        return self.parcels[0].step
+
+    @property
     def name(self) -> str:
         """For errors."""
         first, last = self.parcels[0].name, self.parcels[-1].name
         return first if first == last else f"{first} ... {last}"
 
-    def header(self) -> Tensor:
+    def header(self) -> Array:
         """Return four words per parcel."""
-        return torch.tensor([(*p.rows.shape, p.flags, p.step) for p in self.parcels], device="cpu")
+        return np.array([(*p.rows.shape, p.flags, p.step) for p in self.parcels], np.int64)
 
     def join(self) -> Tensor:
         """Return the rows of all parcels as one tensor of bytes."""
@@ -112,8 +122,8 @@ class Pairs:
 
     def __init__(self, team: Team, pin_memory: bool = False) -> None:
         self._team = team
-        self._group = team.new_group()
-        self._rank_in_group = [dist.get_group_rank(self._group, team.global_rank(rank)) for rank in range(team.size)]
+        self._mail = team.mail
+        self._channel = team.mail.new_channel()
         self._pin_memory = pin_memory
         self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -165,14 +175,9 @@ class Pairs:
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _tag(self, number: int, origin: int, is_header: bool) -> int:
-        return (number * self._team.size + origin) * 2 + is_header
-
-    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self._group.send([tensor], self._rank_in_group[peer], tag)
-
-    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self._group.recv([tensor], self._rank_in_group[peer], tag)
+    def _tag(self, job: _Job, origin: int, is_header: bool) -> Tag:
+        assert job.number < _MOST_UNITS
+        return Tag(self._channel % _MOST_CHANNELS * _MOST_UNITS + job.number, job.step << 17 | origin << 1 | is_header)
 
     def _send_forever(self) -> None:
         while (job := self._outbox.get()) is not None:
@@ -194,11 +199,14 @@ class Pairs:
         # Each worker starts with a different peer, so that not all send to rank 0 first.
         peers = [(rank + shift) % size for shift in range(1, size)]
         for peer in peers:
-            job.sends.append((self._isend(header, peer, self._tag(job.number, rank, True)), header, peer))
+            job.sends.append(self._mail.send(peer, self._tag(job, rank, True), _words(header)))
         if payload.numel():
-            receivers = self._team.topology.receivers(rank, rank)
-            for peer in (peer for peer in peers if peer in receivers):
-                job.sends.append((self._isend(payload, peer, self._tag(job.number, rank, False)), payload, peer))
+            receivers, tag, data = (
+                self._team.topology.receivers(rank, rank),
+                self._tag(job, rank, False),
+                _bytes(payload),
+            )
+            job.sends += [self._mail.send(peer, tag, data) for peer in peers if peer in receivers]
 
     def _receive_forever(self) -> None:
         while (job := self._inbox.get()) is not None:
@@ -219,11 +227,11 @@ class Pairs:
         gathered = [self._make_room(parcel, words) for parcel, words in zip(job.parcels, headers, strict=True)]
         # A lone parcel is received where it is needed; several are sorted when they are here.
         messages = gathered[0].parts() if len(gathered) == 1 else _room_for_messages(gathered)
-        works = []
+        coming = []
         for origin, message in enumerate(messages):
             if origin != rank and message.numel():
                 sender = topology.sender(origin, rank)
-                works.append((origin, self._irecv(message, sender, self._tag(job.number, origin, False)), sender))
+                coming.append((origin, self._mail.expect(sender, self._tag(job, origin, False), _bytes(message))))
         # The rows were sent, so the device has filled them.
         if not job.is_sent.wait(self._team.timeout_s):
             raise TimeoutError(f"{job.name} was not ready to be sent within {self._team.timeout_s:g} s")
@@ -233,13 +241,12 @@ class Pairs:
             if parcel.meanwhile is not None:
                 parcel.meanwhile()
         sends = list(job.sends)
-        for origin, work, sender in works:
-            self._team.wait(work, job.name, sender)
-            for peer in topology.receivers(origin, rank):
-                message = messages[origin]
-                sends.append((self._isend(message, peer, self._tag(job.number, origin, False)), message, peer))
-        for work, _, peer in sends:
-            self._team.wait(work, job.name, peer)
+        for origin, arrival in coming:
+            data = self._team.result(arrival, job.name, grace_s=0)
+            tag = self._tag(job, origin, False)
+            sends += [self._mail.send(peer, tag, data) for peer in topology.receivers(origin, rank)]
+        for send in sends:
+            self._team.result(send, job.name, grace_s=0)
         if job.send_error is not None:
             raise job.send_error
         if len(gathered) > 1:
@@ -250,13 +257,13 @@ class Pairs:
         """Return the words of every parcel from every worker, checked."""
         team = self._team
         received = [job.header() for _ in range(team.size)]
-        works = [
-            (peer, self._irecv(received[peer], peer, self._tag(job.number, peer, True)))
+        coming = [
+            self._mail.expect(peer, self._tag(job, peer, True), _words(received[peer]))
             for peer in range(team.size)
             if peer != team.rank
         ]
-        for peer, work in works:
-            team.wait(work, job.name, peer)
+        for header in coming:
+            team.result(header, job.name, grace_s=0)
         by_parcel = [list(words) for words in zip(*(header.tolist() for header in received), strict=True)]
         for parcel, words in zip(job.parcels, by_parcel, strict=True):
             self._check(parcel, words)
@@ -277,6 +284,14 @@ class Pairs:
         width = next((width for count, width, _, _ in by_rank if count), parcel.rows.shape[1])
         rows = torch.empty(sum(counts), width, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
         return Gathered(rows, counts, flags)
+
+
+def _words(header: Array) -> memoryview:
+    return header.data.cast("B")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).numpy().data
 
 
 def _room_for_messages(gathered: Sequence[Gathered]) -> list[Tensor]:

@@ -25,7 +25,8 @@ from poseidon.sums.device import DeviceAdder, DeviceArithmetic, find_compactor, 
 from poseidon.sums.host import host_adders
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.team.team import PeerLostError, Team
+from poseidon.team.membership import PeerLostError
+from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array
 from poseidon.wire.settings import WireSettings

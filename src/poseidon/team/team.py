@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.errors import PoseidonError, WireError
+from poseidon.errors import ConfigError, PoseidonError, WireError
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
 from poseidon.team.gathering import Entrance, PendingGather, start_gather_bytes
-from poseidon.team.membership import Member, Membership
+from poseidon.team.mail import Mail, open_mail
+from poseidon.team.membership import Member, Membership, PeerLostError
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
 
@@ -79,16 +80,20 @@ class Team:
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         whole = dist.group.WORLD if group is None else group
         assert whole is not None
-        self.group: dist.ProcessGroup = whole
+        self._group: dist.ProcessGroup = whole
         self.timeout_s = timeout_s
+        self.encrypts = False
+        """Whether everything between the workers must be encrypted."""
+        self._mail: Mail | None = None
+        self._cancel_exit: Callable[[], None] = lambda: None
         self._deadline = timedelta(seconds=timeout_s)
         # Known before anything blocks, so that the workers that arrive can name one that does not.
-        self.membership = Membership.unnamed(dist.get_process_group_ranks(self.group))
+        self.membership = Membership.unnamed(dist.get_process_group_ranks(whole))
         self.rank = self.membership.rank_of(dist.get_rank())
         """Rank of this worker in the team."""
         self.size = self.membership.size
         """Number of workers in the team."""
-        name = self.group.group_name
+        name = whole.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
         prefix = f"poseidon/{name}/{_SERIAL[name]}"
@@ -106,7 +111,6 @@ class Team:
         except RuntimeError as error:
             raise self.watch.lost("all workers to start", None, error) from error
         self.encrypts = entrance.greeting.encrypts
-        """Whether everything between the workers must be encrypted."""
         try:
             self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
         except WireError as error:
@@ -124,12 +128,40 @@ class Team:
         return self.membership.topology
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, for collectives. In a job that encrypts there are none: gloo and NCCL cannot."""
+        self._refuse_clear("a collective of torch.distributed")
+        return self._group
+
+    def _refuse_clear(self, what: str) -> None:
+        if self.encrypts:
+            raise ConfigError(
+                f"rank {self.rank} would start {what}, which is not encrypted, in a job that must be "
+                "(POSEIDON_WIRE_ENCRYPT); poseidon.DistributedDataParallel and poseidon.distribute, "
+                "without communication hooks, and poseidon.ps are encrypted in full"
+            )
+
+    @property
     def is_nccl(self) -> bool:
-        """Whether the group reduces CUDA tensors with NCCL."""
-        return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(self.group))
+        """Whether collectives reduce CUDA tensors with NCCL."""
+        return not self.encrypts and torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(self._group))
+
+    @property
+    def mail(self) -> Mail:
+        """Messages between the workers. The first access connects them and is collective."""
+        if self._mail is None:
+            from poseidon.team.wiring import connect_wire
+
+            self._mail = open_mail(
+                lambda: connect_wire(self, range(self.size)),
+                lambda: self.gather_ints([0], "the start of messages between workers"),
+            )
+            self._cancel_exit = at_exit(Stage.WATCHES, self._mail.close)
+        return self._mail
 
     def new_group(self, members: Sequence[int] | None = None) -> dist.ProcessGroup:
         """Make a gloo group of ``members`` (ranks in this team; default all). Collective among them."""
+        self._refuse_clear("a group of gloo")
         ranks = [self.global_rank(rank) for rank in (range(self.size) if members is None else members)]
         try:
             group: dist.ProcessGroup = dist.new_group(
@@ -194,16 +226,11 @@ class Team:
         ]
 
     def close(self) -> None:
-        """Stop the heartbeat. The private channels stay open: see :data:`_CHANNELS`."""
+        """Stop the heartbeat and the messages. The private groups stay open: see :data:`_CHANNELS`."""
+        if self._mail is not None:
+            self._cancel_exit()
+            self._mail.close()
         self.watch.close()
-
-
-class PeerLostError(PoseidonError):
-    """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(why)
-        self.rank = rank
 
 
 def _store() -> Any:

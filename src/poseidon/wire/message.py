@@ -61,6 +61,8 @@ class Kind(IntEnum):
     """The answer to ``FETCH``."""
     LEAVE = 15
     """A worker will fetch nothing more."""
+    MAIL = 16
+    """A piece of a tagged message: factors, rows, and whatever else goes from worker to worker (``team/mail.py``)."""
 
 
 class Header(NamedTuple):
