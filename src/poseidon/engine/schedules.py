@@ -6,7 +6,7 @@ collective where they say so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -19,6 +19,7 @@ from poseidon.engine.options import Options
 from poseidon.engine.replanning import Replanning
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.engine.trial import WARM_BACKWARDS
+from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
@@ -35,6 +36,24 @@ from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
 from poseidon.version import __version__
+
+
+def check_encryptable(units: Sequence[LiveUnit], forced: Mapping[str, str]) -> None:
+    """Refuse what could only travel unencrypted, in a job that encrypts. Pure."""
+    known = standard_routes(encrypts=True)
+    for pattern, route in forced.items():
+        if route not in known:
+            raise ConfigError(
+                f"routes={{{pattern!r}: {route!r}}}: {route!r} is not encrypted, but this job must be "
+                f"(POSEIDON_WIRE_ENCRYPT); choose from {', '.join(known)}"
+            )
+    for unit in units:
+        for parameter in unit.parameters:
+            if not can_be_served(parameter):
+                raise UnsupportedError(
+                    f"{unit.name} has parameters of {parameter.dtype}, whose gradients only gloo and NCCL can sum, "
+                    "which do not encrypt, but this job must be encrypted (POSEIDON_WIRE_ENCRYPT)"
+                )
 
 
 class Schedules:
@@ -54,6 +73,8 @@ class Schedules:
         is_cuda = any(parameter.is_cuda for parameter in self._parameters)
         self._context = Context(team, cluster, is_cuda)
         self._exchangers: dict[str, Exchanger] = {}
+        if team.encrypts:
+            check_encryptable(units, options.routes or {})
         self._can_serve = self._find_server()
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = open_choosing(team, self.routes, options.tries, self._parameters[0].device)
@@ -72,8 +93,9 @@ class Schedules:
         """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
-        self.dense = self._make_live([self.routes.first_for(spec).name for spec in specs], self._packing)
+        self.dense = self._bind([self.routes.first_for(spec).name for spec in specs], self._packing)
         """Full gradients only."""
+        self._prepare(self.dense)
         self.planned: LiveSchedule | None = None
         self._backwards = 0
         """Number of backwards run with the planned schedule."""
@@ -140,13 +162,14 @@ class Schedules:
     def _choose_routes(self, is_cuda: bool) -> Routes:
         if self._options.serves:
             # The first backward travels by the first route that accepts everything.
-            return Routes([*standard_routes().values(), ServedRoute()])
+            return Routes([*standard_routes(encrypts=self._team.encrypts).values(), ServedRoute()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
             gathers_factors=is_cuda and self._team.is_nccl if gathers is None else gathers,
             combines_first=topology.has_levels and topology.is_even and not is_cuda,
             chunk_bytes=chunk_bytes_for(self._cluster.between.bytes_per_s, lands_whole=not self._options.defers),
+            encrypts=self._team.encrypts,
         )
 
     def _offers_server(self) -> bool:
@@ -231,10 +254,11 @@ class Schedules:
         """Use a plan from the next backward on. Collective."""
         self._backwards = 0
         self._packing = candidate.packing
-        self.planned = self._make_live(list(candidate.plan.routes.values()), candidate.packing)
+        self.planned = self._bind(list(candidate.plan.routes.values()), candidate.packing)
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
         route_of = self.dense.schedule.route_of
-        self.dense = self.planned if self._options.serves else self._make_live(route_of, candidate.packing)
+        self.dense = self.planned if self._options.serves else self._bind(route_of, candidate.packing)
+        self._prepare(self.planned, *(() if self.dense is self.planned else (self.dense,)))
 
     def _release_losers(self) -> None:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
@@ -243,19 +267,22 @@ class Schedules:
         for name in set(self._exchangers) - set(self.planned.exchangers) - set(self.dense.exchangers):
             self._exchangers.pop(name).close()
 
-    def _make_live(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
-        """Make a schedule and bind it to tensors and exchangers. Collective."""
+    def _bind(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
+        """Make a schedule and bind it to tensors and exchangers. Collective; :meth:`_prepare` must follow."""
         schedule = make_schedule(
             self.model, route_of, self._order, self.routes, packing, self._planning.loads, packing.defers
         )
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
-        exchangers = {}
-        for name in self.routes:
-            mine = [item for item in items if item.item.route == name]
-            if mine:
-                exchangers[name] = self._exchanger(name)
-                exchangers[name].prepare(mine)
+        used = {item.item.route for item in items}
+        exchangers = {name: self._exchanger(name) for name in self.routes if name in used}
         return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
+
+    def _prepare(self, *schedules: LiveSchedule) -> None:
+        """Let exchangers prepare for the schedules in force, which may share a route. Collective."""
+        for name in self.routes:
+            mine = [item for live in schedules for item in live.items if item.item.route == name]
+            if mine:
+                self._exchanger(name).prepare(mine)
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options

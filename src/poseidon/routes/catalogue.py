@@ -86,10 +86,13 @@ class ShardedRoute(Route):
     """Workers of a machine combine before anything travels between machines, which requires one order."""
     chunk_bytes: int | None = None
     """Size of a chunk; None: chosen for the link."""
+    is_alone: bool = False
+    """No other route carries full gradients, whatever the cluster."""
 
     name = "sharded"
     summary = "full gradients, cut into chunks that their owners among the workers sum; the most urgent first"
     note = "fewer hops than a ring"
+    uses_wire = True
 
     @property
     def queue(self) -> str | None:
@@ -105,8 +108,8 @@ class ShardedRoute(Route):
         return sharded_cost(unit, load, cluster)
 
     def is_offered(self, cluster: Cluster) -> bool:
-        """Return whether there are several machines and ``offered`` is set."""
-        return self.offered and cluster.machines > 1
+        """Return whether there are several machines and ``offered`` is set, or there is no other way."""
+        return self.is_alone or (self.offered and cluster.machines > 1)
 
     def owners(self, cluster: Cluster) -> int:
         """Return how many workers share the sums of one bucket."""
@@ -194,6 +197,7 @@ class BroadcastRoute(Route):
     """Every worker's part of one unit to every other, by direct messages: the base of factors and rows."""
 
     has_flags = True
+    uses_wire = True
 
     @property
     def is_collective(self) -> bool:
@@ -330,8 +334,13 @@ def standard_routes(
     gathers_factors: bool = False,
     combines_first: bool = False,
     chunk_bytes: int | None = None,
+    encrypts: bool = False,
 ) -> Routes:
-    """Return all routes for these conditions; equal on all workers."""
+    """Return all routes for these conditions; equal on all workers. In a job that ``encrypts``: those that can."""
+    if encrypts:
+        whole = ShardedRoute(offered=True, chunk_bytes=chunk_bytes, is_alone=True)
+        added = [route for route in _ADDED if route.uses_wire]
+        return Routes([whole, FactorsRoute(), RowsRoute(), TiedRoute(), *added])
     built_in = (
         AllreduceRoute(),
         ShardedRoute(offers_server, combines_first, chunk_bytes),

@@ -47,7 +47,7 @@ class ShardedExchanger(Exchanger):
         team = self._team = context.team
         is_cuda, link = context.is_cuda, context.cluster.between
         topology = team.topology
-        use_levels = topology.has_levels and topology.is_even and not is_cuda
+        use_levels = topology.has_levels and topology.is_even and not is_cuda and not team.encrypts
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
         self._chunk_bytes = chunk_bytes or chunk_bytes_for(link.bytes_per_s)
         self._transport = connect_wire(team, self._members, link=link)

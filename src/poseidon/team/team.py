@@ -21,7 +21,7 @@ from poseidon.errors import ConfigError, PoseidonError, WireError
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
 from poseidon.team.gathering import Entrance, PendingGather, start_gather_bytes
-from poseidon.team.mail import Mail, open_mail
+from poseidon.team.mail import Mail, Tag, open_mail
 from poseidon.team.membership import Member, Membership, PeerLostError
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
@@ -38,6 +38,9 @@ finds their stale addresses."""
 
 _SERIAL: Counter[str] = Counter()
 """Numbers the teams of each group; equal on all its workers, because they make their teams in the same order."""
+
+_EXCHANGE, _BROADCAST = (1 << 32) - 1, (1 << 32) - 2
+"""Subjects of the messages of a team's own."""
 
 SETTLE_S = 0.1
 """How long gloo's threads have at exit to drop the tensors of the last operations."""
@@ -85,6 +88,7 @@ class Team:
         self.encrypts = False
         """Whether everything between the workers must be encrypted."""
         self._mail: Mail | None = None
+        self._tags: Counter[int] = Counter()
         self._cancel_exit: Callable[[], None] = lambda: None
         self._deadline = timedelta(seconds=timeout_s)
         # Known before anything blocks, so that the workers that arrive can name one that does not.
@@ -115,6 +119,8 @@ class Team:
             self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
         except WireError as error:
             raise self.watch.lost("the connections of all workers", None, error) from error
+        if self.encrypts:
+            assert self.mail is not None  # opened while all workers are here
         names = self.gather_json({"host": socket.gethostname(), "machine": machine_name()})
         members = zip(self.membership.members, names, strict=True)
         return Membership(
@@ -224,6 +230,31 @@ class Team:
         return [
             json.loads(data) for data in self.gather_bytes(json.dumps(value).encode(), "the workers' introductions")
         ]
+
+    def exchange(self, data: memoryview, what: str) -> list[bytearray]:
+        """Return every worker's bytes, by rank, over the wire; all must give equally many. Collective."""
+        tag = self._next_tag(_EXCHANGE)
+        parts = [bytearray(data.nbytes) for _ in range(self.size)]
+        parts[self.rank][:] = data
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = [self.mail.expect(rank, tag, memoryview(parts[rank])) for rank in others]
+        leaving = [self.mail.send(rank, tag, data) for rank in others]
+        for arrival in coming:
+            self.result(arrival, what)
+        for send in leaving:
+            self.result(send, what)
+        return parts
+
+    def start_broadcast(self, data: memoryview, source: int) -> list[Future[Any]]:
+        """Fill ``data`` with that of ``source``, over the wire, once the futures are done. Collective."""
+        tag = self._next_tag(_BROADCAST)
+        if self.rank != source:
+            return [self.mail.expect(source, tag, data)]
+        return [self.mail.send(rank, tag, data) for rank in range(self.size) if rank != source]
+
+    def _next_tag(self, subject: int) -> Tag:
+        self._tags[subject] += 1
+        return Tag(subject, self._tags[subject])
 
     def close(self) -> None:
         """Stop the heartbeat and the messages. The private groups stay open: see :data:`_CHANNELS`."""
