@@ -2,6 +2,12 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
+
+_STARTUP = str(Path(__file__).with_name("startup"))
+sys.path.insert(0, _STARTUP)
+import compiler_later  # noqa: E402, F401 - before anything imports torch
 
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -11,20 +17,31 @@ _LONGEST = (
     "test_tf_scripts",
     "test_keras_tensorflow",
     "test_run",
-    "test_auto",
     "test_behaviours",
-    "test_networks",
+    "test_auto",
     "test_tf1_exact",
-    "test_run_ssh",
-    "test_lab",
-    "test_ps",
+    "test_mixed_precision",
+    "test_networks",
+    "test_torch_ddp",
+    "test_served",
     "test_doctor",
+    "test_ps",
+    "test_routes",
+    "test_auto_command",
+    "test_lab",
+    "test_distribute",
+    "test_tied",
+    "test_run_ssh",
+    "test_commands",
+    "test_drop_in",
 )
 """Files that take longest, by time on the clock."""
 
 
 def pytest_configure():
     hear_ignored_signals()
+    # For processes that tests start.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
     # Which plan is fastest depends on the host; tests of the choice itself turn it on.
     os.environ.setdefault("POSEIDON_TRIALS", "0")
     # Without it, workers would share a secret in the home of whoever runs the tests.

@@ -1,8 +1,9 @@
-"""A table that is a linear layer's weight too: its gradient travels as touched rows and factors."""
+"""A table that is a linear layer's weight too: its gradient travels as touched rows, and factors or a full gradient."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import poseidon
+from poseidon.engine.backward import Backward
+from poseidon.engine.engine import Engine
+from poseidon.sums.fetching import Ask, FetchDesk
 from ranks import run_ranks
 from twins import slow_cluster
 
@@ -21,8 +26,9 @@ WORDS, WIDTH = 300, 12
 class Speaker(nn.Module):
     """Predicts words with the table that it reads them from."""
 
-    def __init__(self, head_first: bool = False) -> None:
+    def __init__(self, head_first: bool = False, use: str = "") -> None:
         super().__init__()
+        self.use = use
         if head_first:
             self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.words = nn.Embedding(WORDS, WIDTH)
@@ -32,7 +38,19 @@ class Speaker(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(self.words(tokens))))
+        x = torch.tanh(self.mix(self.words(tokens)))
+        if self.use == "in parts":
+            return torch.cat([self.head(part) for part in x.split(2)])
+        if self.use == "in parts, only one differentiated":
+            first, second = x.split((3, len(x) - 3))
+            return torch.cat([self.head(first), self.head(second).detach()])
+        if self.use == "checkpointed":
+            return checkpoint(self.head, x, use_reentrant=False)
+        if self.use == "re-entrant checkpoints":
+            return torch.cat([checkpoint(self.head, part, use_reentrant=True) for part in x.split(3)])
+        if self.use == "functional":
+            return F.linear(x, self.head.weight)
+        return self.head(x)
 
 
 def _loss(model: nn.Module, number: int, way: str) -> Tensor:
@@ -46,17 +64,20 @@ def _loss(model: nn.Module, number: int, way: str) -> Tensor:
     return loss
 
 
-def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tensor], Any]:
+def _train(kind: str, way: str, amp: torch.dtype | None, route: str = "tied") -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(0)
     inner = Speaker(head_first=way == "head first")
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9)
     model: Any
+    routes = {_name(way): route, "*": "factors" if route == "tied" else "sharded"}
     if kind == "torch":
         model = nn.parallel.DistributedDataParallel(inner)
     elif kind == "wrapper":
-        model = poseidon.DistributedDataParallel(inner, cluster=slow_cluster())
+        model = poseidon.DistributedDataParallel(inner, cluster=slow_cluster(), routes=routes)
+    elif kind == "server":
+        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), update="server")
     else:
-        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster())
+        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), routes=routes)
     context = contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp)
     for number in range(6):
         optimizer.zero_grad(set_to_none=way != "zeros")
@@ -75,18 +96,22 @@ def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tens
     return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}, model
 
 
+def _name(way: str) -> str:
+    return "head" if way == "head first" else "words"
+
+
 WAYS = ["plain", "head first", "penalty", "accumulating", "backward twice", "zeros", "uneven"]
 
 
-def _compare() -> None:
+def _compare(route: str) -> None:
     for way in WAYS:
         for amp in (None, torch.bfloat16):
             theirs, _ = _train("torch", way, amp)
-            ours, wrapped = _train("wrapper", way, amp)
-            deferred, distributed = _train("distribute", way, amp)
-            name = "head" if way == "head first" else "words"
-            assert wrapped.plan.routes[name] == "tied"
-            assert "words" in wrapped.plan.routes or way == "head first"
+            ours, wrapped = _train("wrapper", way, amp, route)
+            deferred, distributed = _train("distribute", way, amp, route)
+            assert wrapped.plan.routes[_name(way)] == route
+            if route == "split":
+                _compare_server(ours, way, amp)
             for each, value in theirs.items():
                 tolerance = 1e-6 if amp is None else 5e-3
                 torch.testing.assert_close(ours[each], value, rtol=tolerance, atol=tolerance, msg=f"{each}, {way}")
@@ -97,6 +122,185 @@ def _compare() -> None:
             assert type(wrapped.module.words) is nn.Embedding
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_rows_and_factors_of_a_tied_table_add_up(workers: int) -> None:
-    run_ranks(_compare, workers)
+def _compare_server(ours: dict[str, Tensor], way: str, amp: torch.dtype | None) -> None:
+    served, model = _train("server", way, amp)
+    assert model.plan.routes == {**dict.fromkeys(model.plan.routes, "served"), _name(way): "split"}
+    for each, value in ours.items():
+        # Owners average a first mean, too, instead of adding it afterwards; what was accumulated before an exchange is
+        # averaged by another route in the wrapper.
+        if way in ("backward twice", "accumulating"):
+            torch.testing.assert_close(served[each], value, rtol=1e-6, atol=1e-6, msg=f"{each}, {way}")
+        else:
+            assert torch.equal(served[each], value), (each, way, amp)
+    model.close()
+
+
+@pytest.mark.parametrize(("workers", "route"), [(2, "tied"), (3, "tied"), (2, "split"), (3, "split")])
+def test_both_parts_of_a_tied_tables_gradient_add_up(workers: int, route: str) -> None:
+    run_ranks(_compare, workers, route)
+
+
+def _gradient_by_hand(model: Speaker, tokens: Tensor, amp: torch.dtype | None) -> Tensor:
+    """Return the mean gradient of the tied weight, from all workers' parts, added in the documented order."""
+    alone = Speaker()
+    alone.load_state_dict(model.state_dict())
+    alone.head.weight = nn.Parameter(alone.head.weight.detach().clone())
+    alone.words.sparse = True
+    seen: dict[str, Tensor] = {}
+    alone.head.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0].detach()))
+    with contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp):
+        out = alone(tokens)
+    out.register_hook(lambda g: seen.update(g=g))
+    F.cross_entropy(out.float(), tokens, reduction="sum").backward()
+    head = (seen["g"].t() @ seen["x"].to(seen["g"].dtype)).float()
+    rows = alone.words.weight.grad
+    assert rows is not None
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (head, rows.to_dense()))
+    heads, touched = zip(*parts, strict=True)
+    return (reduce(torch.add, heads) + reduce(torch.add, touched, torch.zeros(WORDS, WIDTH))) / len(parts)
+
+
+def _check_by_hand(mode: str, amp: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    inner = Speaker()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    routes, cluster = {"words": "split", "*": "sharded"}, slow_cluster()
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(inner, cluster=cluster, routes=routes)
+    elif mode == "distribute":
+        model, _ = poseidon.distribute(inner, optimizer, cluster=cluster, routes=routes)
+    else:
+        model, _ = poseidon.distribute(inner, optimizer, cluster=cluster, update="server")
+    for number in range(5):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        tokens = torch.randint(0, WORDS, (5 + dist.get_rank(),), generator=generator)
+        expected = _gradient_by_hand(inner, tokens, amp)
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp):
+            out = model(tokens)
+        F.cross_entropy(out.float(), tokens, reduction="sum").backward()
+        found = inner.words.weight.grad
+        assert found is not None
+        assert found.dtype is torch.float32
+        if number:  # the first backward averages everything in full
+            assert torch.equal(found, expected), (mode, amp, number)
+        optimizer.step()
+    assert model.plan.routes["words"] == "split"
+    model.close()
+
+
+def _check_all_by_hand() -> None:
+    for mode in ("wrapper", "distribute", "server"):
+        for amp in (None, torch.bfloat16):
+            _check_by_hand(mode, amp)
+
+
+def test_the_gradient_of_a_split_table_is_added_in_the_documented_order_in_all_modes() -> None:
+    run_ranks(_check_all_by_hand, 3)
+
+
+USES = {
+    "": 1,
+    "in parts": 1,
+    "in parts, only one differentiated": 1,  # the other's graph is gone
+    "checkpointed": 1,
+    "re-entrant checkpoints": 1,  # the second one's gradient travels as rows
+    "functional": 0,
+}
+"""How often the head's gradient leaves before the gradient of any other layer is known."""
+
+
+def _watch_leaving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    ready, head = Engine.parameter_ready, Backward.head
+
+    def note_ready(self: Engine, parameter: nn.Parameter, is_dense: bool = False) -> None:
+        seen.append("gradient")
+        ready(self, parameter, is_dense)
+
+    def note_head(self: Backward, unit: int, gradient: Tensor, is_last: bool) -> None:
+        seen.extend(["head"] * is_last)
+        head(self, unit, gradient, is_last)
+
+    monkeypatch.setattr(Engine, "parameter_ready", note_ready)
+    monkeypatch.setattr(Backward, "head", note_head)
+    return seen
+
+
+def _leave_early(kind: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        seen = _watch_leaving(monkeypatch)
+        for use, times in USES.items():
+            results = []
+            for each in ("torch", kind):
+                torch.manual_seed(0)
+                inner = Speaker(use=use)
+                optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+                options: Any = {"static_graph": True} if "re-entrant" in use else {}
+                model: Any
+                if each == "torch":
+                    model = nn.parallel.DistributedDataParallel(inner, **options)
+                elif each == "server":
+                    options.update(cluster=slow_cluster(), update="server")
+                    model, _ = poseidon.distribute(inner, optimizer, **options)
+                else:
+                    options.update(cluster=slow_cluster(), routes={"words": "split", "*": "sharded"})
+                    model, _ = poseidon.distribute(inner, optimizer, **options)
+                for number in range(4):
+                    del seen[:]
+                    optimizer.zero_grad()
+                    _loss(model, number, use).backward()
+                    if number and each != "torch":
+                        assert seen[: seen.index("gradient")] == ["head"] * times, (use, seen)
+                    optimizer.step()
+                results.append([p.detach().clone() for p in inner.parameters()])
+                if each != "torch":
+                    model.close()
+            for mine, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6, msg=use)
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_the_gradient_of_the_head_leaves_first_however_it_is_used(update: str) -> None:
+    run_ranks(_leave_early, 2, update)
+
+
+def _look_up_rows() -> None:
+    """Trains under autocast, where the head uses its weight rounded and look-ups use some rows of it exactly."""
+    torch.manual_seed(0)
+    inner = Speaker()
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), update="server")
+    asked: list[Ask] = []
+    fetch = FetchDesk.fetch
+
+    def counting(self: FetchDesk, chunk: Any, what: Ask, *others: Any) -> Any:
+        asked.append(what)
+        return fetch(self, chunk, what, *others)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(FetchDesk, "fetch", counting)
+        for number in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = _loss(model, number, "")
+            loss.backward()
+            optimizer.step()
+            assert set(asked) == ({Ask.ROWS} if number else set())
+    model.finish_step()
+    with torch._C.DisableTorchFunctionSubclass():
+        held = inner.words.weight.detach().clone()
+    tokens = torch.arange(dist.get_rank(), WORDS, 7).view(-1, 1)
+    looked_up = inner.words(tokens).detach()
+    exact = model.state_dict()["module.words.weight"].clone()
+    assert torch.equal(held, exact.bfloat16().float())
+    assert not torch.equal(held, exact)
+    assert torch.equal(looked_up, exact[tokens])
+    model.verify_replicas()
+    model.close()
+
+
+def test_a_tables_weights_come_rounded_and_the_rows_that_are_looked_up_exactly() -> None:
+    run_ranks(_look_up_rows, 3)

@@ -23,6 +23,11 @@ class Room:
         self.topology = Topology.from_names(names)
         self._others = others
 
+    encrypts = False
+
+    def new_group(self) -> None:
+        """No group: nobody is pinged."""
+
     def gather_json(self, mine: Any) -> list[Any]:
         return [*self._others[: self.rank], mine, *self._others[self.rank :]]
 
@@ -82,7 +87,7 @@ def test_a_bad_file_is_refused(tmp_path: Path) -> None:
 def test_the_slowest_of_everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(rate: float | None, latency: float, flops: float) -> dict[str, Any]:
         links = [] if rate is None else [{"bits_per_s": rate, "latency_s": latency}]
-        return {"between": links, "inside": [], "flops": flops}
+        return {"between": links, "inside": [], "shared": [], "flops": flops}
 
     monkeypatch.setattr(calibrate, "_ping", lambda *_: {"bits_per_s": 2e9, "latency_s": 1e-4})
     monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
@@ -93,10 +98,14 @@ def test_the_slowest_of_everything_counts(monkeypatch: pytest.MonkeyPatch) -> No
 def test_uneven_machines_count_as_their_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_ping", lambda *_: {"bits_per_s": 2e9, "latency_s": 1e-4})
     monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
-    says = {"between": [], "inside": [{"bits_per_s": 3e9, "latency_s": 1e-5}], "flops": 5e9}
+    link = {"bits_per_s": 3e9, "latency_s": 1e-5}
+    says = {"between": [], "inside": [link], "shared": [link], "flops": 5e9}
+    # Alone on its machine this worker has nobody to share memory with.
+    monkeypatch.setattr(calibrate, "_measure_sums", lambda _: [])
     cluster = measure_cluster(room(0, "abb", [says, says]), CPU)
     assert (cluster.machines, cluster.workers_per_machine) == (2, 2)
     assert (cluster.between, cluster.inside) == (Link(2e9, 1e-4), Link(3e9, 1e-5))
+    assert cluster.shared == cluster.inside
 
 
 def test_one_worker_alone_has_no_links_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ CLUSTERS = st.builds(
     workers_per_machine=st.integers(1, 16),
     between=LINKS,
     inside=LINKS,
+    shared=st.none() | LINKS,
     flops=st.floats(1, 1e15),
     source=st.sampled_from(["assumed", "given", "measured"]),
 )
@@ -104,8 +105,8 @@ def test_what_a_file_leaves_out_is_assumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "cannot read"),
-        ("{", "cannot read"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
         ("[1, 2]", "holds list, expected an object"),
         ("{}", "machines"),
         ('{"machines": 0}', "at least 1 machine"),
@@ -143,3 +144,5 @@ def test_a_cluster_prints_only_the_links_it_has() -> None:
     assert "inside" not in str(Cluster(2))
     assert "inside a machine 40 Gbit/s, 30 us" in str(Cluster(1, 2))
     assert "between" not in str(Cluster(1, 2))
+    assert "shared" not in str(Cluster(1, 2))
+    assert "sums in shared memory 80 Gbit/s, 20 us" in str(Cluster(1, 2, shared=Link(80e9, 20e-6)))

@@ -70,10 +70,10 @@ class SharedEvaluation:
 
     def _try(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, count: int) -> Any:
         full = original(module, *args, **kwargs)
-        is_same = all(are_alike(self._team, list(tensors_in((args, kwargs)))))
+        is_same = all(are_alike(self._team, tensors_in((args, kwargs))))
         if is_same:
             shared = self._share(original, module, args, kwargs, count)
-            is_same = _agree(list(tensors_in(full)), list(tensors_in(shared)))
+            is_same = _agree(tensors_in(full), tensors_in(shared))
         verdicts = self._team.gather_ints([int(is_same)], "the trial of shared evaluation")
         self._trusted[module] = all(row[0] for row in verdicts)
         how = "computed by worker 0 for all" if self._is_first_only else "shared between the workers"

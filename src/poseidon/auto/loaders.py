@@ -162,7 +162,7 @@ class Delivery:
         except StopIteration:
             self._step.weight = 1.0
             raise
-        tensors = list(tensors_in(batch))
+        tensors = tensors_in(batch)
         self._step.weight = self._weights.popleft() if self._is_dealt and self._weights else 1.0
         self._step.samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         self._step.values = sum(tensor.numel() for tensor in tensors)

@@ -21,6 +21,7 @@ class BufferSync:
     def __init__(self, module: nn.Module, team: Team, ignored: Collection[str]) -> None:
         # Not asked of the module in every step: with many layers that takes longer than to copy the buffers.
         self._owners = [(f"{prefix}." if prefix else "", owner._buffers) for prefix, owner in module.named_modules()]
+        self._tables = [buffers for _, buffers in self._owners]
         self._team = team
         self._ignored = ignored
         self._mirrors: list[Mirror] = []
@@ -45,6 +46,8 @@ class BufferSync:
 
     def start(self, source: int) -> None:
         """Start copying ``source``'s buffers as they are now; :meth:`complete` applies the copy."""
+        if not any(self._tables):
+            return
         buffers = list(self.named.values())
         if [id(buffer) for buffer in buffers] != self._mirrored:
             self._mirrored = [id(buffer) for buffer in buffers]

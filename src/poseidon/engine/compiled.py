@@ -6,9 +6,14 @@ import weakref
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo as uncompiled
 from torch.utils.hooks import RemovableHandle
 
 from poseidon.engine.pending import land
+
+__all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
+# ``uncompiled`` is torch.compiler.disable for functions; it imports the compiler with the first call instead of now.
+# That takes as long as importing torch, and worker processes of other frameworks never need it.
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
@@ -29,9 +34,10 @@ class CompiledParts:
         compiled as a whole needs all its parameters at once.
         """
         for part in _parts_of(module):
-            if part._compiled_call_impl is not None or (part is module and _is_wrapped(part)):
+            is_wrapped = "_orig_mod" in part._modules  # as in _is_wrapped; not called, as there are many parts
+            if part._compiled_call_impl is not None or (part is module and is_wrapped):
                 return False
-            if _is_wrapped(part) and part not in self._handles:
+            if is_wrapped and part not in self._handles:
                 self._handles[part] = part.register_forward_pre_hook(_land_part)
         return True
 

@@ -105,9 +105,12 @@ class Engine:
         """The schedule of that plan."""
         return self._schedules.planned
 
-    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
-        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
-        self._schedules.mark_rounded(parameters)
+    def mark_rounded(self, parameters: Collection[nn.Parameter], tables: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart, and ``tables`` among them each alone.
+
+        Equal on all workers, before the plan.
+        """
+        self._schedules.mark_rounded(parameters, tables)
         # One worker may hold exact values where another one holds rounded ones.
         self._compared = [parameter for parameter in self.parameters if parameter not in parameters]
         self._replicas = ReplicaCheck(self._compared, self.options.check_interval)
@@ -188,6 +191,17 @@ class Engine:
             return False
         return "factors" in backward.live.deliveries[unit.index]
 
+    def collects_head(self, unit: LiveUnit) -> bool:
+        """Whether this backward wants the full gradient of a tied unit's head apart; not once that has left."""
+        backward = self._backward
+        if backward is None or backward.step.phase is not Phase.OPEN:
+            return False
+        return "head" in backward.live.deliveries[unit.index] and backward.brought[unit.index].early is None
+
+    def makes_head(self, unit: LiveUnit) -> bool:
+        """Whether the next backward wants that; :meth:`collects_head` tells for sure, once it is under way."""
+        return "head" in self._will_deliver(unit)
+
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         return "rows" in self._will_deliver(unit)
@@ -204,6 +218,12 @@ class Engine:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
         assert self._backward is not None
         self._backward.brought[unit.index].give(x, g)
+
+    def give_head(self, unit: LiveUnit, gradient: Tensor, is_last: bool) -> None:
+        """Add the full gradient of one call of a tied unit's head, which leaves if no other call can follow."""
+        with self._lock:
+            assert self._backward is not None
+            self._backward.head(unit.index, gradient, is_last)
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
@@ -242,7 +262,12 @@ class Engine:
                 tells_used=not self._static_used if is_static else self.options.allow_unused,
                 kept=self._local,
             )
-            brought = [self._prepare(unit, live) for unit in self.units]
+            # What travels as a gradient brings nothing else, so those units share an empty object.
+            nothing = Brought()
+            brought = [
+                nothing if delivery == "gradients" else self._prepare(unit, live)
+                for unit, delivery in zip(self.units, live.deliveries, strict=True)
+            ]
             backward = Backward(live, step, self.team, brought, stopwatch)
             # Not earlier: once it is visible, another autograd thread gives its factors without taking the lock.
             self._backward = backward
@@ -252,13 +277,25 @@ class Engine:
 
     def parameter_ready(self, parameter: nn.Parameter, is_dense: bool = False) -> None:
         """Record that a parameter's gradient is final; ``is_dense``: a full gradient is in ``.grad``."""
+        is_taken = self.gradient_ready(self._number_of[parameter], is_dense)
+        assert is_taken, "a gradient came outside a backward"
+
+    def number_of(self, parameter: nn.Parameter) -> int:
+        """Return a parameter's number, for :meth:`gradient_ready`."""
+        return self._number_of[parameter]
+
+    def gradient_ready(self, number: int, is_dense: bool) -> bool:
+        """Do what :meth:`parameter_ready` does, given the parameter's number; return false if no backward is open."""
         with self._lock:
-            assert self._backward is not None
+            backward = self._backward
+            if backward is None or backward.step.phase is not Phase.OPEN:
+                return False
             try:
-                self._backward.gradient(self._number_of[parameter], is_dense)
+                backward.gradient(number, is_dense)
             except UnsupportedError as error:
                 self.last_error = str(error)
                 raise
+            return True
 
     def end_backward(self) -> None:
         """Complete the exchange; on return every ``.grad`` is the mean over all workers."""
@@ -297,8 +334,9 @@ class Engine:
             self._learn_static(backward.step)
         if verdict.differing:
             self._explain(verdict)
-        active = [call for call in verdict.calls if not call.is_joined]
-        self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
+        if not verdict.is_unanimous or verdict.calls[0].asks:
+            active = [call for call in verdict.calls if not call.is_joined]
+            self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
         self.team.watch.note(self.step, "finished backward")
@@ -377,7 +415,8 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if "rows" in live.deliveries[unit.index] and not unit.spec.is_sparse:
+        # Owners that take the step average what gradients were before, too.
+        if "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves):
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

@@ -3,7 +3,8 @@
 After: ``backward.py``, by way of the engine. A hook on the node that accumulates a parameter's gradient fires when that
 gradient is final in this backward, however the model used the parameter. Linear layers whose factors travel get a
 forward whose backward hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse
-gradients.
+gradients. If such a layer has the weight of an embedding, its backward may hand over the weight's gradient apart, so
+that it leaves before the embedding's is known.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from poseidon.engine.compiled import uncompiled
 from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
+from poseidon.engine.watched import use_in_linear
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Load
@@ -48,6 +51,10 @@ class Turns(Protocol):
         """Shut the exchange down."""
 
 
+class HeadCall:
+    """One forward of a tied unit's head; it lives as long as the graph in which its backward is."""
+
+
 class AutogradFrontEnd:
     """Connects the autograd graph of one model to one engine."""
 
@@ -62,6 +69,8 @@ class AutogradFrontEnd:
         self._followed: Plan | None = None
         self._is_end_queued = False
         self._has_starts = True
+        self._head_calls: dict[int, weakref.WeakSet[HeadCall]] = {}
+        """By unit: forwards of its head whose backward may still come."""
         for unit in engine.units:
             for parameter in unit.parameters:
                 self._watch(parameter)
@@ -106,6 +115,18 @@ class AutogradFrontEnd:
         except RuntimeError:  # torch.autograd.grad() asks for this very parameter
             return False
 
+    def expect_head(self, unit: LiveUnit) -> HeadCall:
+        """Record a forward of a tied unit's head."""
+        call = HeadCall()
+        self._head_calls.setdefault(unit.index, weakref.WeakSet()).add(call)
+        return call
+
+    def is_last_head(self, unit: LiveUnit, call: HeadCall) -> bool:
+        """Record the backward of such a forward; return whether no other is left that may come in this backward."""
+        calls = self._head_calls[unit.index]
+        calls.discard(call)
+        return not calls
+
     def _end(self) -> None:
         self._is_end_queued = self._is_due = False
         if not self.engine.in_backward:
@@ -139,17 +160,21 @@ class AutogradFrontEnd:
 
     def _accumulated(self, parameter: nn.Parameter) -> Callable[..., None]:
         front_end = weakref.ref(self)
+        number = self.engine.number_of(parameter)
 
         def accumulated(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
             self = front_end()
             if self is None:
                 return
-            if not self.exchanges:
-                self.engine.local_gradient(parameter)
+            engine, is_dense = self.engine, gradients[0] is not None
+            # What is true of nearly all gradients comes first: their backward is under way.
+            if engine.is_armed and self._is_end_queued and engine.gradient_ready(number, is_dense):
                 return
-            if not (self._is_end_queued and self.engine.in_backward):
-                self.begin()
-            self.engine.parameter_ready(parameter, is_dense=gradients[0] is not None)
+            if not self.exchanges:
+                engine.local_gradient(parameter)
+                return
+            self.begin()
+            engine.parameter_ready(parameter, is_dense)
 
         return accumulated
 
@@ -195,7 +220,7 @@ class _PlainOutside:
 class FactorLinear(_PlainOutside, nn.Linear):
     """A linear layer whose backward can hand over factors instead of computing the weight's gradient."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
         return _apply(self, input, super().forward)
@@ -204,7 +229,7 @@ class FactorLinear(_PlainOutside, nn.Linear):
 class _FactorConv1D(_PlainOutside):
     """Mixed into transformers' Conv1D, which need not be installed: does for it what FactorLinear does."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return _apply(self, x, super().forward)  # type: ignore[misc]
@@ -218,7 +243,7 @@ def _has_hooks(module: nn.Module) -> bool:
 class RowsEmbedding(_PlainOutside, nn.Embedding):
     """An embedding whose gradient can come as touched rows."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name
         """Look the rows up."""
         with _rows_wanted(self, input) as rows:
@@ -228,7 +253,7 @@ class RowsEmbedding(_PlainOutside, nn.Embedding):
 class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
     """An embedding bag whose gradient can come as touched rows."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(
         self,
         input: Tensor,  # noqa: A002 - nn.EmbeddingBag's own name
@@ -309,12 +334,15 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     land(weight, bias)
     front_end, unit = found
     dtype = linear_dtype(x, weight)
-    if front_end.engine.makes_factors(unit):
+    makes_head = front_end.engine.makes_head(unit)
+    if makes_head or front_end.engine.makes_factors(unit):
         function: Any = _FactorLinearFunction
         if torch.is_autocast_enabled(x.device.type):
             # As autocast does it; done here so that the factors travel in the short type too.
             x = x.to(dtype)
-        out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
+        call = front_end.expect_head(unit) if makes_head else None
+        use_in_linear(weight)
+        out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit, call)
         return out
     out = plain(x)
     if front_end.engine.is_observing:
@@ -340,11 +368,12 @@ class _FactorLinearFunction(torch.autograd.Function):
         dtype: torch.dtype,
         front_end: AutogradFrontEnd,
         unit: LiveUnit,
+        call: HeadCall | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.front_end, ctx.unit = front_end, unit
-        with torch.autocast(x.device.type, enabled=False):
+        ctx.front_end, ctx.unit, ctx.call = front_end, unit, call
+        with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunctionSubclass():
             if unit.is_transposed:
                 assert bias is not None
                 rows = torch.addmm(bias.to(dtype), x.reshape(-1, x.shape[-1]), weight.to(dtype))
@@ -353,12 +382,14 @@ class _FactorLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        is_last_head = ctx.call is not None and ctx.front_end.is_last_head(ctx.unit, ctx.call)
         if g is None:  # this output has no part in what is differentiated
-            return None, None, None, None, None, None
+            return (None,) * 7
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = g @ (weight.t() if unit.is_transposed else weight).to(g.dtype) if needs_x else None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad_x = g @ (weight.t() if unit.is_transposed else weight).to(g.dtype) if needs_x else None
         rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         first, second = (rows_g, rows_x) if unit.is_transposed else (rows_x, rows_g)
         engine = front_end.engine
@@ -368,7 +399,11 @@ class _FactorLinearFunction(torch.autograd.Function):
             # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 engine.give(unit, first.detach(), second.detach())
-                return grad_x, None, None, None, None, None
+                return (grad_x, *[None] * 6)
+            if engine.collects_head(unit) and not torch.is_grad_enabled():
+                gradient = (second.t() @ first).to(weight.dtype)
+                engine.give_head(unit, gradient, is_last_head)
+                return (grad_x, *[None] * 6)
         grad_weight = (second.t() @ first).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None

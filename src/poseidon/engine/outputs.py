@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, dicts and dataclasses; other objects are opaque."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order; other objects are opaque."""
+    found: list[Tensor] = []
+    waiting = [value]
+    while waiting:  # a loop and no generator: it runs in every forward
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += [*one][::-1]
+        elif isinstance(one, dict) or isinstance(one, Mapping):  # noqa: SIM101 - the first is much faster
+            waiting += [*one.values()][::-1]
+        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+            waiting += [getattr(one, field.name) for field in dataclasses.fields(one)][::-1]
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -8,7 +8,7 @@ Afterwards the parameter gets its own class back and has no overhead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,10 @@ HARMLESS = frozenset(
 """Attributes that do not depend on a parameter's values, so reading them need not wait."""
 
 
+_LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+"""What most arguments are: nothing is inside them."""
+
+
 class Pending:
     """Mixed into a parameter's class while its update is pending."""
 
@@ -51,7 +55,7 @@ class Pending:
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        land(*tree_leaves((args, kwargs)))
+        land(*args, *kwargs.values())
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -68,22 +72,26 @@ def _pending_class(plain: type) -> type:
     return type(f"Pending{plain.__name__}", (Pending, plain), {})
 
 
-def make_pending(parameter: nn.Parameter, land_it: Land) -> None:
+def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:
     """Make the first touch call ``land_it(parameter)``, which must call :func:`make_plain` before anything else."""
-    if not isinstance(parameter, Pending):
-        parameter.__class__ = _pending_class(type(parameter))
-    parameter._poseidon_land = land_it  # type: ignore[attr-defined]
+    for parameter in parameters:
+        if not isinstance(parameter, Pending):
+            parameter.__class__ = _pending_class(type(parameter))
+        parameter._poseidon_land = land_it  # type: ignore[attr-defined]
 
 
-def make_plain(parameter: nn.Parameter) -> None:
-    """Restore a parameter's own class."""
-    if isinstance(parameter, Pending):
-        parameter.__class__ = type(parameter).__bases__[1]
-        del parameter._poseidon_land
+def make_plain(parameters: Iterable[nn.Parameter]) -> None:
+    """Restore the parameters' own class."""
+    for parameter in parameters:
+        if isinstance(parameter, Pending):
+            parameter.__class__ = type(parameter).__bases__[1]
+            del parameter._poseidon_land
 
 
 def land(*values: Any) -> None:
-    """Land the pending parameters among ``values``; for code that reads them without ``__torch_function__``."""
+    """Land the pending parameters among ``values`` and inside them; for code that reads them by other means too."""
     for value in values:
         if isinstance(value, Pending):
             value._poseidon_land(value)  # type: ignore[arg-type]
+        elif not isinstance(value, _LEAVES):
+            land(*(leaf for leaf in tree_leaves(value) if isinstance(leaf, Pending)))

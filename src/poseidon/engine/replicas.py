@@ -8,6 +8,7 @@ has landed by then, and the next one is not due. On CUDA nothing waits for them,
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _LAG = 2
 """Steps between a sum and the roll call that carries it: enough for the device to have caught up."""
 _MASK = 2**62 - 1
 _ALIGNMENT = 8
+_version_of = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class ReplicaCheck:
     def __init__(self, parameters: Sequence[Tensor], interval: int) -> None:
         self._parameters = [p for p in parameters if p.layout is torch.strided]
         self._sizes = [p.numel() * p.element_size() for p in self._parameters]
+        self._parts: dict[int, list[Stretch]] = {}
+        """What the parts cover, once they were due."""
         self._interval = interval
         self._is_full_due = True
         self._last_full = 0
@@ -78,7 +82,10 @@ class ReplicaCheck:
         if self._is_full_due:
             stretches, self._last_full = stretches_of(self._sizes, 0, 1), step
         elif step % self._interval == 0:
-            stretches = stretches_of(self._sizes, step // self._interval % PARTS)
+            part = step // self._interval % PARTS
+            if part not in self._parts:
+                self._parts[part] = stretches_of(self._sizes, part)
+            stretches = self._parts[part]
         self._is_full_due = False  # on workers without input too: all must agree on what is due
         self._under_way.append(_nothing if is_joined or not stretches else self._start(stretches))
         version, asks = self._version(), self._asks
@@ -94,7 +101,7 @@ class ReplicaCheck:
             self._is_full_due = True
 
     def _version(self) -> int:
-        return sum(parameter._version for parameter in self._parameters) if self._interval else 0
+        return sum(map(_version_of, self._parameters)) if self._interval else 0
 
     @torch.no_grad()
     def _start(self, stretches: Sequence[Stretch]) -> Callable[[], int]:

@@ -6,6 +6,7 @@ collective where they say so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 
@@ -29,13 +30,15 @@ from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, ServedRoute, standard_routes
+from poseidon.routes.catalogue import COLLECTIVES, served_routes, standard_routes
 from poseidon.sim.ranking import observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
 from poseidon.team.team import Team
 from poseidon.units import Load
 from poseidon.version import __version__
+
+_is_joined, _batch = operator.attrgetter("is_joined"), operator.attrgetter("batch")
 
 
 def check_encryptable(units: Sequence[LiveUnit], forced: Mapping[str, str]) -> None:
@@ -83,8 +86,12 @@ class Schedules:
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
         kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
         self.model = Model.of(specs, kinds)
-        overrides = {"*": ServedRoute.name} if options.serves else options.routes
-        self._planning = Replanning(specs, cluster, self.routes, overrides)
+        self._planning = Replanning(
+            specs,
+            cluster,
+            served_routes() if options.serves else self.routes,
+            None if options.serves else options.routes,
+        )
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
         self._packing = Packing(cluster, options.bucket_bytes, options.defers)
@@ -93,10 +100,12 @@ class Schedules:
         """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
-        self.dense = self._bind([self.routes.first_for(spec).name for spec in specs], self._packing)
+        self.dense = self._bind(self._pack([self.routes.first_for(spec).name for spec in specs], self._packing))
         """Full gradients only."""
         self._prepare(self.dense)
         self.planned: LiveSchedule | None = None
+        self._adopted: Schedule | None = None
+        """That of :attr:`planned`, before its collectives were reordered."""
         self._backwards = 0
         """Number of backwards run with the planned schedule."""
         self._is_timed = False
@@ -133,12 +142,12 @@ class Schedules:
         # Asked first: it was true when this backward ended only if it is now.
         has_landed = self.lands_at_once
         is_ranked = self._use_times(backward)
-        if any(call.is_joined for call in calls):
+        if any(map(_is_joined, calls)):
             self._choosing.settled(is_regular=False)
             return
         if self._choosing.has_losers and is_planned:
             self._release_losers()
-        if self._plan_if_due(sum(call.batch for call in calls) / len(calls), backward, has_landed):
+        if self._plan_if_due(sum(map(_batch, calls)) / len(calls), backward, has_landed):
             return
         if is_ranked:
             return  # a trial begins with the next backward
@@ -153,16 +162,23 @@ class Schedules:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
-    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
-        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan."""
+    def mark_rounded(self, parameters: Collection[nn.Parameter], tables: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan.
+
+        Each of the ``tables`` among them travels alone, so that its rows can be found.
+        """
         self._context.rounded.update(parameters)
-        kinds = [(kind, p in parameters) for kind, p in zip(self.model.kinds, self._parameters, strict=True)]
+        kinds = [
+            (kind, p in parameters, number if p in tables else -1)
+            for number, (kind, p) in enumerate(zip(self.model.kinds, self._parameters, strict=True))
+        ]
         self.model = Model.of(self.model.units, kinds)
 
     def _choose_routes(self, is_cuda: bool) -> Routes:
         if self._options.serves:
             # The first backward travels by the first route that accepts everything.
-            return Routes([*standard_routes(encrypts=self._team.encrypts).values(), ServedRoute()])
+            whole = next(iter(standard_routes(encrypts=self._team.encrypts).values()))
+            return Routes([whole, *served_routes().values()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
@@ -190,11 +206,17 @@ class Schedules:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
             return True
-        if self._options.serves or not self._planning.is_due(batch):
+        is_due = not self._options.serves and self._planning.is_due(batch)
+        loads = self._planning.scaled_loads(batch) if is_due else {}
+        if is_due and not self._planning.is_worthwhile(loads):
+            is_due = False
+            if not self._choosing.is_open:  # plans that are under trial are compared by steps of one size
+                self._planning.accept(loads, batch)
+        if not is_due:
             self._waits_for_landing = False
         elif has_landed:
             self._waits_for_landing = False
-            self._plan(self._planning.scaled_loads(batch), batch)
+            self._plan(loads, batch)
             return True
         else:
             # A forward that is under way may already have prepared for the old plan.
@@ -254,33 +276,40 @@ class Schedules:
         """Use a plan from the next backward on. Collective."""
         self._backwards = 0
         self._packing = candidate.packing
-        self.planned = self._bind(list(candidate.plan.routes.values()), candidate.packing)
+        schedule = self._pack(list(candidate.plan.routes.values()), candidate.packing)
+        if schedule == self._adopted:
+            return  # what it is bound to is not made anew
+        self._adopted = schedule
+        self.planned = self._bind(schedule)
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
         route_of = self.dense.schedule.route_of
-        self.dense = self.planned if self._options.serves else self._bind(route_of, candidate.packing)
+        self.dense = self.planned if self._options.serves else self._bind(self._pack(route_of, candidate.packing))
         self._prepare(self.planned, *(() if self.dense is self.planned else (self.dense,)))
 
     def _release_losers(self) -> None:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
         assert self.planned is not None
         self._choosing.has_losers = False
-        for name in set(self._exchangers) - set(self.planned.exchangers) - set(self.dense.exchangers):
+        used = {self.routes[name].exchanger for name in (*self.planned.exchangers, *self.dense.exchangers)}
+        for name in set(self._exchangers) - used:
             self._exchangers.pop(name).close()
 
-    def _bind(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
-        """Make a schedule and bind it to tensors and exchangers. Collective; :meth:`_prepare` must follow."""
-        schedule = make_schedule(
+    def _pack(self, route_of: Sequence[str], packing: Packing) -> Schedule:
+        return make_schedule(
             self.model, route_of, self._order, self.routes, packing, self._planning.loads, packing.defers
         )
+
+    def _bind(self, schedule: Schedule) -> LiveSchedule:
+        """Bind a schedule to tensors and exchangers. Collective; :meth:`_prepare` must follow."""
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
         used = {item.item.route for item in items}
-        exchangers = {name: self._exchanger(name) for name in self.routes if name in used}
-        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
+        exchangers = {name: self._exchanger(self.routes[name].exchanger) for name in self.routes if name in used}
+        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in schedule.route_of])
 
     def _prepare(self, *schedules: LiveSchedule) -> None:
         """Let exchangers prepare for the schedules in force, which may share a route. Collective."""
         for name in self.routes:
-            mine = [item for live in schedules for item in live.items if item.item.route == name]
+            mine = [item for live in schedules for item in live.items if self.routes[item.item.route].exchanger == name]
             if mine:
                 self._exchanger(name).prepare(mine)
 
@@ -289,7 +318,7 @@ class Schedules:
         parameters = tuple(self._parameters[p] for p in item.parameters)
         bucket = (
             Bucket(parameters, options.keep_views and not options.serves, not options.serves)
-            if item.is_packed
+            if item.is_packed or options.serves
             else None
         )
         return LiveItem(item, tuple(self._units[unit] for unit in item.units), parameters, bucket)

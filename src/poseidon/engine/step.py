@@ -86,9 +86,14 @@ class Verdict:
     """By parameter: whether any worker uses it. Empty: all of them are used."""
 
     @property
+    def is_unanimous(self) -> bool:
+        """Whether all workers said the same, as they usually do."""
+        return self.calls.count(self.calls[0]) == len(self.calls)
+
+    @property
     def must_land(self) -> bool:
         """Whether some landing is collective, so that all workers must land everything now, in one order."""
-        return any(any(flags) for flags in self.flags.values())
+        return bool(self.flags) and any(map(any, self.flags.values()))
 
     @property
     def active(self) -> int:
@@ -98,6 +103,8 @@ class Verdict:
     @property
     def differing(self) -> tuple[int, ...]:
         """Workers whose parameters are not those of the first that compared any; a worker without input does not."""
+        if self.is_unanimous:
+            return ()
         compared = {rank: call.digest for rank, call in enumerate(self.calls) if call.digest and not call.is_joined}
         first = next(iter(compared.values()), 0)
         return tuple(rank for rank, digest in compared.items() if digest != first)
@@ -143,9 +150,8 @@ class Step:
         model = schedule.model
         self._waiting = dict.fromkeys(range(len(model.parameters)))
         """Parameters whose gradient is not final yet."""
-        self._missing_of_unit = [len(parameters) for parameters in model.parameters_of]
-        self._missing_of_item = [len(item.parameters) for item in schedule.items]
-        self._queue_of = {number: queue for queue, numbers in schedule.queues.items() for number in numbers}
+        self._missing_of_unit = list(model.counts)
+        self._missing_of_item = list(schedule.counts)
         self._next = dict.fromkeys(schedule.queues, 0)
         self._flags: dict[int, int] = {}
         self._unflagged = set(schedule.flagged)
@@ -179,7 +185,7 @@ class Step:
         Without ``is_used`` autograd reached the parameter, but with no gradient.
         """
         assert self.phase is Phase.OPEN, f"a gradient came while the step is {self.phase.value}"
-        self.additions[parameter] += 1
+        self.additions[parameter] = self.additions.get(parameter, 0) + 1
         if is_used:
             self._used.add(parameter)
         if self._is_static and (self._expected is None or self.additions[parameter] < self._expected[parameter]):
@@ -241,7 +247,8 @@ class Step:
         """
         assert self.phase is Phase.CLOSED, f"the others' calls came while the step is {self.phase.value}"
         for other, call in enumerate(calls):
-            self.call.check(call, rank, other)
+            if call is not self.call:
+                self.call.check(call, rank, other)
         by_item = dict(zip(self.schedule.flagged, map(tuple, zip(*flags, strict=True)), strict=True)) if flags else {}
         self.verdict = Verdict(tuple(calls), by_item, tuple(any(column) for column in zip(*used, strict=True)))
         self.phase = Phase.SETTLED if self.schedule.items else Phase.LANDED
@@ -279,7 +286,7 @@ class Step:
 
     def _complete(self, item: int) -> list[Action]:
         actions: list[Action] = [Completed(item)] if self._takes_times else []
-        name = self._queue_of.get(item)
+        name = self.schedule.queue_of.get(item)
         if name is None:
             return [*actions, Start(item)]
         queue = self.schedule.queues[name]

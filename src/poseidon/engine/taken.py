@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +14,20 @@ from poseidon.engine.optimizers import check_max_norm, check_optimizer, clip_bef
 from poseidon.engine.policy import Policy
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
+
+
+class _Guard(contextlib.AbstractContextManager[None]):
+    """Breaks the step if a worker is lost. One object for all uses: it has no state of its own."""
+
+    def __init__(self, policy: TakenSteps) -> None:
+        self._policy = policy
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, WorkerLostError):
+            self._policy.engine.fail(error)
 
 
 class TakenSteps(Policy):
@@ -32,6 +46,7 @@ class TakenSteps(Policy):
         self._max_grad_norm = max_grad_norm
         self._engine: Engine | None = None
         self._undo: list[Callable[[], None]] = []
+        self._guard = _Guard(self)
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
@@ -50,14 +65,9 @@ class TakenSteps(Policy):
         assert self._engine is not None
         return self._engine
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> contextlib.AbstractContextManager[None]:
         """Guard a part of backward: if a worker is lost in it, ``.grad`` is not the mean, and no step may use it."""
-        try:
-            yield
-        except WorkerLostError as error:
-            self.engine.fail(error)
-            raise
+        return self._guard
 
     def close(self) -> None:
         """Give model and optimizer back, and close the engine."""
@@ -117,7 +127,7 @@ class TakenSteps(Policy):
             raise
 
     def _check_failure(self) -> None:
-        if self.engine.failure is not None:
+        if self._engine is not None and self._engine.failure is not None:
             raise UnsupportedError(
                 f"rank {self.engine.team.rank}: an update was interrupted by an error, so the replicas may differ; "
                 "restart from a checkpoint"

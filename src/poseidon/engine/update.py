@@ -37,11 +37,12 @@ class DeferredUpdates(TakenSteps):
         self._is_paused = False
         """Under join(): finish every backward before it returns."""
         self._lock = threading.RLock()
-        self._pending: dict[nn.Parameter, Flight | None] = {}
+        # By id(), because the hash of a tensor is a Python function, and these are asked for each parameter and step.
+        self._pending: dict[int, Flight | None] = {}
         """Parameters that have not landed, each with its flight once known."""
         self._due: list[dict[str, Any]] | None = None
         """Options of the parameter groups at the time of ``step()``; None before that."""
-        self._group_of: dict[nn.Parameter, int] = {}
+        self._group_of: dict[int, int] = {}
         """Each parameter's group at that time."""
         self._clears: bool | None = None
         """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
@@ -58,24 +59,25 @@ class DeferredUpdates(TakenSteps):
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the previous step, then begin this one's exchange unless it has begun."""
-        if not self.engine.in_backward:  # called for every gradient
-            with self.guard():
+        engine = self.engine
+        if not engine.in_backward:  # called for every gradient
+            with self._guard:
                 self.finish()
-                self.engine.begin_backward(unused)
+                engine.begin_backward(unused)
 
     def end_backward(self) -> None:
         """Let this backward's exchange continue in the background."""
-        if self.engine.lands_at_once or self._is_paused:
+        engine = self.engine
+        if engine.lands_at_once or self._is_paused:
             self._land_at_once()
             return
-        forgotten = self.engine.close_backward()
+        forgotten = engine.close_backward()
         with self._lock:
-            self._pending = dict.fromkeys(self.engine.parameters)
-            for parameter in self.engine.parameters:
-                make_pending(parameter, self._touch)
+            self._pending = dict.fromkeys(map(id, engine.parameters))
+            make_pending(engine.parameters, self._touch)
         if forgotten:
             self.finish()
-            self.engine.check_forgotten(forgotten)
+            engine.check_forgotten(forgotten)
 
     def finish(self) -> None:
         """Finish the step under way: land every gradient and run every due update."""
@@ -83,17 +85,20 @@ class DeferredUpdates(TakenSteps):
             return
         with self._lock:
             self._check_failure()
-            while self._pending:
-                self._touch(next(iter(self._pending)))
+            if not self._pending:
+                return
+            for parameter in self._engine.parameters:
+                if id(parameter) in self._pending:
+                    self._touch(parameter)
 
     def _touch(self, parameter: nn.Parameter) -> None:
         with self._lock:
             self._check_failure()
-            make_plain(parameter)
+            make_plain((parameter,))
             try:
                 if self.engine.phase is Phase.CLOSED:
                     self._settle()
-                flight = self._pending.get(parameter)
+                flight = self._pending.get(id(parameter))
                 if flight is not None:
                     self._land([flight])
             except BaseException as error:
@@ -101,23 +106,22 @@ class DeferredUpdates(TakenSteps):
                 raise
 
     def _settle(self) -> None:
-        landing = self.engine.settle()
-        self._pending = {p: flight for flight in landing.flights for p in flight.parameters}
-        for parameter in self.engine.parameters:
-            if parameter not in self._pending:
-                make_plain(parameter)
+        engine = self.engine
+        landing = engine.settle()
+        self._pending = {id(p): flight for flight in landing.flights for p in flight.parameters}
+        if len(self._pending) < len(engine.parameters):
+            make_plain([p for p in engine.parameters if id(p) not in self._pending])
         if landing.must_land or (self._max_grad_norm is not None and self._due is not None):
             # Everything lands before any update, in one order on all workers.
             self._land(landing.flights)
 
     def _land(self, flights: Sequence[Flight]) -> None:
         parameters = [p for flight in flights for p in flight.parameters]
-        for parameter in parameters:
-            make_plain(parameter)
+        make_plain(parameters)
         for flight in flights:
             flight.land()
         for parameter in parameters:
-            del self._pending[parameter]
+            del self._pending[id(parameter)]
         if self._due is not None:
             self._update(parameters, self._due)
             if self._clears is not None:
@@ -137,10 +141,13 @@ class DeferredUpdates(TakenSteps):
                 self.finish()
             groups = self.optimizer.param_groups
             options = [freeze_options(group) for group in groups]
-            self._group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-            self._due = options if self._pending else None
+            self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+            pending = self._pending
+            self._due = options if pending else None
             self._clears = None
-            self._update([p for p in self._group_of if p not in self._pending], options)
+            here = [p for group in groups for p in group["params"] if id(p) not in pending]
+            if here:
+                self._update(here, options)
             if getattr(self.optimizer, "found_inf", None) is not None:
                 self.finish()  # a GradScaler's verdict and scale are valid only in this call
 
@@ -155,7 +162,9 @@ class DeferredUpdates(TakenSteps):
             else:
                 self._clears = set_to_none
             members = [p for group in self.optimizer.param_groups for p in group["params"]]
-            clear_gradients([p for p in members if p not in self._pending], set_to_none)
+            here = [p for p in members if id(p) not in self._pending]
+            if here:
+                clear_gradients(here, set_to_none)
             return True
 
     def show_state(self) -> None:
@@ -172,8 +181,7 @@ class DeferredUpdates(TakenSteps):
         self.finish()
 
     def _release_parameters(self) -> None:
-        for parameter in self._pending:
-            make_plain(parameter)
+        make_plain(self.engine.parameters)
 
     def _update(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
         """Step the user's optimizer for some parameters, with the options from the time of ``step()``."""
@@ -182,11 +190,16 @@ class DeferredUpdates(TakenSteps):
                 clip(self.optimizer, self.engine.parameters, self._max_grad_norm)
         members: list[list[nn.Parameter]] = [[] for _ in options]
         for parameter in parameters:
-            if parameter in self._group_of:
-                members[self._group_of[parameter]].append(parameter)
+            number = self._group_of.get(id(parameter))
+            if number is not None:
+                members[number].append(parameter)
+        deferring = type(self.optimizer)
         self.is_updating = True
+        # With its own class, which reads its state without asking us, several times for each parameter.
+        self.optimizer.__class__ = self.plain
         try:
             with aside():
                 step_groups(self.optimizer, self.plain, options, members)
         finally:
+            self.optimizer.__class__ = deferring
             self.is_updating = False

@@ -132,6 +132,13 @@ MACHINE = Variable(
     "Name of this worker's machine; workers with equal names share one. Default: host name, boot and network "
     "namespace.",
 )
+SHARED_MEMORY = Variable(
+    "POSEIDON_SHARED_MEMORY",
+    SWITCH,
+    True,
+    "team/board.py",
+    "Whether workers that share a machine sum gradients on the CPU in memory that they share, where the system has it.",
+)
 SECRET = Variable(
     "POSEIDON_SECRET",
     TEXT,
@@ -231,6 +238,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CLUSTER,
     TRIALS,
     MACHINE,
+    SHARED_MEMORY,
     SECRET,
     SECRET_FILE,
     CHECK_REPLICAS,

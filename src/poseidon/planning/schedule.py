@@ -75,6 +75,11 @@ class Model:
         return tuple(number for number, unit in enumerate(self.units) for _ in unit.parameters)
 
     @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """By unit: how many parameters it has."""
+        return tuple(len(unit.parameters) for unit in self.units)
+
+    @cached_property
     def parameters_of(self) -> tuple[range, ...]:
         """By unit: the numbers of its parameters."""
         ranges, start = [], 0
@@ -97,6 +102,16 @@ class Schedule:
     """By queue: items that start in this order on all workers; any other item starts when it is ready."""
     flagged: tuple[int, ...]
     """Items whose flags the workers compare, in the order in which the flags are sent."""
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """By item: how many parameters it has."""
+        return tuple(len(item.parameters) for item in self.items)
+
+    @cached_property
+    def queue_of(self) -> dict[int, str]:
+        """Item to queue, for those that have one."""
+        return {number: queue for queue, numbers in self.queues.items() for number in numbers}
 
     @cached_property
     def item_of(self) -> dict[int, int]:

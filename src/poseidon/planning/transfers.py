@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from poseidon.planning.cluster import Cluster
+from poseidon.planning.cluster import Cluster, Link
+from poseidon.units import Load
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,15 @@ class Transfer:
     """Time on the link inside each machine and for its own work, once before and once after."""
     message_s: float = 0.0
     """The part of it that is processor time for direct messages."""
+    awaits_step: bool = False
+    """The second leg begins once all workers have called the optimizer's ``step()``, at the end of backward."""
+    is_early: bool = False
+    """Leaves when the first of all gradients is final, although the unit's own is not: the part of a tied table that
+    its linear layer makes."""
     messages: float = 0.0
     """Other messages that each machine sends in each leg, as far as they cost processor time beyond their bytes."""
+    is_compacted: bool = False
+    """Devices compact these messages."""
 
     @property
     def out_bytes(self) -> float:
@@ -67,12 +76,21 @@ class Conditions:
     """Devices compact what goes through the parameter server, without loss."""
     precision: str = "float32"
     """What gradients are computed in: autocast, "bf16" or "fp16", leaves fewer bits in them than their dtype has."""
+    loads: Mapping[str, Load] = field(default_factory=dict)
+    """By unit: in a table's gradient only the rows that a step touched have values."""
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0
     """Bytes of all items of the same route."""
 
-    def inside_s(self, size_bytes: float) -> float:
+    def combine_s(self, size_bytes: float) -> float:
         """Return the time for the workers of one machine to combine their parts, or to share the result."""
-        members, link = self.cluster.workers_per_machine, self.cluster.inside
+        return self._inside_s(size_bytes, self.cluster.combining)
+
+    def relay_s(self, size_bytes: float) -> float:
+        """Return the time for the workers of one machine to hand each other messages of this size."""
+        return self._inside_s(size_bytes, self.cluster.inside)
+
+    def _inside_s(self, size_bytes: float, link: Link) -> float:
+        members = self.cluster.workers_per_machine
         return (members - 1) / members * size_bytes / link.bytes_per_s + (members - 1) * link.latency_s

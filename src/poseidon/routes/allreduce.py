@@ -2,7 +2,8 @@
 
 Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not overflow. On
 gloo, workers that share a machine combine inside it first, and each carries its share of the traffic between machines;
-NCCL knows the topology and does the same by itself.
+NCCL knows the topology and does the same by itself. If all workers share one machine, gradients on the CPU are summed
+in memory that they share (``local.py``), and divided afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
-from poseidon.routes.levels import Levels, LevelsExchange
+from poseidon.routes.levels import Levels, LevelsExchange, open_level_board
+from poseidon.routes.local import LocalSums, padded, suits_local_sums
+from poseidon.team.board import open_board
 from poseidon.team.team import Team
 
 
@@ -25,20 +28,46 @@ class AllreduceExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         team = self._team = context.team
         use_levels = team.topology.has_levels and team.topology.is_even and not team.is_nccl
-        self._levels = Levels(team) if use_levels else None
+        self._levels = Levels(team, open_level_board(team)) if use_levels else None
         self._counterparts = team.new_group(team.topology.counterparts(team.rank)) if use_levels else None
+        self._is_local = len(team.topology.machines) == 1 and not context.is_cuda
+        """Whether sums need no network, as far as is known."""
+        self._local: LocalSums | None = None
+
+    def prepare(self, items: Sequence[LiveItem]) -> None:
+        """Share memory between the workers of the only machine: for whole steps that are small, else for a thread."""
+        if not self._is_local:
+            return
+        step_bytes = sum(padded(item.item.numel * item.parameters[0].element_size()) for item in items)
+        if not suits_local_sums(step_bytes, self._team.size):
+            if self._levels is None:
+                board = open_level_board(self._team)
+                self._levels = None if board is None else Levels(self._team, board)
+                self._is_local = board is not None
+        elif self._local is None:
+            board = open_board(self._team, 2 * step_bytes)
+            self._local = None if board is None else LocalSums(self._team, board)
+            self._is_local = board is not None
 
     def close(self) -> None:
         """Stop the background thread, if any."""
         if self._levels is not None:
             self._levels.close()
+        if self._local is not None:
+            self._local.close()
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
         """Replace the bucket by its mean over the team, in place."""
         flat, name = item.pack(), item.name
+        local = None if self._local is None else self._local.start(flat, name, step)
+        if local is not None:
+            return local
+        levels = None if flat.is_cuda else self._levels
+        if levels is not None and self._counterparts is None:
+            return LevelsExchange(self._team, levels.start_mean(flat, name), name)
         flat.div_(self._team.size)
-        if self._levels is not None and not flat.is_cuda:
-            return LevelsExchange(self._team, self._levels.start(flat, name, self._between), name)
+        if levels is not None:
+            return LevelsExchange(self._team, levels.start(flat, name, self._between), name)
         return _FlatExchange(self._team, flat, name)
 
     def _between(self, mine: Tensor, team: Team, name: str) -> None:

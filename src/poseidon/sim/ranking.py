@@ -34,6 +34,8 @@ class Equipment:
     """Cores of one worker."""
     uses_cores: bool
     """Workers compute on them; false where GPUs compute."""
+    sharing: float = 1.0
+    """Workers that share one device."""
 
 
 def observed_profile(
@@ -73,6 +75,8 @@ def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> f
         collectives=transports.collectives,
         messages=transports.messages,
         contention=transports.contention,
+        issue_s=transports.issue_s,
+        sharing=equipment.sharing,
         payload=1.0,  # programs measured the rate
         compacts=equipment.compacts,
         precision=_precision_of(profile),

@@ -46,6 +46,10 @@ class Setting:
     """What gradients are computed in, which is what compacting depends on; or "bf16" or "fp16", under autocast."""
     contention: float = 0.0
     """Seconds by which a second of processor time for exchanges delays computation: 0 on a GPU or with spare cores."""
+    issue_s: float = 0.0
+    """Interpreter time to issue a unit's forward to a device that has nothing else to do."""
+    sharing: float = 1.0
+    """Workers that share one device, and thus its time for compacting."""
     switch_bits_per_s: float = math.inf
     """Total rate of the switch."""
     slowdowns: tuple[float, ...] = ()

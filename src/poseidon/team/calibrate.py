@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,11 @@ import torch.distributed as dist
 from poseidon.errors import ConfigError
 from poseidon.job import settings
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.team.board import Rounds, open_board
 from poseidon.team.mail import Tag
 from poseidon.team.team import Team
+
+D = TypeVar("D")
 
 _PROBE_BYTES = 2 * 2**20
 _PINGS = 6
@@ -69,23 +72,33 @@ def measure_cluster(team: Team, device: torch.device) -> Cluster:
     leaders = [ranks[0] for ranks in machines]
     trip = _by_mail(team) if team.encrypts else _by_gloo(team)
     between = _measure_links(team, leaders, trip)
-    inside = _measure_links(team, max(machines, key=len), trip)
-    everybody = team.gather_json({"between": between, "inside": inside, "flops": measure_flops(device)})
+    near = _measure_links(team, max(machines, key=len), trip)
+    sums = [] if device.type == "cuda" else _measure_sums(team)
+    mine = {"between": between, "inside": near, "shared": sums, "flops": measure_flops(device)}
+    everybody = team.gather_json(mine)
     defaults = Cluster(machines=1)
+    inside = _slowest([link for one in everybody for link in one["inside"]], defaults.inside)
+    shared = _slowest([link for one in everybody for link in one["shared"]], None)
     return Cluster(
         machines=len(machines),
         workers_per_machine=max(len(ranks) for ranks in machines),
         between=_slowest([link for one in everybody for link in one["between"]], defaults.between),
-        inside=_slowest([link for one in everybody for link in one["inside"]], defaults.inside),
+        inside=inside,
+        shared=None if shared is None else _better(shared, inside),
         flops=min(one["flops"] for one in everybody),
         source="measured",
     )
 
 
-def _slowest(links: list[dict[str, float]], default: Link) -> Link:
+def _slowest(links: list[dict[str, float]], default: D) -> Link | D:
     if not links:
         return default
     return Link(min(link["bits_per_s"] for link in links), max(link["latency_s"] for link in links))
+
+
+def _better(shared: Link, inside: Link) -> Link:
+    """Return the better of both figures: memory is never slower than sockets, but its measurement may be disturbed."""
+    return Link(max(shared.bits_per_s, inside.bits_per_s), min(shared.latency_s, inside.latency_s))
 
 
 def _by_gloo(team: Team) -> Trip:
@@ -145,6 +158,37 @@ def _ping(team: Team, first: int, second: int, trip: Trip) -> dict[str, float]:
     # On a busy machine a ping may take as long as the large message, which is still mostly transfer.
     transfer_s = max(total - latency, total / 2)
     return {"bits_per_s": 8 * _PROBE_BYTES / transfer_s, "latency_s": max(latency, _LATENCY_FLOOR_S)}
+
+
+def _measure_sums(team: Team) -> list[dict[str, float]]:
+    """Time small and large sums in memory that the workers of this machine share; none where there is none. Collective.
+
+    Expressed as a link: of one on which a ring of this machine's workers would take as long.
+    """
+    members = len(team.topology.neighbours(team.rank))
+    if max(map(len, team.topology.machines)) == 1:
+        return []
+    board = open_board(team, 2 * _PROBE_BYTES)
+    if board is None:
+        return []
+    rounds = Rounds(board)
+
+    def sum_up(count: int) -> float:
+        values = torch.zeros(count, device="cpu")
+        began = time.perf_counter()
+        rounds.mine(count, values.dtype).copy_(values)
+        for part in rounds.meet(count, values.dtype, "the measurement of sums"):
+            values += part
+        return time.perf_counter() - began
+
+    # The best of several: a worker that the system lets wait makes all others wait in a round.
+    tiny_s, large_s = (min(sum_up(count) for _ in range(_PINGS)) for count in (1, _PROBE_BYTES // 4))
+    board.close()
+    if members == 1:
+        return []
+    moved_bytes = 2 * (members - 1) / members * _PROBE_BYTES
+    rate = 8 * moved_bytes / max(large_s - tiny_s, large_s / 2)
+    return [{"bits_per_s": rate, "latency_s": max(tiny_s / (2 * (members - 1)), _LATENCY_FLOOR_S)}]
 
 
 def measure_flops(device: torch.device) -> float:

@@ -44,6 +44,8 @@ class Mesh:
         self._rank = rank
         self._size = size
         self._listener = socket.create_server((ip, 0), backlog=size)
+        name, port = self._listener.getsockname()
+        self._address = (str(name), int(port))
         self._peers: dict[int, _Peer] = {}
         self._number = 0
         self._lock = threading.Lock()
@@ -53,8 +55,7 @@ class Mesh:
     @property
     def address(self) -> tuple[str, int]:
         """Where the other ranks find this one."""
-        ip, port = self._listener.getsockname()
-        return str(ip), int(port)
+        return self._address
 
     def connect(self, addresses: Sequence[tuple[str, int]], credentials: Credentials, timeout_s: float) -> None:
         """Connect to all ranks, given their addresses by rank; ``WireError`` if that takes longer than ``timeout_s``.

@@ -61,8 +61,12 @@ class Kind(IntEnum):
     """The answer to ``FETCH``."""
     LEAVE = 15
     """A worker will fetch nothing more."""
-    MAIL = 16
-    """A piece of a tagged message: factors, rows, and whatever else goes from worker to worker (``team/mail.py``)."""
+    TOUCHED = 16
+    """The touched rows of a worker's part of a chunk, for the chunk's owner: ``PART`` has the rest."""
+    PARCELS = 17
+    """A worker's rows and factors, for every worker."""
+    MAIL = 18
+    """A piece of a tagged message: whatever else goes from worker to worker (``team/mail.py``)."""
 
 
 class Header(NamedTuple):
