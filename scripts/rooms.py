@@ -59,7 +59,7 @@ def imports_of(room: str) -> set[str]:
 def nearest(rooms: list[list[str]]) -> Iterator[tuple[str, str]]:
     """Yield the imports that do not follow from others: an arrow for each keeps the diagram readable."""
     imports = {room: imports_of(room) for layer in rooms for room in layer}
-    basic = {"errors", "version", "units", "job"}
+    basic = {"errors", "version", "units", "files", "job"}
 
     def reaches(start: str) -> set[str]:
         seen: set[str] = set()

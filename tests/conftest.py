@@ -2,6 +2,12 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
+
+_STARTUP = str(Path(__file__).with_name("startup"))
+sys.path.insert(0, _STARTUP)
+import compiler_later  # noqa: E402, F401 - before anything imports torch
 
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -25,6 +31,8 @@ _LONGEST = (
 
 def pytest_configure():
     hear_ignored_signals()
+    # For processes that tests start.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
     # Which plan is fastest depends on the host; tests of the choice itself turn it on.
     os.environ.setdefault("POSEIDON_TRIALS", "0")
 

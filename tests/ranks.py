@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
+import compiler_later
 import torch
 import torch.distributed as dist
 
@@ -172,6 +173,8 @@ def _nursery_for(env: Mapping[str, str]) -> _Nursery:
 def _serve(pipe: Connection, env: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
+    if not env:
+        compiler_later.import_compiler()  # once for all ranks
     _import(_PRELOADED)
     children: dict[int, int] = {}
     try:

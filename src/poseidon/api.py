@@ -22,7 +22,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferHook, BufferSync
-from poseidon.engine.compiled import has_compiled_parts
+from poseidon.engine.compiled import has_compiled_parts, uncompiled
 from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -369,7 +369,9 @@ class DistributedDataParallel(TorchSurface):
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
         units = find_units(self.module, self._ignored)
         if self._policy.serves:
-            units = [only_dense(unit) for unit in units]
+            # Where a layer is compiled, it cannot hand its gradient over.
+            keeps_tied = not has_compiled_parts(self.module)
+            units = [only_dense(unit, keeps_tied) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
@@ -547,7 +549,7 @@ class DistributedDataParallel(TorchSurface):
             self.register_comm_hook(hook_state, hook)
 
 
-@torch.compiler.disable
+@uncompiled
 def _apart(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function outside the graph that is being made."""
     return function(*args)

@@ -140,7 +140,7 @@ def test_gflags_spellings():
         (["--solver=s", "--gpu=x"], "--gpu 'x' is not understood"),
         (["--solver=s", "--workers=0"], "--workers is 0"),
         (["--solver=s", "--sigint_effect=jump"], "unknown sigint_effect 'jump'; known: none, snapshot, stop"),
-        (["--solver=missing.prototxt"], "cannot read missing.prototxt"),
+        (["--solver=missing.prototxt"], "cannot read prototxt missing.prototxt"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message):

@@ -468,7 +468,7 @@ REFUSED = [
     ('type: "DummyData" dummy_data_param { num: 2 shape { } }', [], "a", "both given"),
     ('type: "Embed" embed_param { num_output: 3 }', [(2,)], "top", "num_output and input_dim; they are 3 and 0"),
     ('type: "HDF5Output"', [(2, 3), (2,)], "", "file_name must be given"),
-    ('type: "HDF5Output" hdf5_output_param { file_name: "/no/folder" }', [(2,), (2,)], "", "'/no/folder'"),
+    ('type: "HDF5Output" hdf5_output_param { file_name: "/no/folder" }', [(2,), (2,)], "", "/no/folder"),
 ]  # fmt: skip
 
 

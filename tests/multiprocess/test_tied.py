@@ -1,8 +1,9 @@
-"""A table that is a linear layer's weight too: its gradient travels as touched rows and factors."""
+"""A table that is a linear layer's weight too: its gradient travels as touched rows, and factors or a full gradient."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -46,17 +47,20 @@ def _loss(model: nn.Module, number: int, way: str) -> Tensor:
     return loss
 
 
-def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tensor], Any]:
+def _train(kind: str, way: str, amp: torch.dtype | None, route: str = "tied") -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(0)
     inner = Speaker(head_first=way == "head first")
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9)
     model: Any
+    routes = {_name(way): route, "*": "factors" if route == "tied" else "sharded"}
     if kind == "torch":
         model = nn.parallel.DistributedDataParallel(inner)
     elif kind == "wrapper":
-        model = poseidon.DistributedDataParallel(inner, cluster=slow_cluster())
+        model = poseidon.DistributedDataParallel(inner, cluster=slow_cluster(), routes=routes)
+    elif kind == "server":
+        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), update="server")
     else:
-        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster())
+        model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), routes=routes)
     context = contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp)
     for number in range(6):
         optimizer.zero_grad(set_to_none=way != "zeros")
@@ -75,18 +79,22 @@ def _train(kind: str, way: str, amp: torch.dtype | None) -> tuple[dict[str, Tens
     return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}, model
 
 
+def _name(way: str) -> str:
+    return "head" if way == "head first" else "words"
+
+
 WAYS = ["plain", "head first", "penalty", "accumulating", "backward twice", "zeros", "uneven"]
 
 
-def _compare() -> None:
+def _compare(route: str) -> None:
     for way in WAYS:
         for amp in (None, torch.bfloat16):
             theirs, _ = _train("torch", way, amp)
-            ours, wrapped = _train("wrapper", way, amp)
-            deferred, distributed = _train("distribute", way, amp)
-            name = "head" if way == "head first" else "words"
-            assert wrapped.plan.routes[name] == "tied"
-            assert "words" in wrapped.plan.routes or way == "head first"
+            ours, wrapped = _train("wrapper", way, amp, route)
+            deferred, distributed = _train("distribute", way, amp, route)
+            assert wrapped.plan.routes[_name(way)] == route
+            if route == "split":
+                _compare_server(ours, way, amp)
             for each, value in theirs.items():
                 tolerance = 1e-6 if amp is None else 5e-3
                 torch.testing.assert_close(ours[each], value, rtol=tolerance, atol=tolerance, msg=f"{each}, {way}")
@@ -97,6 +105,80 @@ def _compare() -> None:
             assert type(wrapped.module.words) is nn.Embedding
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_rows_and_factors_of_a_tied_table_add_up(workers: int) -> None:
-    run_ranks(_compare, workers)
+def _compare_server(ours: dict[str, Tensor], way: str, amp: torch.dtype | None) -> None:
+    served, model = _train("server", way, amp)
+    assert model.plan.routes == {**dict.fromkeys(model.plan.routes, "served"), _name(way): "split"}
+    for each, value in ours.items():
+        # Owners average a first mean, too, instead of adding it afterwards; what was accumulated before an exchange is
+        # averaged by another route in the wrapper.
+        if way in ("backward twice", "accumulating"):
+            torch.testing.assert_close(served[each], value, rtol=1e-6, atol=1e-6, msg=f"{each}, {way}")
+        else:
+            assert torch.equal(served[each], value), (each, way, amp)
+    model.close()
+
+
+@pytest.mark.parametrize(("workers", "route"), [(2, "tied"), (3, "tied"), (2, "split"), (3, "split")])
+def test_both_parts_of_a_tied_tables_gradient_add_up(workers: int, route: str) -> None:
+    run_ranks(_compare, workers, route)
+
+
+def _gradient_by_hand(model: Speaker, tokens: Tensor, amp: torch.dtype | None) -> Tensor:
+    """Return the mean gradient of the tied weight, from all workers' parts, added in the documented order."""
+    alone = Speaker()
+    alone.load_state_dict(model.state_dict())
+    alone.head.weight = nn.Parameter(alone.head.weight.detach().clone())
+    alone.words.sparse = True
+    seen: dict[str, Tensor] = {}
+    alone.head.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0].detach()))
+    with contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp):
+        out = alone(tokens)
+    out.register_hook(lambda g: seen.update(g=g))
+    F.cross_entropy(out.float(), tokens, reduction="sum").backward()
+    head = (seen["g"].t() @ seen["x"].to(seen["g"].dtype)).float()
+    rows = alone.words.weight.grad
+    assert rows is not None
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (head, rows.to_dense()))
+    heads, touched = zip(*parts, strict=True)
+    return (reduce(torch.add, heads) + reduce(torch.add, touched, torch.zeros(WORDS, WIDTH))) / len(parts)
+
+
+def _check_by_hand(mode: str, amp: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    inner = Speaker()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    routes, cluster = {"words": "split", "*": "sharded"}, slow_cluster()
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(inner, cluster=cluster, routes=routes)
+    elif mode == "distribute":
+        model, _ = poseidon.distribute(inner, optimizer, cluster=cluster, routes=routes)
+    else:
+        model, _ = poseidon.distribute(inner, optimizer, cluster=cluster, update="server")
+    for number in range(5):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        tokens = torch.randint(0, WORDS, (5 + dist.get_rank(),), generator=generator)
+        expected = _gradient_by_hand(inner, tokens, amp)
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if amp is None else torch.autocast("cpu", amp):
+            out = model(tokens)
+        F.cross_entropy(out.float(), tokens, reduction="sum").backward()
+        found = inner.words.weight.grad
+        assert found is not None
+        assert found.dtype is torch.float32
+        if number:  # the first backward averages everything in full
+            assert torch.equal(found, expected), (mode, amp, number)
+        optimizer.step()
+    assert model.plan.routes["words"] == "split"
+    model.close()
+
+
+def _check_all_by_hand() -> None:
+    for mode in ("wrapper", "distribute", "server"):
+        for amp in (None, torch.bfloat16):
+            _check_by_hand(mode, amp)
+
+
+def test_the_gradient_of_a_split_table_is_added_in_the_documented_order_in_all_modes() -> None:
+    run_ranks(_check_all_by_hand, 3)

@@ -105,8 +105,8 @@ def test_what_a_file_leaves_out_is_assumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "cannot read"),
-        ("{", "cannot read"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
         ("[1, 2]", "holds list, expected an object"),
         ("{}", "machines"),
         ('{"machines": 0}', "at least 1 machine"),

@@ -12,8 +12,13 @@ from poseidon.caffe.memory import Array, Memory
 from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.packed import append_floats, read_floats
 from poseidon.errors import ConfigError
+from poseidon.files import memory_bytes
 
 Shape = tuple[int, ...]
+
+MOST_VALUES = 2**31 - 1
+"""Caffe's limit for a blob."""
+_VALUE_BYTES = 4
 
 
 class Blob:
@@ -152,13 +157,16 @@ class Blob:
 
     def from_proto(self, proto: BlobProto, reshape: bool = True) -> None:
         """Copy values and, with ``reshape``, the shape from a BlobProto in single or double precision."""
+        if not reshape and not self.fits(proto):
+            raise ConfigError(f"stored blob has shape {proto_shape(proto)}, this one {self._shape}")
+        # The values first: nothing is allocated for a shape that the file does not fill.
+        data = stored_values(proto, "data")
+        diff = stored_values(proto, "diff") if proto_has_diff(proto) else None
         if reshape:
             self.reshape(*proto_shape(proto))
-        elif not self.fits(proto):
-            raise ConfigError(f"stored blob has shape {proto_shape(proto)}, this one {self._shape}")
-        for field, target in (("data", self.data), ("diff", self.diff if proto_has_diff(proto) else None)):
-            if target is not None:
-                target.flat[...] = _checked_values(proto, field, self.count)
+        self.data.flat[...] = data
+        if diff is not None:
+            self.diff.flat[...] = diff
 
     def fits(self, proto: BlobProto) -> bool:
         """Whether a stored blob has this shape; older files pad shapes to four axes with leading ones."""
@@ -201,7 +209,9 @@ def _has_legacy_shape(proto: BlobProto) -> bool:
     return any(proto.HasField(name) for name in ("num", "channels", "height", "width"))
 
 
-def _checked_values(proto: BlobProto, field: str, count: int) -> Array:
+def stored_values(proto: BlobProto, field: str) -> Array:
+    """Return the data or diff of a BlobProto, in memory order; their number must be what its shape says."""
+    count = math.prod(_checked(proto_shape(proto)))
     values = read_floats(proto, f"double_{field}")
     if not values.size:
         values = read_floats(proto, field)
@@ -214,4 +224,12 @@ def _checked(shape: Sequence[int]) -> Shape:
     result = tuple(int(size) for size in shape)
     if any(size < 0 for size in result) or len(result) > 32:
         raise ConfigError(f"a blob cannot have shape {result}: it has at most 32 dimensions, all of them >= 0")
+    values = math.prod(result)
+    if values > MOST_VALUES:
+        raise ConfigError(f"a blob cannot have shape {result}: that is {values} values, expected at most {MOST_VALUES}")
+    if values * _VALUE_BYTES > memory_bytes():
+        raise ConfigError(
+            f"a blob of shape {result} needs {values * _VALUE_BYTES / 1e9:.1f} GB; this machine has "
+            f"{memory_bytes() / 1e9:.1f} GB of memory"
+        )
     return result

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from poseidon import files
 from poseidon.caffe.filter import filter_net
 from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.caffe.schema.messages import ConvolutionParameter, PoolingParameter
@@ -31,7 +32,7 @@ def draw_net_to_file(
 ) -> None:
     """Write a picture in the format of the file's extension; ``.dot`` and ``.gv`` need no other program."""
     ext = Path(filename).suffix.lstrip(".") or "png"
-    Path(filename).write_bytes(draw_net(caffe_net, rankdir, ext, phase, display_lrm))
+    files.write_bytes(filename, draw_net(caffe_net, rankdir, ext, phase, display_lrm), "picture")
 
 
 def draw_net(

@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from poseidon import files
+
 _LEVELS = {logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 _MINIMUM = [logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL]
 _SOURCES = {"training": "caffe", "scoring": "caffe"}
@@ -98,6 +100,22 @@ class _Handler(logging.StreamHandler[TextIO]):
         self._bar.draw()
 
 
+class _Copy(logging.FileHandler):
+    """A copy of the log in a file; if the disk is full, it ends with one warning, and training goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802 - logging's interface
+        error = sys.exc_info()[1]
+        logger = logging.getLogger("poseidon.caffe")
+        if not isinstance(error, OSError) or self not in logger.handlers:
+            return
+        logger.removeHandler(self)
+        logger.warning("The log in %s ends here (%s)", self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def console(is_root: bool = True, stream: TextIO | None = None, log_dir: str | None = None) -> Iterator[ProgressBar]:
     """Show the logger's lines while the context lasts; workers other than the first show warnings only.
@@ -109,7 +127,10 @@ def console(is_root: bool = True, stream: TextIO | None = None, log_dir: str | N
     logger = logging.getLogger("poseidon.caffe")
     handlers: list[logging.Handler] = [_Handler(target, bar)]
     if log_dir and is_root:
-        handlers.append(logging.FileHandler(Path(log_dir) / "caffe.INFO", mode="w"))
+        try:
+            handlers.append(_Copy(Path(log_dir) / "caffe.INFO", mode="w"))
+        except OSError as error:
+            raise files.cannot("write", "log", Path(log_dir) / "caffe.INFO", error) from None
     before = (logger.level, logger.propagate)
     logger.setLevel(max(_minimum_level(), logging.INFO if is_root else logging.WARNING))
     logger.propagate = False

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -198,12 +199,13 @@ class BuiltNet:
                 f"layer {param.name!r} ({param.type}): propagate_down must be given once per bottom or not at all; "
                 f"there are {len(param.propagate_down)} for {len(param.bottom)} bottoms"
             )
-        layer = layer_types.create(param)
         index = len(self.layers)
-        log.info("Creating Layer %s", param.name)
-        self._wiring.add_layer(param, layer.top_count.low if layer.makes_missing_tops else 0)
-        bottoms, tops = self._wiring.bottoms(index), self._wiring.tops(index)
-        layer.set_up(bottoms, tops)
+        with _naming(param):
+            layer = layer_types.create(param)
+            log.info("Creating Layer %s", param.name)
+            self._wiring.add_layer(param, layer.top_count.low if layer.makes_missing_tops else 0)
+            bottoms, tops = self._wiring.bottoms(index), self._wiring.tops(index)
+            layer.set_up(bottoms, tops)
         self.layers.append(layer)
         self._top_values += sum(blob.count for blob in tops)
         debug.log_setup(layer, tops, self._top_values)
@@ -246,6 +248,24 @@ class BuiltNet:
         if not 0 <= index < len(self.layers):
             raise ConfigError(f"{what} {index} is not a layer of net {self.name!r}, which has {len(self.layers)}")
         return index
+
+
+@contextlib.contextmanager
+def _naming(param: LayerParameter) -> Iterator[None]:
+    """Name the layer in an error of what it uses, and turn a lack of memory into one line."""
+    name = f"layer {param.name!r}"
+    try:
+        yield
+    except ConfigError as error:
+        if name in str(error):
+            raise
+        raise ConfigError(f"{name} ({param.type}): {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"{name} ({param.type}): there is not enough memory for its parameters and results; make it smaller"
+        ) from error
 
 
 def _param_propagate_down(layer: Layer) -> list[bool]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from typing import TextIO
 
 import torch
 
+from poseidon import files
 from poseidon.caffe import device
 from poseidon.caffe.distributed import Together
 from poseidon.caffe.drifting import Drifting
@@ -169,13 +170,12 @@ class OutputsFile:
         try:
             self._stream = Path(self._path).open("w", newline="")
         except OSError as error:
-            raise ConfigError(f"cannot write --net_outputs {self._path}: {error.strerror}") from None
+            raise files.cannot("write", "--net_outputs", self._path, error) from None
         self._rows(["net", "iteration", "seconds", "output", "value"])
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._stream is not None
-        self._stream.close()
+        self._close()
 
     def write(self, which: str, iteration: int, outputs: Sequence[NetOutput]) -> None:
         """Add the outputs of one display or test."""
@@ -183,9 +183,20 @@ class OutputsFile:
         self._rows(*[[which, iteration, seconds, output.name, f"{output.value:.8g}"] for output in outputs])
 
     def _rows(self, *rows: Sequence[object]) -> None:
-        assert self._stream is not None
-        csv.writer(self._stream).writerows(rows)
-        self._stream.flush()
+        if self._stream is None:
+            return
+        try:
+            csv.writer(self._stream).writerows(rows)
+            self._stream.flush()
+        except OSError as error:
+            self._close()
+            log.warning("--net_outputs %s ends here (%s); training goes on", self._path, error.strerror)
+
+    def _close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 def write_stats(path: str, iterations: int, seconds: float, workers: int) -> None:
@@ -196,10 +207,7 @@ def write_stats(path: str, iterations: int, seconds: float, workers: int) -> Non
         "seconds": round(seconds, 3),
         "iterations_per_second": round(iterations / seconds, 3) if seconds else 0.0,
     }
-    try:
-        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write --stats_path {path}: {error.strerror}") from None
+    files.write_json(path, figures, "--stats_path")
 
 
 def _leave() -> None:

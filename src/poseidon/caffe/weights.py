@@ -8,18 +8,23 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from poseidon.caffe.blob import Blob, proto_shape
-from poseidon.caffe.extras import require
+from poseidon import files
+from poseidon.caffe.blob import Blob, proto_has_diff, proto_shape, stored_values
+from poseidon.caffe.io import hdf5_files
 from poseidon.caffe.layers.base import Layer
+from poseidon.caffe.memory import Array
 from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.schema import LayerParameter, NetParameter
-from poseidon.caffe.schema.files import replacing, write_binary
+from poseidon.caffe.schema.files import write_binary
 from poseidon.caffe.upgrade import read_weights
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
 SourceLayer = TypeVar("SourceLayer", Layer, LayerParameter)
+
+Loads = list[tuple[Array, Array]]
+"""Where to copy, and the values in memory order."""
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
@@ -38,16 +43,25 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
         with Path(path).open("rb") as stream:
             return stream.read(len(_HDF5_MAGIC)) == _HDF5_MAGIC
     except OSError as error:
-        raise ConfigError(f"cannot read weights {path}: {error.strerror}") from None
+        raise files.cannot("read", "weights", path, error) from None
 
 
 def copy_from_proto(net: BuiltNet, source: NetParameter, origin: str = "<weights>") -> None:
     """Copy parameters from a NetParameter to the layers of the same name; the others are skipped."""
+    if not source.layer:
+        raise ConfigError(f"{origin}: holds no layers, expected the parameters of a net; is it a .caffemodel?")
+    loads: Loads = []
     for layer, stored in _matches(net, source.layer, origin):
         for number, (blob, proto) in enumerate(zip(layer.blobs, stored.blobs, strict=True)):
             if not blob.fits(proto):
                 raise _shape_mismatch(layer, number, blob, proto_shape(proto), origin)
-            blob.from_proto(proto, reshape=False)
+            try:
+                loads.append((blob.data, stored_values(proto, "data")))
+                if proto_has_diff(proto):
+                    loads.append((blob.diff, stored_values(proto, "diff")))
+            except ConfigError as error:
+                raise layer.error(f"cannot copy parameter {number} from {origin}: {error}") from None
+    _copy(net, loads, origin)
 
 
 def to_proto(net: BuiltNet, write_diff: bool = False) -> NetParameter:
@@ -64,21 +78,19 @@ def save(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) 
 
 def load_hdf5(net: BuiltNet, path: str | os.PathLike[str]) -> None:
     """Copy parameters from an HDF5 file, which may lack those that a layer shares from another."""
-    h5py = require("h5py")
-    try:
-        with h5py.File(path, "r") as file:
-            if "data" not in file:
-                raise ConfigError(f"{path}: has no group 'data'; Caffe did not write these weights")
-            for name, group in file["data"].items():
-                _load_group(net, name, group, str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read HDF5 weights {path}: {error}") from None
+    loads: Loads = []
+    with hdf5_files.reading(path, "HDF5 weights") as file:
+        if "data" not in file:
+            raise ConfigError(f"{path}: has no group 'data'; Caffe did not write these weights")
+        data = hdf5_files.group_of(file, "data", str(path))
+        for name in data:
+            loads += _loads_of_group(net, name, hdf5_files.group_of(data, name, str(path)), str(path))
+    _copy(net, loads, str(path))
 
 
 def save_hdf5(net: BuiltNet, path: str | os.PathLike[str], write_diff: bool = False) -> None:
     """Write parameters (each by its owner only) to an HDF5 file, whole or not at all."""
-    h5py = require("h5py")
-    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+    with hdf5_files.writing(path, "HDF5 weights") as file:
         data = file.create_group("data")
         diff = file.create_group("diff") if write_diff else None
         for index, layer in enumerate(net.layers):
@@ -111,18 +123,28 @@ def _matches(net: BuiltNet, sources: Iterable[SourceLayer], origin: str) -> Iter
         yield layer, source
 
 
-def _load_group(net: BuiltNet, name: str, group: Any, origin: str) -> None:
+def _copy(net: BuiltNet, loads: Loads, origin: str) -> None:
+    """Copy values that have all been found to fit, so that an error never leaves a net half loaded."""
+    if not loads and any(layer.blobs for layer in net.layers):
+        log.warning("%s holds no parameters for any layer of this net: nothing was loaded", origin)
+    for target, values in loads:
+        target.flat[...] = values
+
+
+def _loads_of_group(net: BuiltNet, name: str, group: Any, origin: str) -> Loads:
     layer = _target(net, name)
     if layer is None:
-        return
+        return []
+    loads: Loads = []
     index = net.layers.index(layer)
     if len(group) > len(layer.blobs):
         raise layer.error(f"has {len(layer.blobs)} parameters, {origin} holds {len(group)} for it")
     for number, blob in _missing_allowed(net, index, layer, group, origin):
-        stored = group[str(number)]
+        stored = hdf5_files.numbers_of(group, str(number), origin)
         if tuple(stored.shape) != blob.shape:
             raise _shape_mismatch(layer, number, blob, tuple(stored.shape), origin)
-        blob.data[...] = stored[()]
+        loads.append((blob.data, hdf5_files.values_of(stored).reshape(-1)))
+    return loads
 
 
 def _missing_allowed(net: BuiltNet, index: int, layer: Layer, group: Any, origin: str) -> Iterator[tuple[int, Blob]]:

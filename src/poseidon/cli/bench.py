@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from poseidon import zoo
+from poseidon import files, zoo
 from poseidon.cli.lab import ended_by_signals
 from poseidon.errors import ConfigError
 from poseidon.lab.bench import BenchSettings, run_bench, write_results
@@ -164,7 +163,7 @@ def _parse_count(word: str) -> int:
 
 def _read_cells(path: Path) -> list[Cell]:
     try:
-        return cells_from_json(json.loads(path.read_text())["cells"])
+        return cells_from_json(files.read_json(path, "benchmark results")["cells"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a file of benchmark results ({type(error).__name__}: {error})") from None
 

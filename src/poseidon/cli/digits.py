@@ -6,7 +6,6 @@ Also an example of a complete training script: only the lines with ``poseidon.``
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import poseidon
-from poseidon import zoo
+from poseidon import files, zoo
 from poseidon.errors import ConfigError
 from poseidon.job.world import World
 from poseidon.launch.local import follow_launcher
@@ -93,7 +92,7 @@ def main() -> None:
     world = poseidon.init()
     figures = train(world, args.batch, args.epochs)
     if world.rank == 0 and args.result is not None:
-        args.result.write_text(json.dumps(figures))
+        files.write_json(args.result, figures, "result")
     if world.size > 1:
         torch.distributed.destroy_process_group()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import poseidon
+from poseidon import files
 from poseidon.job.world import World
 from poseidon.lab.bench_worker import bytes_sent
 
@@ -49,7 +49,7 @@ def main() -> None:
     figures = {name: _measure(wrap(copy.deepcopy(net)), world, args.steps) for name, wrap in SYSTEMS.items()}
     figures["net"] = {"parameters": sum(parameter.numel() for parameter in net.parameters())}
     if world.rank == 0 and args.result is not None:
-        args.result.write_text(json.dumps(figures))
+        files.write_json(args.result, figures, "result")
     dist.destroy_process_group()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from poseidon import files
 from poseidon.errors import ConfigError
 from poseidon.lab import cluster, gpu, state
 from poseidon.lab.cluster import Lab
@@ -127,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
         result = Job(lab, command, options).run()
     print(_report(result), file=sys.stderr, flush=True)
     if args.report is not None:
-        args.report.write_text(json.dumps({"lab": lab.spec.to_json(), **asdict(result)}, indent=2) + "\n")
+        files.write_json(args.report, {"lab": lab.spec.to_json(), **asdict(result)}, "report", indent=2)
     return result.status
 
 

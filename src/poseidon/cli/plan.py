@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from poseidon.errors import ConfigError, unknown_name
+from poseidon import files
+from poseidon.errors import unknown_name
 from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker{memory}")
     print(format_explanation(explanation))
     if args.json:
-        write_json(args.json, {**plan.to_dict(), "prediction": _to_dict(explanation)})
+        files.write_json(args.json, {**plan.to_dict(), "prediction": _to_dict(explanation)}, "plan")
     return 0
 
 
@@ -137,14 +137,6 @@ def save_profile(args: argparse.Namespace, profile: Profile) -> None:
     """Write the profile if an option asks for it."""
     if args.save_profile:
         profile.save(args.save_profile)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write plain data to a file."""
-    try:
-        path.write_text(json.dumps(data, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
 
 
 def _to_dict(explanation: Explanation) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from poseidon import files
 from poseidon.cli.plan import (
     add_model_arguments,
     make_cluster,
@@ -15,7 +16,6 @@ from poseidon.cli.plan import (
     make_source,
     save_profile,
     with_device,
-    write_json,
 )
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import format_rate, parse_rate
@@ -102,10 +102,11 @@ def _sweep(args: argparse.Namespace, base: Setting, axes: Axes, consistency: Con
 
 def _write(args: argparse.Namespace, base: Setting, axes: Axes, points: list[Point]) -> None:
     if args.json:
-        write_json(
+        files.write_json(
             args.json,
             {"profile": base.profile.to_dict(), "cluster": base.cluster.to_dict(), "seed": args.seed,
              "points": [point.to_dict() for point in points]},
+            "figures",
         )  # fmt: skip
         print(f"figures: {args.json}")
     largest = f"{max(axes.machines)} machines at {format_rate(axes.rates_bits[-1])}"

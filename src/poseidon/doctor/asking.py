@@ -130,7 +130,7 @@ class Conversation:
                 return None
             if not line:
                 return None
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line)
                 if isinstance(message, dict):
                     return message

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from poseidon.engine.aside import aside
 from poseidon.engine.rollcall import RollCall, pack_flags, unpack_flags
@@ -79,8 +79,17 @@ class Backward:
         """Record that a parameter's gradient is final; ``is_dense``: autograd left a full gradient in ``.grad``."""
         brought = self.brought[self.live.schedule.model.unit_of[parameter]]
         brought.has_dense |= is_dense
-        if actions := self.step.gradient(parameter, is_dense or bool(brought.pieces)):
+        if actions := self.step.gradient(parameter, is_dense or not brought.is_empty):
             self._perform(actions)
+
+    def head(self, unit: int, gradient: Tensor, is_last: bool) -> None:
+        """Add to the full gradient of a tied unit's head, and let it leave if this was its last call."""
+        brought = self.brought[unit]
+        brought.give_head(gradient)
+        if is_last:
+            (parameter,) = self.live.schedule.model.parameters_of[unit]
+            live = self.live.items[self.live.schedule.item_of[parameter]]
+            self.live.exchangers[live.item.route].start_early(live, brought, self.step.number)
 
     def close(self) -> list[int]:
         """Start all remaining items; return the parameters that fell short (:meth:`Step.close`)."""

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from poseidon import files
+from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.units import Load, Unit
 
@@ -70,14 +72,13 @@ class Choices:
         if not self._reads:
             return None
         try:
-            data = json.loads(self.path.read_text())
+            if not self.path.exists():
+                return None
+            data = files.read_json(self.path, "stored choice")
             if data["format"] != FORMAT:
                 return None
-            tried = [{name: one[name] for name in ("name", "predicted_s", "measured_s")} for one in data["tried"]]
-            return {"name": str(data["name"]), "tried": tried}
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return {"name": str(data["name"]), "tried": [_tried(one) for one in data["tried"]]}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"the stored choice {self.path} cannot be used ({error!r}); plans are tried anew", stacklevel=2
             )
@@ -85,10 +86,16 @@ class Choices:
 
     def write(self, choice: Mapping[str, Any]) -> None:
         """Store a choice; a folder that cannot be written costs a later run its trial again, nothing else."""
-        part = self.path.with_name(f".{self.key}.{os.getpid()}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"format": FORMAT, **choice}, indent=1) + "\n")
-            part.replace(self.path)
-        except OSError as error:
+            files.write_json(self.path, {"format": FORMAT, **choice}, "choice of a plan")
+        except (OSError, ConfigError) as error:
             warnings.warn(f"the choice of a plan cannot be stored in {self._folder} ({error})", stacklevel=2)
+
+
+def _tried(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one plan that was tried, or raise if it is not what :meth:`Choices.write` stores."""
+    times = [one["predicted_s"], *([] if one["measured_s"] is None else [one["measured_s"]])]
+    if not all(isinstance(time, int | float) and 0 <= time < math.inf for time in times):
+        raise ValueError(f"times of a plan are {times}, expected seconds")
+    return {"name": str(one["name"]), "predicted_s": one["predicted_s"], "measured_s": one["measured_s"]}

@@ -6,9 +6,14 @@ import weakref
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo as uncompiled
 from torch.utils.hooks import RemovableHandle
 
 from poseidon.engine.pending import land
+
+__all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
+# ``uncompiled`` is torch.compiler.disable for functions; it imports the compiler with the first call instead of now.
+# That takes as long as importing torch, and worker processes of other frameworks never need it.
 
 
 def has_compiled_parts(module: nn.Module) -> bool:

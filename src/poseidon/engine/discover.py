@@ -59,8 +59,10 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
     return units
 
 
-def only_dense(unit: LiveUnit) -> LiveUnit:
-    """Return a unit whose gradient travels in full only."""
+def only_dense(unit: LiveUnit, keeps_tied: bool = False) -> LiveUnit:
+    """Return a unit whose gradient travels in full only; that of a tied table in any form, if ``keeps_tied``."""
+    if unit.spec.kind == "tied" and keeps_tied:
+        return unit
     if unit.spec.is_sparse:
         raise UnsupportedError(f'{unit.name}: sparse=True makes sparse gradients, which update="server" does not take')
     return replace(unit, spec=replace(unit.spec, kind="dense"), head=None)
@@ -103,7 +105,7 @@ def _tied(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
     if len(modules) != 2 or len(tables) != 1 or len(heads) != 1:
         return None
     (table,), (head,) = tables, heads
-    has_rows = not table.sparse and _kind(table, [table.weight]) == "embedding"
+    has_rows = not table.sparse and _kind(table, [table.weight]) == "embedding" and table.weight.is_contiguous()
     has_factors = _kind(head, [head.weight]) == "linear" and set(dict(head.named_parameters())) == {"weight"}
     return (table, head) if has_rows and has_factors else None
 

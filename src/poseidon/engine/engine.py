@@ -188,6 +188,17 @@ class Engine:
             return False
         return "factors" in backward.live.deliveries[unit.index]
 
+    def collects_head(self, unit: LiveUnit) -> bool:
+        """Whether this backward wants the full gradient of a tied unit's head apart; not once that has left."""
+        backward = self._backward
+        if backward is None or backward.step.phase is not Phase.OPEN:
+            return False
+        return "head" in backward.live.deliveries[unit.index] and backward.brought[unit.index].early is None
+
+    def makes_head(self, unit: LiveUnit) -> bool:
+        """Whether the next backward wants that; :meth:`collects_head` tells for sure, once it is under way."""
+        return "head" in self._will_deliver(unit)
+
     def makes_rows(self, unit: LiveUnit) -> bool:
         """Whether the next backward wants the unit's gradient in sparse form."""
         return "rows" in self._will_deliver(unit)
@@ -204,6 +215,12 @@ class Engine:
         """Add the factors of one call of a linear unit to the backward under way. Thread-safe."""
         assert self._backward is not None
         self._backward.brought[unit.index].give(x, g)
+
+    def give_head(self, unit: LiveUnit, gradient: Tensor, is_last: bool) -> None:
+        """Add the full gradient of one call of a tied unit's head, which leaves if no other call can follow."""
+        with self._lock:
+            assert self._backward is not None
+            self._backward.head(unit.index, gradient, is_last)
 
     def arm(self, is_armed: bool, batch: int) -> None:
         """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
@@ -390,7 +407,8 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        if "rows" in live.deliveries[unit.index] and not unit.spec.is_sparse:
+        # Owners that take the step average what gradients were before, too.
+        if "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves):
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

@@ -3,7 +3,8 @@
 After: ``backward.py``, by way of the engine. A hook on the node that accumulates a parameter's gradient fires when that
 gradient is final in this backward, however the model used the parameter. Linear layers whose factors travel get a
 forward whose backward hands over the factors and skips the weight gradient; embeddings whose rows travel get sparse
-gradients.
+gradients. If such a layer has the weight of an embedding, its backward may hand over the weight's gradient apart, so
+that it leaves before the embedding's is known.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from poseidon.engine.compiled import uncompiled
 from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
@@ -48,6 +50,10 @@ class Turns(Protocol):
         """Shut the exchange down."""
 
 
+class HeadCall:
+    """One forward of a tied unit's head; it lives as long as the graph in which its backward is."""
+
+
 class AutogradFrontEnd:
     """Connects the autograd graph of one model to one engine."""
 
@@ -62,6 +68,8 @@ class AutogradFrontEnd:
         self._followed: Plan | None = None
         self._is_end_queued = False
         self._has_starts = True
+        self._head_calls: dict[int, weakref.WeakSet[HeadCall]] = {}
+        """By unit: forwards of its head whose backward may still come."""
         for unit in engine.units:
             for parameter in unit.parameters:
                 self._watch(parameter)
@@ -105,6 +113,18 @@ class AutogradFrontEnd:
             return bool(torch._C._will_engine_execute_node(self._nodes[parameter]))
         except RuntimeError:  # torch.autograd.grad() asks for this very parameter
             return False
+
+    def expect_head(self, unit: LiveUnit) -> HeadCall:
+        """Record a forward of a tied unit's head."""
+        call = HeadCall()
+        self._head_calls.setdefault(unit.index, weakref.WeakSet()).add(call)
+        return call
+
+    def is_last_head(self, unit: LiveUnit, call: HeadCall) -> bool:
+        """Record the backward of such a forward; return whether no other is left that may come in this backward."""
+        calls = self._head_calls[unit.index]
+        calls.discard(call)
+        return not calls
 
     def _end(self) -> None:
         self._is_end_queued = self._is_due = False
@@ -199,7 +219,7 @@ class _PlainOutside:
 class FactorLinear(_PlainOutside, nn.Linear):
     """A linear layer whose backward can hand over factors instead of computing the weight's gradient."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
         """Apply the layer."""
         return _apply(self, input, super().forward)
@@ -208,7 +228,7 @@ class FactorLinear(_PlainOutside, nn.Linear):
 class _FactorConv1D(_PlainOutside):
     """Mixed into transformers' Conv1D, which need not be installed: does for it what FactorLinear does."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return _apply(self, x, super().forward)  # type: ignore[misc]
@@ -222,7 +242,7 @@ def _has_hooks(module: nn.Module) -> bool:
 class RowsEmbedding(_PlainOutside, nn.Embedding):
     """An embedding whose gradient can come as touched rows."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name
         """Look the rows up."""
         with _rows_wanted(self, input) as rows:
@@ -232,7 +252,7 @@ class RowsEmbedding(_PlainOutside, nn.Embedding):
 class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
     """An embedding bag whose gradient can come as touched rows."""
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(
         self,
         input: Tensor,  # noqa: A002 - nn.EmbeddingBag's own name
@@ -313,12 +333,14 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     land(weight, bias)
     front_end, unit = found
     dtype = linear_dtype(x, weight)
-    if front_end.engine.makes_factors(unit):
+    makes_head = front_end.engine.makes_head(unit)
+    if makes_head or front_end.engine.makes_factors(unit):
         function: Any = _FactorLinearFunction
         if torch.is_autocast_enabled(x.device.type):
             # As autocast does it; done here so that the factors travel in the short type too.
             x = x.to(dtype)
-        out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit)
+        call = front_end.expect_head(unit) if makes_head else None
+        out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit, call)
         return out
     out = plain(x)
     if front_end.engine.is_observing:
@@ -344,10 +366,11 @@ class _FactorLinearFunction(torch.autograd.Function):
         dtype: torch.dtype,
         front_end: AutogradFrontEnd,
         unit: LiveUnit,
+        call: HeadCall | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.front_end, ctx.unit = front_end, unit
+        ctx.front_end, ctx.unit, ctx.call = front_end, unit, call
         with torch.autocast(x.device.type, enabled=False):
             if unit.is_transposed:
                 assert bias is not None
@@ -357,8 +380,9 @@ class _FactorLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        is_last_head = ctx.call is not None and ctx.front_end.is_last_head(ctx.unit, ctx.call)
         if g is None:  # this output has no part in what is differentiated
-            return None, None, None, None, None, None
+            return (None,) * 7
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -372,7 +396,11 @@ class _FactorLinearFunction(torch.autograd.Function):
             # Under create_graph the caller differentiates again, which factors do not support.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 engine.give(unit, first.detach(), second.detach())
-                return grad_x, None, None, None, None, None
+                return (grad_x, *[None] * 6)
+            if engine.collects_head(unit) and not torch.is_grad_enabled():
+                gradient = (second.t() @ first).to(weight.dtype)
+                engine.give_head(unit, gradient, is_last_head)
+                return (grad_x, *[None] * 6)
         grad_weight = (second.t() @ first).to(weight.dtype) if needs_weight else None
         grad_bias = rows_g.sum(0).to(weight.dtype) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None

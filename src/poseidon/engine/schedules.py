@@ -29,7 +29,7 @@ from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, ServedRoute, standard_routes
+from poseidon.routes.catalogue import COLLECTIVES, served_routes, standard_routes
 from poseidon.sim.ranking import observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
@@ -65,8 +65,12 @@ class Schedules:
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
         kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
         self.model = Model.of(specs, kinds)
-        overrides = {"*": ServedRoute.name} if options.serves else options.routes
-        self._planning = Replanning(specs, cluster, self.routes, overrides)
+        self._planning = Replanning(
+            specs,
+            cluster,
+            served_routes() if options.serves else self.routes,
+            None if options.serves else options.routes,
+        )
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
         self._packing = Packing(cluster, options.bucket_bytes, options.defers)
@@ -143,7 +147,7 @@ class Schedules:
     def _choose_routes(self, is_cuda: bool) -> Routes:
         if self._options.serves:
             # The first backward travels by the first route that accepts everything.
-            return Routes([*standard_routes().values(), ServedRoute()])
+            return Routes([standard_routes()["allreduce"], *served_routes().values()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
@@ -243,7 +247,8 @@ class Schedules:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
         assert self.planned is not None
         self._choosing.has_losers = False
-        for name in set(self._exchangers) - set(self.planned.exchangers) - set(self.dense.exchangers):
+        used = {self.routes[name].exchanger for name in (*self.planned.exchangers, *self.dense.exchangers)}
+        for name in set(self._exchangers) - used:
             self._exchangers.pop(name).close()
 
     def _make_live(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
@@ -254,10 +259,11 @@ class Schedules:
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
         exchangers = {}
         for name in self.routes:
-            mine = [item for item in items if item.item.route == name]
+            mine = [item for item in items if self.routes[item.item.route].exchanger == name]
             if mine:
-                exchangers[name] = self._exchanger(name)
-                exchangers[name].prepare(mine)
+                exchanger = self._exchanger(name)
+                exchanger.prepare(mine)
+                exchangers.update(dict.fromkeys((item.item.route for item in mine), exchanger))
         return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
@@ -265,7 +271,7 @@ class Schedules:
         parameters = tuple(self._parameters[p] for p in item.parameters)
         bucket = (
             Bucket(parameters, options.keep_views and not options.serves, not options.serves)
-            if item.is_packed
+            if item.is_packed or options.serves
             else None
         )
         return LiveItem(item, tuple(self._units[unit] for unit in item.units), parameters, bucket)

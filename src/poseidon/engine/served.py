@@ -36,7 +36,6 @@ from poseidon.engine.taken import TakenSteps
 from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveItem, can_be_served
-from poseidon.routes.catalogue import ServedRoute
 from poseidon.routes.served import ServedExchanger
 from poseidon.routes.shard import Order, Piece, State, has_no_gaps, layout_of
 
@@ -420,7 +419,7 @@ class ServedUpdates(TakenSteps):
         planned = self.engine.planned
         if planned is None:
             return
-        exchanger = planned.exchangers[ServedRoute.name]
+        exchanger = next(iter(planned.exchangers.values()))  # whatever the routes, it is one
         assert isinstance(exchanger, ServedExchanger)
         self._exchanger = exchanger
         self._item_of = {parameter: item for item in planned.items for parameter in item.parameters}

@@ -46,6 +46,6 @@ def parse(line: bytes) -> dict[str, Any]:
     """Return the facts in a line, or none if the line is not ours. Pure."""
     try:
         facts = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

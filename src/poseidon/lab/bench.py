@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from poseidon import files
 from poseidon.lab import gpu
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.cluster import Lab, own_environment
@@ -78,7 +79,7 @@ def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> Non
         "cells": cells_to_json(cells),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    files.write_json(path, data, "results")
 
 
 def describe_hardware() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Collection
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from poseidon import files
 from poseidon.errors import ConfigError
 from poseidon.job.members import LAB_MARK, pids_in, pids_marked, start_time
 from poseidon.lab.spec import LabSpec
@@ -101,18 +101,22 @@ def save(state: LabState) -> None:
     path = state_file(state.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     data = asdict(replace(state, spec=LabSpec((0,)))) | {"spec": state.spec.to_json()}
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(data))
-    fresh.replace(path)
+    files.write_json(path, data, "record of the lab", indent=None)
 
 
 def load(name: str) -> LabState | None:
     """Return the lab of this name, or None."""
+    path = state_file(name)
     try:
-        data = json.loads(state_file(name).read_text())
-    except FileNotFoundError:
-        return None
-    return _from_json(data)
+        return _from_json(files.read_json(path, "record of the lab"))
+    except ConfigError:
+        if not path.exists():
+            return None
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not the record of a lab ({type(error).__name__}: {error}); remove it, and end its processes"
+        ) from None
 
 
 def forget(name: str) -> None:

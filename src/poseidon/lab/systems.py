@@ -53,10 +53,15 @@ class Trainer:
         return loss.detach()
 
     def note(self) -> str:
-        """Return the plan of a system that has one: how many layers take which route."""
-        routes = getattr(getattr(self.module, "plan", None), "routes", {})
-        counts = Counter(routes.values())
-        return ", ".join(f"{count} x {route}" for route, count in sorted(counts.items()))
+        """Return the plan of a system that has one: how many layers take which route, and what else was tried."""
+        plan = getattr(self.module, "plan", None)
+        counts = Counter(getattr(plan, "routes", {}).values())
+        note = ", ".join(f"{count} x {route}" for route, count in sorted(counts.items()))
+        tried = [one for one in getattr(plan, "tried", ()) if one.measured_s is not None]
+        if len(tried) > 1:
+            times = ", ".join(f"{one.name} {one.measured_s * 1e3:.1f}" for one in tried)
+            note += f" (kept: {getattr(plan, 'name', '')}; tried, ms: {times})"
+        return note
 
     def close(self) -> None:
         """Stop the system's threads and close its connections, if any."""

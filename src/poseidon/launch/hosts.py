@@ -7,14 +7,40 @@ of ``id ip port`` lines, and a JSON or TOML file with ``hosts`` (or the original
 from __future__ import annotations
 
 import importlib
-import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from poseidon import files
 from poseidon.errors import ConfigError
+
+MOST_WORKERS = 1024
+"""More on one machine are a mistake: each is a process with a device or at least a core."""
+
+
+def check_word(word: str, what: str) -> None:
+    """Refuse a text that no argument, path or variable can hold."""
+    if "\0" in word or not _is_encodable(word):
+        raise ConfigError(f"{what} is {word!r}, expected a text without zero bytes and broken characters")
+
+
+def check_variable(name: str, value: str, what: str) -> None:
+    """Refuse a variable that no process can be given."""
+    if not name or "=" in name:
+        raise ConfigError(f"{what}: {name!r} is not the name of a variable: it must not be empty nor hold an `=`")
+    check_word(name, f"{what}: the name of a variable")
+    check_word(value, f"{what}: {name}")
+
+
+def _is_encodable(word: str) -> bool:
+    try:
+        os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -50,10 +76,17 @@ class Host:
         for what in ("name", "address", "user"):
             word = getattr(self, what)
             # ssh would take a word that starts with a dash for an option.
-            if re.search(r"\s|[\"'\\;|&$<>()`]", word) or word.startswith("-") or (what != "user" and not word):
+            is_bad = re.search(r"[\s\0\"'\\;|&$<>()`]", word) or not _is_encodable(word) or word.startswith("-")
+            if is_bad or (what != "user" and not word):
                 raise ConfigError(f"host {self.name!r}: {what} {word!r} is not the name of a host or user")
-        if self.slots < 1:
-            raise ConfigError(f"host {self.name}: slots is {self.slots}; it must be at least 1")
+        if not 1 <= self.slots <= MOST_WORKERS:
+            raise ConfigError(
+                f"host {self.name}: slots is {self.slots}, expected 1 to {MOST_WORKERS}: the workers on this machine"
+            )
+        for what in ("identity", "python", "directory", "interface"):
+            check_word(getattr(self, what), f"host {self.name}: {what}")
+        for name, value in self.env:
+            check_variable(name, value, f"host {self.name}: env")
         for what in ("port", "service_port"):
             port = getattr(self, what)
             if port is not None and not 0 < port < 65536:
@@ -164,7 +197,7 @@ def _values_of(word: str) -> dict[str, Any]:
     if match is None:
         raise ConfigError(f"host {word!r} is not understood; write NAME, NAME:WORKERS or USER@NAME:WORKERS")
     user, name, slots = match.groups()
-    if slots is not None and not slots.isdigit():
+    if slots is not None and not is_number(slots):
         raise ConfigError(f"host {word!r}: {slots!r} after the colon is not a number of workers")
     values: dict[str, Any] = {"name": name.strip("[]")}
     if slots is not None:
@@ -172,6 +205,11 @@ def _values_of(word: str) -> dict[str, Any]:
     if user is not None:
         values["user"] = user
     return values
+
+
+def is_number(word: str) -> bool:
+    """Return whether a word is a whole number that is worth reading: ``int`` refuses endless ones."""
+    return word.isascii() and word.isdigit() and len(word) < 20
 
 
 def _parse_line(words: Sequence[str], where: str) -> Host:
@@ -184,14 +222,14 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
                 f"{where}: {word!r} is not understood; a host's name may be followed by "
                 f"{', '.join(f'{name}=...' for name in known)}"
             )
-        if key in _WORDS and not value.isdigit():
+        if key in _WORDS and not is_number(value):
             raise ConfigError(f"{where}: {word!r}: {key} must be a whole number")
         host = _changed(host, {key: _WORDS.get(key, str)(value)})
     return host
 
 
 def _is_original(words: Sequence[str]) -> bool:
-    return len(words) == 3 and words[0].isdigit() and words[2].isdigit()
+    return len(words) == 3 and is_number(words[0]) and is_number(words[2])
 
 
 def _parse_original(lines: Sequence[tuple[int, Sequence[str]]], source: str) -> tuple[Host, ...]:
@@ -239,7 +277,7 @@ def _parse_worker_nodes(data: Mapping[str, Any], source: str) -> ClusterFile:
     hosts: dict[str, Host] = {}
     for node in nodes:
         name, _, port = node.partition(":")
-        if port and not port.isdigit():
+        if port and not is_number(port):
             raise ConfigError(f"{source}: worker node {node!r} is neither an address nor address:port")
         if name in hosts:
             # Each entry is a worker; a machine named again runs one more.
@@ -255,19 +293,11 @@ def _parse_worker_nodes(data: Mapping[str, Any], source: str) -> ClusterFile:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read host file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"host file {path} is not text") from None
+    return files.read_text(path, "host file")
 
 
 def _load_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    return files.parse_json(text, str(path))
 
 
 def _load_toml(text: str, path: Path) -> Any:
@@ -278,5 +308,7 @@ def _load_toml(text: str, path: Path) -> Any:
         raise ConfigError(f"{path}: TOML needs Python 3.11 or newer; write the same as JSON") from None
     try:
         return toml.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{path} is not usable TOML: it is nested too deeply") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None

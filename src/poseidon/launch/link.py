@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from poseidon.errors import ConfigError
 from poseidon.launch import protocol, ssh
 from poseidon.launch.hosts import Host
 from poseidon.launch.protocol import Message
@@ -39,17 +40,25 @@ class AgentLink:
         pipe = subprocess.PIPE
         if is_local:
             python = host.python or sys.executable
-            self._process = subprocess.Popen(
-                [python, "-m", AGENT],
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env=_own_environment(),
-                # Python first looks for modules where it starts: the agent must not import a user's queue.py.
-                cwd="/",
-                # The launcher handles a Ctrl-C on the terminal.
-                start_new_session=True,
-            )
+            if os.sep in python:  # the agent starts elsewhere
+                python = str(Path(directory) / python)
+            try:
+                self._process = subprocess.Popen(
+                    [python, "-m", AGENT],
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=pipe,
+                    env=_own_environment(),
+                    # Python first looks for modules where it starts: the agent must not import a user's queue.py.
+                    cwd="/",
+                    # The launcher handles a Ctrl-C on the terminal.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"{host.name}: the interpreter {python!r} cannot be started ({error.strerror}); "
+                    "name another with --python or python="
+                ) from None
         else:
             python = ssh.remote_python(host, directory)
             self._process = ssh.start_command(host, [python, "-m", AGENT], settings)

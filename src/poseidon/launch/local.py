@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from poseidon.errors import ConfigError
 from poseidon.job.interfaces import free_port
 from poseidon.job.settings import LIFELINE
+from poseidon.launch.hosts import MOST_WORKERS
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -25,8 +26,8 @@ def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] |
 
     Workers share this process's output. The first one that fails ends the others.
     """
-    if count < 1:
-        raise ConfigError(f"a job needs at least 1 worker, not {count}")
+    if not 1 <= count <= MOST_WORKERS:
+        raise ConfigError(f"a job on this machine has 1 to {MOST_WORKERS} workers, not {count}")
     reading, writing = os.pipe()
     workers: list[subprocess.Popen[bytes]] = []
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -9,9 +10,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from poseidon.errors import ConfigError
+from poseidon.files import is_full, write_whole
 from poseidon.launch.places import Place
 
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
@@ -49,26 +51,42 @@ class JobOutput:
         self._drawn_at = 0.0
         self._places = places
         self._log_dir = log_dir
-        self._logs: list[TextIO] = []
+        self._is_unlogged = False
+        """A log could not be written; the job goes on without."""
+        self._logs: list[IO[bytes]] = []
 
     def open_logs(self) -> None:
         """Create the log files, when everything is ready: a job that cannot start leaves none."""
-        if self._log_dir is not None and not self._logs:
-            self._logs = [_open_log(self._log_dir / f"worker-{place.rank}.log") for place in self._places]
+        if self._log_dir is None or self._logs or self._is_unlogged:
+            return
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            for place in self._places:
+                # Unbuffered: a full disk is noticed at the line that it lacks the space for.
+                self._logs.append((self._log_dir / f"worker-{place.rank}.log").open("ab", buffering=0))
+        except OSError as error:
+            if is_full(error):
+                self._stop_logging(error)
+                return
+            raise ConfigError(
+                f"cannot write the log files in {self._log_dir}: {error.strerror}; choose another --log-dir"
+            ) from None
 
     def line(self, rank: int, text: str, is_error: bool) -> None:
         """Show one line of a worker."""
         self._erase_status()
         stream, prefix = (self._err, self._error_prefixes) if is_error else (self._out, self._prefixes)
-        _write(stream, f"{prefix[rank]}{text}\n")
+        self._write(stream, f"{prefix[rank]}{text}\n")
         if self._logs:
-            self._logs[rank].write(f"{text}\n")
-            self._logs[rank].flush()
+            try:
+                write_whole(self._logs[rank], f"{text}\n".encode(errors="replace"))
+            except OSError as error:
+                self._stop_logging(error)
 
     def say(self, text: str) -> None:
         """Show a message of the launcher itself."""
         self._erase_status()
-        _write(self._err, f"poseidon run: {text}\n")
+        self._write(self._err, f"poseidon run: {text}\n")
 
     def status(self, text: str) -> None:
         """Draw the status line; only on a terminal, and not too often."""
@@ -76,7 +94,7 @@ class JobOutput:
             return
         self._drawn_at = time.monotonic()
         self._status = text
-        _write(self._err, f"{_CLEAR_LINE}{text}")
+        self._write(self._err, f"{_CLEAR_LINE}{text}")
 
     @property
     def is_live(self) -> bool:
@@ -91,30 +109,34 @@ class JobOutput:
     def close(self) -> None:
         """Remove the status line and close the logs."""
         self._erase_status()
+        self._close_logs()
+
+    def _stop_logging(self, error: OSError) -> None:
+        self._is_unlogged = True
+        self._close_logs()
+        self.say(f"warning: the logs in {self._log_dir} end here ({error.strerror}); the job goes on without them")
+
+    def _close_logs(self) -> None:
         for log in self._logs:
-            log.close()
+            with contextlib.suppress(OSError):
+                log.close()
+        self._logs = []
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError as error:
+            # The reader has seen enough (`| head`), the terminal is gone, or the file is on a full disk; the job and
+            # its logs go on.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            if error.errno not in (errno.EPIPE, errno.EIO) and stream is not self._err:
+                self.say(f"warning: the output cannot be written any more ({error.strerror}); the job goes on without")
 
     def _erase_status(self) -> None:
         if self._status:
-            _write(self._err, _CLEAR_LINE)
+            self._write(self._err, _CLEAR_LINE)
             self._status = ""
             self._drawn_at = 0.0
-
-
-def _write(stream: TextIO, text: str) -> None:
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        # The reader has seen enough (`| head`), or the terminal is gone; the job and its logs go on.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _open_log(path: Path) -> TextIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the log file {path}: {error.strerror}; choose another --log-dir") from None

@@ -56,6 +56,6 @@ def unpack(line: bytes) -> Message | None:
         return None
     try:
         message = json.loads(line[len(MARK) :])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from poseidon.errors import ConfigError
 from poseidon.launch import ssh
-from poseidon.launch.hosts import ClusterFile, Host, parse_hosts, read_cluster_file, read_hostfile
+from poseidon.launch.hosts import ClusterFile, Host, check_variable, parse_hosts, read_cluster_file, read_hostfile
 from poseidon.launch.join import Joined, find_starter, joined_environment
 from poseidon.launch.launcher import JobSettings, Launcher
 from poseidon.launch.output import JobOutput
@@ -166,6 +166,7 @@ def parse_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[st
         if not name or (not equals and name not in environ):
             raise ConfigError(f"--env {word!r}: write NAME=VALUE, or the NAME of a variable that is set here")
         variables[name] = value if equals else environ[name]
+        check_variable(name, variables[name], "--env")
     return variables
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from poseidon import files
 from poseidon.errors import ConfigError
 
 _RATE = re.compile(r"^\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(?:bit(?:/s)?|bps)\s*$", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+MOST_WORKERS = 1 << 20
+"""More than any cluster that plans and simulations are for."""
 
 
 def parse_rate(text: str) -> float:
@@ -47,10 +50,10 @@ class Link:
     """Time for a tiny message from one program to another, software included."""
 
     def __post_init__(self) -> None:
-        if not self.bits_per_s > 0:
-            raise ConfigError(f"link rate is {self.bits_per_s} bit/s; it must be positive")
-        if not self.latency_s >= 0:
-            raise ConfigError(f"link latency is {self.latency_s} s; it must not be negative")
+        if not 0 < self.bits_per_s < math.inf:
+            raise ConfigError(f"link rate is {self.bits_per_s} bit/s; it must be positive and finite")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"link latency is {self.latency_s} s; it must not be negative or infinite")
 
     @property
     def bytes_per_s(self) -> float:
@@ -79,14 +82,18 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("machines", "workers_per_machine"):
-            if not isinstance(getattr(self, name), int):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected a whole number")
         if self.machines < 1:
             raise ConfigError(f"a cluster has at least 1 machine, not {self.machines}")
         if self.workers_per_machine < 1:
             raise ConfigError(f"a machine has at least 1 worker, not {self.workers_per_machine}")
-        if not self.flops > 0:
-            raise ConfigError(f"the device's matrix rate is {self.flops} flop/s; it must be positive")
+        if self.machines * self.workers_per_machine > MOST_WORKERS:
+            raise ConfigError(
+                f"a cluster has at most {MOST_WORKERS} workers, not {self.machines} x {self.workers_per_machine}"
+            )
+        if not 0 < self.flops < math.inf:
+            raise ConfigError(f"the device's matrix rate is {self.flops} flop/s; it must be positive and finite")
 
     @property
     def combining(self) -> Link:
@@ -136,18 +143,12 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a JSON file that :meth:`load` reads."""
-        try:
-            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write cluster file {path}: {error}") from error
+        files.write_json(path, self.to_dict(), "cluster file")
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster from a JSON file."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read cluster file {path}: {error}") from error
+        data = files.read_json(path, "cluster file")
         if not isinstance(data, dict):
             raise ConfigError(f"cluster file {path} holds {type(data).__name__}, expected an object")
         return cls.from_dict(data, origin=f"cluster file {path}")

@@ -9,6 +9,7 @@ sharded               ``2 B (P - 1) / P``: every machine owns a share of the par
 factors               ``L K (M + N) v (P - 1)``: every worker's factors, once to every other machine
 rows                  ``L U (D s + 8) (P - 1)``: U touched rows of D values of s bytes, and their indices
 tied                  both, for a table that is a linear layer's weight too
+split                 ``(2 B + L U (D s + 8)) (P - 1) / P``: sharded, and rows to the owners of their values
 ====================  ==================================================================================
 
 For L = 1 these are the parameter-server and SFB rows of the Poseidon paper's cost table (a co-located server moves as
@@ -111,8 +112,29 @@ def tied_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
     return Cost(rows.wire_bytes + factors.wire_bytes, rows.wire_s + factors.wire_s, factors.compute_s)
 
 
-def _rows_cost(unit: Unit, touched: float, cluster: Cluster) -> Cost:
+def split_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
+    """Cost of sending a linear layer's full gradient early, and the touched rows of the table that is its weight.
+
+    Tables are looked up first, so the gradient of one is final last and nothing hides its exchange. But here only rows
+    and sums are left then: the parts have travelled during backward, and do not count as time.
+    """
+    full = sharded_cost(unit, load, cluster)
+    sent = cluster.workers_per_machine * touched_bytes(unit, load)
+    rows_bytes = sent * (cluster.machines - 1) / cluster.machines
+    rows_s = rows_bytes / cluster.between.bytes_per_s if cluster.machines > 1 else sent / cluster.inside.bytes_per_s
+    return Cost(full.wire_bytes + rows_bytes, full.wire_s / 2 + rows_s, full.compute_s)
+
+
+def touched_bytes(unit: Unit, load: Load) -> float:
+    """Return the bytes of the rows that one worker's look-ups touch in a tied table."""
+    return load.touched * _row_bytes(unit)
+
+
+def _row_bytes(unit: Unit) -> int:
     _, width = unit.matrix
-    row_bytes = width * unit.parameters[0].itemsize + _INDEX_BYTES
-    wire_bytes, wire_s = _broadcast_cost(touched * row_bytes, cluster)
+    return width * unit.parameters[0].itemsize + _INDEX_BYTES
+
+
+def _rows_cost(unit: Unit, touched: float, cluster: Cluster) -> Cost:
+    wire_bytes, wire_s = _broadcast_cost(touched * _row_bytes(unit), cluster)
     return Cost(wire_bytes, wire_s, 0.0)

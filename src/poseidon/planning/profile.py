@@ -6,18 +6,22 @@ portable JSON file. Pure: no tensors here.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from poseidon.errors import ConfigError
-from poseidon.units import Load, ParameterSpec, Unit
+from poseidon import files
+from poseidon.errors import ConfigError, unknown_name
+from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 FORMAT = "poseidon-profile-1"
+_MOST_VALUES = 1 << 50
+"""More values than any model has; figures from larger ones would not fit a float."""
+_MOST_ITEM_BYTES = 16
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class Profile:
     """Where the times come from: measured, estimated, scaled; shown with predictions."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigError(f"profile of {self.model}: batch is {self.batch}; it must be at least 1")
+        _check_whole(f"profile of {self.model}: batch", self.batch, 1, _MOST_VALUES)
+        _check_count(f"profile of {self.model}: memory_bytes", self.memory_bytes)
         if not self.units:
             raise ConfigError(f"profile of {self.model}: there are no units, so there is nothing to exchange")
         everybody = list(range(len(self.units)))
@@ -101,6 +105,8 @@ class Profile:
         """Return a profile scaled to a step of ``step_s``: for another device, or a shared one."""
         if not 0 < step_s < math.inf:
             raise ConfigError(f"a step takes a positive time, not {step_s} s")
+        if not self.step_s:
+            raise ConfigError(f"profile of {self.model}: its times are all 0, so they cannot be scaled; measure it")
         factor = step_s / self.step_s
         return replace(self, units=self._stretched(factor), update_s=self.update_s * factor)
 
@@ -134,10 +140,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file that :meth:`load_file` reads."""
-        try:
-            Path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write profile {path}: {error}") from error
+        files.write_json(path, {"format": FORMAT, **self.to_dict()}, "profile")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`from_dict` reads back."""
@@ -146,10 +149,7 @@ class Profile:
     @classmethod
     def load_file(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read profile {path}: {error}") from error
+        data = files.read_json(path, "profile")
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ConfigError(f'{path} is not a profile: it lacks "format": "{FORMAT}"')
         return cls.from_dict(data, origin=f"profile {path}")
@@ -184,14 +184,46 @@ def _grown(one: UnitProfile, factor: float) -> Load | None:
 
 
 def _check_time(what: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-        raise ConfigError(f"{what} is {value!r}; a time must be a number of seconds, 0 or more")
+    if not (isinstance(value, (int, float)) and 0 <= value <= _LONGEST_S):
+        raise ConfigError(f"{what} is {value!r}; a time must be a number of seconds from 0 to {_LONGEST_S:g}")
 
 
 def _unit_from_dict(data: dict[str, Any]) -> UnitProfile:
-    unit = data["unit"]
-    parameters = tuple(ParameterSpec(p["name"], tuple(p["shape"]), p["itemsize"]) for p in unit["parameters"])
+    unit, where = data["unit"], f"unit {data['unit']['name']!r}"
+    parameters = tuple(_parameter_from_dict(one, where) for one in unit["parameters"])
+    kind = unit["kind"]
+    if kind not in get_args(Kind):
+        raise unknown_name(f"kind of {where}", str(kind), get_args(Kind))
+    if not parameters or (kind != "dense" and len(parameters[0].shape) != 2):
+        shapes = [one.shape for one in parameters]
+        raise ConfigError(
+            f"{where} has parameters of shapes {shapes}; a {kind} one has a matrix first, or any if dense"
+        )
     load = None if data["load"] is None else Load(**data["load"])
+    if load is not None:
+        for name in ("rows", "touched"):
+            _check_count(f"{name} of {where}", getattr(load, name))
+        _check_whole(f"value_bytes of {where}", load.value_bytes, 1, _MOST_ITEM_BYTES)
     return UnitProfile(
-        Unit(unit["name"], unit["kind"], parameters, unit["is_sparse"]), load, data["forward_s"], data["backward_s"]
+        Unit(str(unit["name"]), kind, parameters, bool(unit["is_sparse"])), load, data["forward_s"], data["backward_s"]
     )
+
+
+def _parameter_from_dict(data: dict[str, Any], where: str) -> ParameterSpec:
+    what = f"{data['name']!r} of {where}"
+    shape = tuple(data["shape"])
+    for size in shape:
+        _check_whole(f"shape {shape} of parameter {what}", size, 0, _MOST_VALUES)
+    _check_whole(f"itemsize of parameter {what}", data["itemsize"], 1, _MOST_ITEM_BYTES)
+    _check_whole(f"the number of values of parameter {what}", math.prod(shape), 0, _MOST_VALUES)
+    return ParameterSpec(str(data["name"]), shape, data["itemsize"])
+
+
+def _check_whole(what: str, value: Any, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{what} is {value!r}, expected a whole number from {least} to {most}")
+
+
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_VALUES:
+        raise ConfigError(f"{what} is {value!r}, expected a number from 0 to {_MOST_VALUES}")

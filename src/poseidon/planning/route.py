@@ -22,7 +22,7 @@ from poseidon.units import Load, Unit
 if TYPE_CHECKING:
     from poseidon.planning.schedule import Item
 
-Delivery = Literal["gradients", "factors", "rows", "rows and factors"]
+Delivery = Literal["gradients", "factors", "rows", "rows and factors", "rows and head"]
 
 
 class Route(ABC):
@@ -33,8 +33,9 @@ class Route(ABC):
     summary: str
     """One line for the documentation."""
     delivers: Delivery = "gradients"
-    """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, touched rows, or
-    both for a table that is a linear layer's weight too."""
+    """What a front end hands over: full gradients in ``.grad``, the factors of a linear layer, touched rows; for a
+    table that is a linear layer's weight too, rows and either the factors or the full gradient of that layer, its head,
+    as soon as it is final."""
     has_flags: bool = False
     """Items carry a flag word that all workers must know before any item lands (:class:`routes.base.Flag`)."""
     shares_messages: bool = False
@@ -46,6 +47,11 @@ class Route(ABC):
     def queue(self) -> str | None:
         """Items of one queue start in one order on all workers, as collectives must; None: in any order."""
         return None
+
+    @property
+    def exchanger(self) -> str:
+        """Name of the route that opens the exchanger of this one's items; several routes may share one."""
+        return self.name
 
     @abstractmethod
     def accepts(self, unit: Unit) -> bool:

@@ -43,6 +43,9 @@ class Transfer:
     """Time on the link inside each machine and for its own work, once before and once after."""
     message_s: float = 0.0
     """The part of it that is processor time for direct messages."""
+    is_early: bool = False
+    """Leaves when the first of all gradients is final, although the unit's own is not: the part of a tied table that
+    its linear layer makes."""
     messages: float = 0.0
     """Other messages that each machine sends in each leg, as far as they cost processor time beyond their bytes."""
 

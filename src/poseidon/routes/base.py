@@ -68,7 +68,7 @@ class LiveUnit:
 class Brought:
     """What one backward has brought for one unit so far, besides what is in ``.grad``."""
 
-    __slots__ = ("_pieces", "has_dense", "kept")
+    __slots__ = ("_pieces", "early", "has_dense", "head", "kept")
 
     def __init__(self) -> None:
         self._pieces: list[FactorPair] = []
@@ -76,10 +76,24 @@ class Brought:
         """``.grad`` holds a full gradient that autograd made in this backward."""
         self.kept: Tensor | None = None
         """Rows: what ``.grad`` held before this backward."""
+        self.head: Tensor | None = None
+        """Tied: the full gradient of the linear layer so far..."""
+        self.early: Exchange | None = None
+        """... and its exchange, if that has left before the rest of the unit's gradient."""
 
     def give(self, x: Tensor, g: Tensor) -> None:
         """Add the factors of one call."""
         self._pieces.append((x, g))
+
+    def give_head(self, gradient: Tensor) -> None:
+        """Add the full gradient of one call of a tied unit's linear layer, which becomes this object's own."""
+        assert self.early is None, "the gradient of the head has left already"
+        self.head = gradient if self.head is None else self.head.add_(gradient)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was given."""
+        return not self._pieces and self.head is None and self.early is None
 
     @property
     def pieces(self) -> Sequence[FactorPair]:
@@ -144,7 +158,7 @@ class Context:
         """Direct messages between workers. The first access connects and is collective."""
         from poseidon.routes.pairs import Pairs
 
-        return Pairs(self.team, pin_memory=self.is_cuda)
+        return Pairs(self.team, self.cluster.between, pin_memory=self.is_cuda)
 
     def close(self) -> None:
         """Flush what is queued, and stop the threads."""
@@ -194,6 +208,13 @@ class Exchanger(ABC):
     @abstractmethod
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Start exchanging an item; never blocks. ``brought`` has one entry for each of the item's units."""
+
+    def start_early(self, item: LiveItem, brought: Brought, step: int) -> None:
+        """Let the full gradient of a tied unit's head leave before the item starts, and note it in ``brought.early``.
+
+        Called at most once, and only for routes to which a front end delivers a head.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have no threads
         """Flush what is queued, and stop the exchanger's threads."""

@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost, tied_cost
+from poseidon.planning.costs import (
+    Cost,
+    allreduce_cost,
+    factors_cost,
+    rows_cost,
+    sharded_cost,
+    split_cost,
+    tied_cost,
+    touched_bytes,
+)
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
@@ -100,7 +109,7 @@ class ShardedRoute(Route):
         """Return true for everything but sparse gradients."""
         return not unit.is_sparse
 
-    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
         """Count the bytes of a ring, in two hops."""
         return sharded_cost(unit, load, cluster)
 
@@ -174,6 +183,10 @@ class ServedRoute(ShardedRoute):
     name = "served"
     summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
     note = ""
+
+    def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - as in the contract
+        """Return true: it is among the routes only where owners take the step."""
+        return True
 
     def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
         """Return the shares of parts and weights, which devices send as changes."""
@@ -310,6 +323,40 @@ class TiedRoute(BroadcastRoute):
         return TiedExchanger(context)
 
 
+@dataclass(frozen=True)
+class SplitRoute(ShardedRoute):
+    """The gradient of a table that is a linear layer's weight too: in full from that layer, early, and touched rows."""
+
+    exchanger: str = ShardedRoute.name
+    """``sharded``, or ``served`` where owners take the step."""
+
+    name = "split"
+    summary = "a table's touched rows, and before them the full gradient of the linear layer that has the same weight"
+    delivers = "rows and head"
+    note = ""
+
+    def accepts(self, unit: Unit) -> bool:
+        """Tables of float32 that are a linear layer's weight too, unless something would have to keep an order."""
+        return unit.kind == "tied" and unit.parameters[0].itemsize == 4 and not self.combines_first
+
+    def is_offered(self, cluster: Cluster) -> bool:
+        """Return whether the route whose exchanger it uses is."""
+        return self.exchanger == ServedRoute.name or super().is_offered(cluster)
+
+    def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
+        """Count what leaves after the last gradient."""
+        return None if load is None or load.rows <= 0 else split_cost(unit, load, cluster)
+
+    def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
+        """Send the head's parts early; at the end the rows, and sums back."""
+        rounds = super().transfers(item, conditions)
+        machines = conditions.cluster.machines
+        touched = 0.0 if item.load is None else touched_bytes(item.specs[0], item.load)
+        rows = Leg(touched * (machines - 1) / machines / max(len(rounds), 1))
+        early = [replace(one, name=f"{one.name} head", legs=one.legs[:1], is_early=True) for one in rounds]
+        return early + [replace(one, legs=(rows, *one.legs[1:])) for one in rounds]
+
+
 _ADDED: list[Route] = []
 
 
@@ -322,6 +369,11 @@ def register(route: Route) -> None:
 def unregister(name: str) -> None:
     """Remove a registered route."""
     _ADDED[:] = [route for route in _ADDED if route.name != name]
+
+
+def served_routes() -> Routes:
+    """Return the routes of ``update="server"``."""
+    return Routes([ServedRoute(), SplitRoute(exchanger=ServedRoute.name)])
 
 
 def standard_routes(
@@ -338,5 +390,6 @@ def standard_routes(
         FactorsRoute(gathers_factors),
         RowsRoute(),
         TiedRoute(),
+        SplitRoute(offers_server, combines_first, chunk_bytes),
     )
     return Routes([*built_in, *_ADDED])

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
-from poseidon.routes.pairs import Gathered, Parcel
+from poseidon.routes.parcels import Gathered, Parcel
+from poseidon.routes.shortening import SLOW_BYTES_PER_S
 from poseidon.team.team import Team
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -37,6 +38,7 @@ class FactorsExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._pairs = context.pairs
+        self._is_slow = context.cluster.between.bytes_per_s <= SLOW_BYTES_PER_S
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> FactorsExchange:
@@ -52,7 +54,17 @@ class FactorsExchanger(Exchanger):
         word = exchange.flags | _DTYPES.index(dtype) << _DTYPE_SHIFT
         # Counted in bytes, because workers may bring rows of different types.
         rows = host.view(torch.uint8).view(-1, 1)
-        parcel = Parcel(unit.index, unit.name, step, rows, word, settle, exchange.land, item.item.shipment)
+        parcel = Parcel(
+            unit.index,
+            unit.name,
+            step,
+            rows,
+            word,
+            settle,
+            exchange.land,
+            item.item.shipment,
+            itemsize=dtype.itemsize if self._is_slow else 0,
+        )
         exchange.future = self._pairs.start(parcel)
         return exchange
 
@@ -139,7 +151,7 @@ class FactorsExchange(Exchange):
 
     def finish_factors(self, is_used: bool) -> Factors:
         """Do the same, and return what all workers brought."""
-        factors, gradients, done = self._team.result(self.future, self._unit.name)
+        factors, gradients, done = self._team.result(self.future, self._unit.name, grace_s=0)
         unit = self._unit
         if not is_used:
             return factors

@@ -1,134 +1,87 @@
-"""Every worker's rows to every other worker, by direct messages between pairs.
+"""Every worker's rows to every other worker, by direct messages over the wire (``wire/``).
 
-Collectives need the same sizes and the same order on all workers; tagged messages need neither. So a worker may bring
-any number of rows (an uneven last batch, a worker without input), and whatever is ready first leaves first. A header
-with the number of rows goes to all workers first; then each message crosses to every other machine once
-(``team/topology.py``).
+Collectives need the same sizes and the same order on all workers; messages need neither. So a worker may bring any
+number of rows, and whatever is ready first leaves first: nobody asks whether the receivers are. Each message crosses to
+every other machine once (``team/topology.py``).
 
-The parcels of small units share a shipment (``planning/shipments.py``): one header and one message per peer, which
-leave with the last of them.
-
-Rows are opaque bytes here; the route defines their meaning.
+The parcels of small units share a shipment (``planning/shipments.py``): one message per peer, which leaves with the
+last of them. Rows are opaque bytes here; the route defines their meaning.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.errors import MismatchError
-from poseidon.team.team import CLOSE_S, Team
+from poseidon.planning.cluster import Link
+from poseidon.routes.parcels import Gathered, Parcel, read_messages, write_message
+from poseidon.team.team import CLOSE_S, PeerLostError, Team
+from poseidon.team.wiring import connect_wire
+from poseidon.wire.message import Header, Kind
 
-
-@dataclass(frozen=True)
-class Parcel:
-    """What this worker brings for one unit."""
-
-    unit: int
-    """Number of the unit, equal on all workers."""
-    name: str
-    step: int
-    rows: Tensor
-    """Bytes, two-dimensional, contiguous, in host memory; read-only until everything has arrived."""
-    flags: int = 0
-    """One word defined by the route, delivered with the rows."""
-    settle: Callable[[], None] | None = None
-    """Called on another thread before ``rows`` is read; waits until the device has filled it."""
-    land: Callable[[Gathered], Any] | None = None
-    """Called on another thread with the result; its return value replaces the :class:`Gathered` in the future."""
-    shipment: tuple[int, ...] = ()
-    """Units whose parcels leave together with this one, itself included, in one order on all workers; empty: alone."""
-    meanwhile: Callable[[], None] | None = None
-    """Called on another thread while the rows travel: a time to prepare for the result."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What all workers brought for one unit."""
-
-    rows: Tensor
-    """All rows in rank order, as bytes in host memory."""
-    counts: tuple[int, ...]
-    """Rows per rank."""
-    flags: tuple[int, ...]
-    """Flag word per rank."""
-
-    def parts(self) -> list[Tensor]:
-        """Return each rank's rows."""
-        return list(self.rows.split(self.counts))
-
-    def sizes(self) -> list[int]:
-        """Return how many bytes each rank brought."""
-        return [count * self.rows.shape[1] for count in self.counts]
+_Key = tuple[int, int]
+"""Step, and first unit of the shipment."""
 
 
 @dataclass(eq=False)
-class _Job:
-    """Parcels that leave together."""
+class _Shipment:
+    """Parcels that leave together, and what has come from the others, perhaps before this worker was ready."""
 
-    parcels: Sequence[Parcel]
-    futures: Sequence[Future[Any]]
-    sends: list[tuple[Any, Tensor, int]] = field(default_factory=list)
-    """Operation, tensor to keep alive until it is done, and peer."""
-    is_sent: threading.Event = field(default_factory=threading.Event)
-    """Set when all sends have been queued (or have failed)."""
-    payload: Tensor | None = None
-    """The rows of all parcels, once sent."""
-    send_error: Exception | None = None
+    parcels: Sequence[Parcel] = ()
+    futures: Sequence[Future[Any]] = ()
+    messages: dict[int, Tensor] = field(default_factory=dict)
+    """By rank, whole."""
+    pieces: dict[int, dict[int, memoryview]] = field(default_factory=dict)
+    """By rank: the pieces of a long message, by their number."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """By rank: of how many pieces, once known."""
 
-    @property
-    def number(self) -> int:
-        """Distinguishes it from all others under way, equally on all workers."""
-        return self.parcels[0].unit
-
-    @property
-    def name(self) -> str:
-        """For errors."""
-        first, last = self.parcels[0].name, self.parcels[-1].name
-        return first if first == last else f"{first} ... {last}"
-
-    def header(self) -> Tensor:
-        """Return four words per parcel."""
-        return torch.tensor([(*p.rows.shape, p.flags, p.step) for p in self.parcels], device="cpu")
-
-    def join(self) -> Tensor:
-        """Return the rows of all parcels as one tensor of bytes."""
-        if len(self.parcels) == 1:
-            return self.parcels[0].rows
-        return torch.cat([parcel.rows.view(-1) for parcel in self.parcels])
+    def add(self, origin: int, piece: int, is_last: bool, payload: memoryview) -> None:
+        """Take a piece of a message."""
+        pieces = self.pieces.setdefault(origin, {})
+        pieces[piece] = payload
+        if is_last:
+            self.lengths[origin] = piece + 1
+        if len(pieces) == self.lengths.get(origin):
+            parts = [_as_tensor(pieces[number]) for number in range(len(pieces))]
+            self.messages[origin] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            del self.pieces[origin]
 
 
 class Pairs:
-    """Moves parcels on background threads; :meth:`start` never blocks."""
+    """Moves parcels on the wire's threads; :meth:`start` never blocks. Construction is collective."""
 
-    def __init__(self, team: Team, pin_memory: bool = False) -> None:
+    def __init__(self, team: Team, link: Link, pin_memory: bool = False) -> None:
         self._team = team
-        self._group = team.new_group()
-        self._rank_in_group = [dist.get_group_rank(self._group, team.global_rank(rank)) for rank in range(team.size)]
         self._pin_memory = pin_memory
-        self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._waiting: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Parcel, Future[Any]]]] = {}
         """By step and shipment: parcels that wait for the others, by unit."""
-        self._under_way = 0
+        self._shipments: dict[_Key, _Shipment] = {}
+        """Those under way, and those of which only others' messages are here."""
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._add_thread(self._send_forever)
+        self._transport = connect_wire(team, range(team.size), link=link)
+        self._piece_bytes = self._transport.settings.max_message_bytes
+        self._transport.listen(Kind.PARCELS, self._hear)
+        self._transport.listen_lost(lambda peer, why: self._fail(PeerLostError(peer, why)))
+        # Nobody may send before all listen.
+        team.gather_ints([0], "the connections between workers")
+        self._chores: queue.SimpleQueue[_Shipment | None] = queue.SimpleQueue()
+        self._helper = threading.Thread(target=self._help, name="poseidon-pairs", daemon=True)
+        self._helper.start()
 
     def start(self, parcel: Parcel) -> Future[Any]:
         """Start exchanging; the future's value is a :class:`Gathered`, or what the parcel's ``land`` returns."""
         future: Future[Any] = Future()
         if not parcel.shipment:
-            self._start(_Job([parcel], [future]))
+            self._start([parcel], [future])
             return future
         key = (parcel.step, parcel.shipment)
         with self._lock:
@@ -138,165 +91,112 @@ class Pairs:
                 return future
             del self._waiting[key]
         parcels, futures = zip(*(waiting[unit] for unit in parcel.shipment), strict=True)
-        self._start(_Job(parcels, futures))
+        self._start(parcels, futures)
         return future
 
-    def _start(self, job: _Job) -> None:
-        with self._lock:
-            self._under_way += 1
-            # One thread per job under way: workers may start them in different orders, and waiting for a peer's
-            # parcels must not block relaying what that peer waits for.
-            if self._under_way >= len(self._threads):
-                self._add_thread(self._receive_forever)
-        self._outbox.put(job)
-        self._inbox.put(job)
-
-    def _add_thread(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="poseidon-pairs", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
     def close(self) -> None:
-        """Stop the threads once their work is done."""
-        self._outbox.put(None)
-        for _ in self._threads[1:]:
-            self._inbox.put(None)
-        deadline = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        """Send what is queued, and stop the threads."""
+        self._chores.put(None)
+        self._helper.join(CLOSE_S)
+        self._transport.close()
 
-    def _tag(self, number: int, origin: int, is_header: bool) -> int:
-        return (number * self._team.size + origin) * 2 + is_header
+    def _start(self, parcels: Sequence[Parcel], futures: Sequence[Future[Any]]) -> None:
+        with self._lock:
+            failure = self._failure
+            shipment = self._shipments.setdefault(_key(parcels), _Shipment())
+            shipment.parcels, shipment.futures = parcels, futures
+        if failure is not None:
+            self._fail(failure)
+            return
+        has_chores = any(parcel.settle is not None or parcel.meanwhile is not None for parcel in parcels)
+        if all(parcel.settle is None for parcel in parcels):
+            self._send(shipment)
+        if has_chores:
+            self._chores.put(shipment)
 
-    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self._group.send([tensor], self._rank_in_group[peer], tag)
-
-    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self._group.recv([tensor], self._rank_in_group[peer], tag)
-
-    def _send_forever(self) -> None:
-        while (job := self._outbox.get()) is not None:
+    def _help(self) -> None:
+        """Wait for devices, and prepare for what is under way."""
+        while (shipment := self._chores.get()) is not None:
             try:
-                self._send(job)
-            except Exception as error:
-                # If the connection is gone, the receiving side fails too and can name the missing worker.
-                job.send_error = error
-            finally:
-                job.is_sent.set()
-
-    def _send(self, job: _Job) -> None:
-        rank, size = self._team.rank, self._team.size
-        for parcel in job.parcels:
-            if parcel.settle is not None:
-                parcel.settle()
-        header = job.header()
-        payload = job.payload = job.join()
-        # Each worker starts with a different peer, so that not all send to rank 0 first.
-        peers = [(rank + shift) % size for shift in range(1, size)]
-        for peer in peers:
-            job.sends.append((self._isend(header, peer, self._tag(job.number, rank, True)), header, peer))
-        if payload.numel():
-            receivers = self._team.topology.receivers(rank, rank)
-            for peer in (peer for peer in peers if peer in receivers):
-                job.sends.append((self._isend(payload, peer, self._tag(job.number, rank, False)), payload, peer))
-
-    def _receive_forever(self) -> None:
-        while (job := self._inbox.get()) is not None:
-            try:
-                everything = self._receive(job)
+                if any(parcel.settle is not None for parcel in shipment.parcels):
+                    for parcel in shipment.parcels:
+                        if parcel.settle is not None:
+                            parcel.settle()
+                    self._send(shipment)
+                for parcel in shipment.parcels:
+                    if parcel.meanwhile is not None:
+                        parcel.meanwhile()
             except BaseException as error:
-                for future in job.futures:
-                    future.set_exception(error)
-            else:
-                for parcel, future, gathered in zip(job.parcels, job.futures, everything, strict=True):
-                    _deliver(parcel, future, gathered)
-            with self._lock:
-                self._under_way -= 1
+                self._fail(error)
 
-    def _receive(self, job: _Job) -> list[Gathered]:
-        rank, topology = self._team.rank, self._team.topology
-        headers = self._receive_headers(job)
-        gathered = [self._make_room(parcel, words) for parcel, words in zip(job.parcels, headers, strict=True)]
-        # A lone parcel is received where it is needed; several are sorted when they are here.
-        messages = gathered[0].parts() if len(gathered) == 1 else _room_for_messages(gathered)
-        works = []
-        for origin, message in enumerate(messages):
-            if origin != rank and message.numel():
-                sender = topology.sender(origin, rank)
-                works.append((origin, self._irecv(message, sender, self._tag(job.number, origin, False)), sender))
-        # The rows were sent, so the device has filled them.
-        if not job.is_sent.wait(self._team.timeout_s):
-            raise TimeoutError(f"{job.name} was not ready to be sent within {self._team.timeout_s:g} s")
-        if job.payload is not None and job.payload.numel():
-            messages[rank].copy_(job.payload)
-        for parcel in job.parcels:
-            if parcel.meanwhile is not None:
-                parcel.meanwhile()
-        sends = list(job.sends)
-        for origin, work, sender in works:
-            self._team.wait(work, job.name, sender)
-            for peer in topology.receivers(origin, rank):
-                message = messages[origin]
-                sends.append((self._isend(message, peer, self._tag(job.number, origin, False)), message, peer))
-        for work, _, peer in sends:
-            self._team.wait(work, job.name, peer)
-        if job.send_error is not None:
-            raise job.send_error
-        if len(gathered) > 1:
-            _sort(messages, gathered)
-        return gathered
+    def _send(self, shipment: _Shipment) -> None:
+        """Send this worker's message to all who get it from here."""
+        rank, size = self._team.rank, self._team.size
+        message = write_message(shipment.parcels)
+        data = message.numpy()
+        pieces = [data[start : start + self._piece_bytes] for start in range(0, len(data), self._piece_bytes)]
+        receivers = self._team.topology.receivers(rank, rank)
+        # Each worker starts with a different peer, so that not all send to rank 0 first.
+        peers = [peer for peer in ((rank + shift) % size for shift in range(1, size)) if peer in receivers]
+        step, number = _key(shipment.parcels)
+        for place, piece in enumerate(pieces):
+            header = Header(
+                Kind.PARCELS, rank, number, place * size + rank, step, len(piece), int(place == len(pieces) - 1)
+            )
+            for peer in peers:
+                self._transport.send(peer, header, piece)
+        with self._lock:
+            shipment.messages[rank] = message
+        self._land_if_whole((step, number))
 
-    def _receive_headers(self, job: _Job) -> list[list[list[int]]]:
-        """Return the words of every parcel from every worker, checked."""
-        team = self._team
-        received = [job.header() for _ in range(team.size)]
-        works = [
-            (peer, self._irecv(received[peer], peer, self._tag(job.number, peer, True)))
-            for peer in range(team.size)
-            if peer != team.rank
-        ]
-        for peer, work in works:
-            team.wait(work, job.name, peer)
-        by_parcel = [list(words) for words in zip(*(header.tolist() for header in received), strict=True)]
-        for parcel, words in zip(job.parcels, by_parcel, strict=True):
-            self._check(parcel, words)
-        return by_parcel
+    def _hear(self, header: Header, payload: memoryview) -> None:
+        """Take a message of another worker, and pass it on to those who get it from here."""
+        rank, size = self._team.rank, self._team.size
+        piece, origin = divmod(header.number, size)
+        for peer in self._team.topology.receivers(origin, rank):
+            self._transport.send(peer, header._replace(sender=rank), payload)
+        key = (header.clock, header.subject)
+        with self._lock:
+            if self._failure is not None:
+                return
+            shipment = self._shipments.setdefault(key, _Shipment())
+            shipment.add(origin, piece, bool(header.detail), payload)
+        self._land_if_whole(key)
 
-    def _check(self, parcel: Parcel, by_rank: Sequence[Sequence[int]]) -> None:
-        widths = {width for count, width, _, _ in by_rank if count}
-        for peer, (_, width, _, step) in enumerate(by_rank):
-            if (len(widths) > 1 and width != parcel.rows.shape[1]) or step != parcel.step:
-                raise MismatchError(
-                    f"{parcel.name}: rank {self._team.rank} brings rows of {parcel.rows.shape[1]} bytes, step "
-                    f"{parcel.step}; rank {peer} rows of {width} bytes, step {step}; do all workers run the same code "
-                    "and autocast?"
-                )
+    def _land_if_whole(self, key: _Key) -> None:
+        with self._lock:
+            shipment = self._shipments.get(key)
+            if shipment is None or len(shipment.messages) < self._team.size:
+                return
+            del self._shipments[key]
+        messages = [shipment.messages[rank] for rank in range(self._team.size)]
+        try:
+            everything = read_messages(messages, shipment.parcels, self._team.rank, self._pin_memory)
+        except BaseException as error:
+            for future in shipment.futures:
+                future.set_exception(error)
+            return
+        for parcel, future, gathered in zip(shipment.parcels, shipment.futures, everything, strict=True):
+            _deliver(parcel, future, gathered)
 
-    def _make_room(self, parcel: Parcel, by_rank: Sequence[Sequence[int]]) -> Gathered:
-        counts, _, flags, _ = zip(*by_rank, strict=True)
-        width = next((width for count, width, _, _ in by_rank if count), parcel.rows.shape[1])
-        rows = torch.empty(sum(counts), width, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
-        return Gathered(rows, counts, flags)
+    def _fail(self, error: BaseException) -> None:
+        """End everything under way, and everything to come; the first error stays."""
+        with self._lock:
+            error = self._failure = self._failure or error
+            shipments, self._shipments = self._shipments, {}
+            waiting, self._waiting = self._waiting, {}
+        futures = [future for shipment in shipments.values() for future in shipment.futures]
+        futures += [future for parcels in waiting.values() for _, future in parcels.values()]
+        for future in futures:
+            future.set_exception(error)
 
 
-def _room_for_messages(gathered: Sequence[Gathered]) -> list[Tensor]:
-    """Return memory for one message from every rank, with the rows of all parcels."""
-    sizes = [sum(sizes) for sizes in _by_rank(gathered)]
-    return list(torch.empty(sum(sizes), dtype=torch.uint8, device="cpu").split(sizes))
+def _as_tensor(payload: memoryview) -> Tensor:
+    return torch.frombuffer(bytearray(payload) if payload.readonly else payload, dtype=torch.uint8)
 
 
-def _sort(messages: Sequence[Tensor], gathered: Sequence[Gathered]) -> None:
-    """Copy the rows of every parcel to their places, given the message of every rank."""
-    pieces = zip(
-        *(message.split(sizes) for message, sizes in zip(messages, _by_rank(gathered), strict=True)), strict=True
-    )
-    for each, of_parcel in zip(gathered, pieces, strict=True):
-        torch.cat(of_parcel, out=each.rows.view(-1))
-
-
-def _by_rank(gathered: Sequence[Gathered]) -> list[list[int]]:
-    """Return the bytes of every parcel in the message of every rank."""
-    return [list(sizes) for sizes in zip(*(each.sizes() for each in gathered), strict=True)]
+def _key(parcels: Sequence[Parcel]) -> _Key:
+    return parcels[0].step, parcels[0].unit
 
 
 def _deliver(parcel: Parcel, future: Future[Any], gathered: Gathered) -> None:

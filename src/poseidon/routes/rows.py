@@ -11,20 +11,25 @@ cleared while the rows travel.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
-from poseidon.routes.pairs import Gathered, Parcel
+from poseidon.routes.parcels import Gathered, Parcel
+from poseidon.routes.shortening import SLOW_BYTES_PER_S, find_repeats
 from poseidon.sums.events import record
 from poseidon.team.team import Team
 from poseidon.wire.pool import Pool
 
-_INDEX_BYTES = 8
+_INDEX_BYTES, _WHICH_BYTES = 8, 4
+_COUNT_SHIFT, _COUNT_BITS = 8, 27
+"""Where a parcel's word of flags has the number of rows and of those that travel, 134 million at most."""
 _WIDE = torch.float32
 
 
@@ -34,6 +39,7 @@ class RowsExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._pairs = context.pairs
+        self._is_slow = context.cluster.between.bytes_per_s <= SLOW_BYTES_PER_S
         self._room = Pool(0)
 
     def prepare(self, items: Sequence[LiveItem]) -> None:
@@ -53,8 +59,11 @@ class RowsExchanger(Exchanger):
         else:
             unit.weight.grad = None
         exchange = _RowsExchange(self._team, unit, brought[0], flags, self._room)
-        rows, settle = _to_host(_pack(unit.weight, gradient))
-        parcel = Parcel(unit.index, unit.name, step, rows, flags, settle, None, item.item.shipment, exchange.clear_room)
+        part, *counts = _pack(unit.weight, gradient, self._is_slow and _repeats_rows(unit))
+        host, settle = _to_host(part)
+        rows, word = host.view(-1, 1), _to_word(flags, *counts)
+        clear = None if unit.spec.is_sparse or unit.weight.is_cuda else exchange.clear_room
+        parcel = Parcel(unit.index, unit.name, step, rows, word, settle, None, item.item.shipment, clear)
         exchange.future = self._pairs.start(parcel)
         return exchange
 
@@ -69,24 +78,34 @@ class _RowsExchange(Exchange):
         self._brought = brought
         self._room = room
         self._cleared: Tensor | None = None
+        self._is_landing = False
+        self._lock = threading.Lock()
 
     def clear_room(self) -> None:
         """Make the zeros to which the rows will be added, if they are likely to be needed."""
         unit = self._unit
-        if not (unit.spec.is_sparse or unit.weight.is_cuda or self.flags) and self._brought.kept is None:
-            self._cleared = _zeros_like(unit.weight, self._room)
+        with self._lock:
+            if not (self.flags or self._is_landing) and self._brought.kept is None:
+                self._cleared = _zeros_like(unit.weight, self._room)
+
+    def _take_room(self) -> Tensor:
+        """Return zeros: those made before, if they were, else new ones."""
+        cleared, self._cleared = self._cleared, None
+        return _zeros_like(self._unit.weight, self._room) if cleared is None else cleared
 
     def finish(self, is_used: bool) -> None:
-        gathered = self._team.result(self.future, self._unit.name)
+        gathered = self._team.result(self.future, self._unit.name, grace_s=0)
         unit, brought = self._unit, self._brought
-        cleared, self._cleared = self._cleared, None
+        with self._lock:  # until they are cleared, if that is under way
+            self._is_landing = True
         if not is_used:
+            self._cleared = None
             if not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
             return
         # All at once: a copy to the device for every worker takes longer than what it copies.
-        indices, values = _unpack(unit.weight, gathered.rows.to(unit.weight.device, non_blocking=True))
-        parts = list(zip(indices.split(gathered.counts), values.split(gathered.counts), strict=True))
+        data = gathered.rows.view(-1).to(unit.weight.device, non_blocking=True).split(gathered.counts)
+        parts = [_unpack(unit.weight, part, *_from_word(word)) for part, word in zip(data, gathered.flags, strict=True)]
         has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
         if unit.spec.is_sparse and not has_dense:
             unit.weight.grad = _sparse_mean(unit.weight, parts)
@@ -98,7 +117,7 @@ class _RowsExchange(Exchange):
             total = brought.kept if total is None else brought.kept.add_(total)
             brought.kept = None
         if total is None:
-            total = torch.zeros_like(unit.weight) if cleared is None else cleared
+            total = self._take_room()
         if total.dtype.itemsize < _WIDE.itemsize:
             indices, means = _means(parts)
             total.index_add_(0, indices, means.to(total.dtype))
@@ -106,6 +125,12 @@ class _RowsExchange(Exchange):
             for indices, values in parts:
                 total.index_add_(0, indices, values, alpha=1 / self._team.size)
         unit.weight.grad = total
+
+
+def _repeats_rows(unit: LiveUnit) -> bool:
+    """Return whether many rows of the unit's gradient may be equal: a bag gives all its rows the same one."""
+    module = unit.module
+    return isinstance(module, nn.EmbeddingBag) and module.mode != "max" and not unit.weight.is_cuda
 
 
 def _means(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -118,28 +143,58 @@ def _means(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _zeros_like(weight: Tensor, room: Pool) -> Tensor:
-    """Return zeros in memory from ``room``, which gets it back when nothing refers to it any more."""
-    if not weight.numel():
+    """Return zeros; in host memory from ``room``, which gets it back when nothing refers to it any more."""
+    if weight.is_cuda or not weight.numel():
         return torch.zeros_like(weight)
     return torch.frombuffer(room.lend(weight.nbytes), dtype=weight.dtype).view(weight.shape).zero_()
 
 
-def _row_bytes(weight: Tensor) -> int:
-    size = _INDEX_BYTES + weight.shape[1] * weight.element_size()
-    return -(-size // _INDEX_BYTES) * _INDEX_BYTES  # aligned, so that every row's index can be read in place
+def _pack(weight: Tensor, gradient: Tensor | None, shorten: bool) -> tuple[Tensor, int, int]:
+    """Return a part of bytes with the touched rows, their number, and the number of those that travel.
 
-
-def _pack(weight: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return one row of bytes per touched row: its index, then its values."""
+    A part holds the rows' numbers in the table, then the rows; or the distinct rows, and which one of them each is.
+    """
     if gradient is None:
-        return torch.empty(0, _row_bytes(weight), dtype=torch.uint8, device="cpu")
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0
     gradient = gradient.coalesce()
     indices, values = gradient.indices()[0], gradient.values()
-    rows = torch.zeros(indices.numel(), _row_bytes(weight), dtype=torch.uint8, device=weight.device)
-    rows.view(torch.int64)[:, 0] = indices
-    start = _INDEX_BYTES // weight.element_size()
-    rows.view(weight.dtype)[:, start : start + weight.shape[1]] = values
-    return rows
+    fields = [indices, values]
+    if shorten and (repeats := find_repeats(values)) is not None:
+        fields = [indices, *repeats]
+    counts = len(indices), len(fields[1])
+    ends = _ends(weight, *counts)
+    part = torch.zeros(ends[-1], dtype=torch.uint8, device=weight.device)
+    for start, field in zip((0, *ends), fields, strict=False):
+        data = field.contiguous().view(torch.uint8).view(-1)
+        part[start : start + len(data)] = data
+    return part, *counts
+
+
+def _ends(weight: Tensor, count: int, distinct: int) -> tuple[int, ...]:
+    """Return where the fields of a part end; aligned, so that every field can be read in place."""
+    sizes = [count * _INDEX_BYTES, distinct * weight.shape[1] * weight.element_size()]
+    if distinct < count:
+        sizes.append(count * _WHICH_BYTES)
+    return tuple(accumulate(-(-size // _INDEX_BYTES) * _INDEX_BYTES for size in sizes))
+
+
+def _unpack(weight: Tensor, part: Tensor, count: int, distinct: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers and the values of the rows in a part."""
+    ends = _ends(weight, count, distinct)
+    indices = part[: ends[0]].view(torch.int64)
+    width = weight.shape[1]
+    values = part[ends[0] : ends[1]].view(weight.dtype)[: distinct * width].view(distinct, width)
+    if distinct < count:
+        values = values.index_select(0, part[ends[1] : ends[2]].view(torch.int32)[:count])
+    return indices, values
+
+
+def _to_word(flags: Flag, count: int, distinct: int) -> int:
+    return flags | distinct << _COUNT_SHIFT | count << _COUNT_SHIFT + _COUNT_BITS
+
+
+def _from_word(word: int) -> tuple[int, int]:
+    return word >> _COUNT_SHIFT + _COUNT_BITS, word >> _COUNT_SHIFT & (1 << _COUNT_BITS) - 1
 
 
 def _to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
@@ -149,12 +204,6 @@ def _to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
     host.copy_(rows, non_blocking=True)
     return host, record(torch.cuda.current_stream(rows.device)).synchronize
-
-
-def _unpack(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and the values of rows."""
-    start = _INDEX_BYTES // weight.element_size()
-    return rows.view(torch.int64)[:, 0].contiguous(), rows.view(weight.dtype)[:, start : start + weight.shape[1]]
 
 
 def _sparse_mean(weight: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -22,6 +22,7 @@ from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.shard import Order, Shard, State, flat_memory, read_state
 from poseidon.routes.sharded import FORMATS, HostExchange, agree_on_device, as_numpy
+from poseidon.routes.split import RowSender, row_width
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
@@ -58,6 +59,7 @@ class ServedExchanger(Exchanger):
         self._thread = StepThread(self._lane)
         self._device = agree_on_device(team, self._transport.settings, context.is_cuda)
         self._stager = Stager() if context.is_cuda else None
+        self._rows = RowSender(self._server)
         self._slots: dict[LiveItem, Slot] = {}
         self._adders: dict[LiveItem, StepAdder] = {}
         self._versions: dict[LiveItem, int] = {}
@@ -81,9 +83,9 @@ class ServedExchanger(Exchanger):
         itemsizes = [dtype.itemsize for dtype in dtypes]
         cut = make_slots(0, [item.item.numel for item in items], itemsizes, team.size, self._chunk_bytes)
         for item, slot, dtype in zip(items, cut, dtypes, strict=True):
-            self._slots[item] = (
-                slot if self._is_on_device(slot, dtype) else align(slot, [p.numel() for p in item.parameters])
-            )
+            if not self._is_on_device(slot, dtype):
+                slot = align(slot, [p.numel() for p in item.parameters])
+            self._slots[item] = replace(slot, width=row_width(item))
         self._versions = dict.fromkeys(items, 0)
         self._ordered = dict(self._versions)
         self.shard = Shard(self._slots.items(), team.rank, self._rounded)
@@ -115,11 +117,34 @@ class ServedExchanger(Exchanger):
     def _is_on_device(self, slot: Slot, dtype: torch.dtype) -> bool:
         return self._device is not None and is_compacted(slot, dtype)
 
-    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> StepExchange:  # noqa: ARG002
-        """Send the gradients of an item to the owners of its chunks."""
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> StepExchange:
+        """Send the gradients of an item to the owners of its chunks; of a table, what the head has not sent."""
         slot = self._slots[item]
+        if not slot.width:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._send(item, item.pack())
+        mine = brought[0] if brought else Brought()
         with torch._C.DisableTorchFunctionSubclass():
-            flat = item.pack()
+            rest = item.unit.weight.grad
+        if mine.early is None:
+            if mine.head is None:
+                mine.head = torch.zeros_like(_bucket(item).flat).view(item.unit.weight.shape)
+            if rest is not None and not rest.is_sparse:
+                mine.give_head(rest)
+                rest = None
+            self.start_early(item, mine, step)
+        self._rows.send(slot, self._versions[item], rest)
+        return self.under_way[item]
+
+    def start_early(self, item: LiveItem, brought: Brought, step: int) -> None:  # noqa: ARG002 - versions count here
+        """Send the gradient of a table's head to the owners of its chunks, which wait for the rows."""
+        assert brought.head is not None
+        flat = _bucket(item).flat
+        flat.copy_(brought.head.view(-1))
+        brought.head, brought.early = None, self._send(item, flat)
+
+    def _send(self, item: LiveItem, flat: Tensor) -> StepExchange:
+        slot = self._slots[item]
         self._versions[item] += 1
         version = self._versions[item]
         name = item.name
@@ -196,6 +221,7 @@ class ServedExchanger(Exchanger):
 
     def close(self) -> None:
         """Stop the threads and close the connections."""
+        self._rows.close()
         if self._stager is not None:
             self._stager.close()
         if self._device is not None:

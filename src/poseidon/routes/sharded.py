@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.levels import Levels, LevelsExchange, open_level_board
+from poseidon.routes.split import RowSender, SplitExchange, row_width
 from poseidon.routes.staging import StagedExchange, Stager
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.device import DeviceAdder, DeviceArithmetic, find_compactor, is_compacted
@@ -55,6 +56,7 @@ class ShardedExchanger(Exchanger):
         self._device = agree_on_device(team, self._transport.settings, is_cuda)
         self._levels = Levels(team, open_level_board(team)) if use_levels else None
         self._stager = Stager() if is_cuda else None
+        self._rows = RowSender(self._server)
         self._slots: dict[LiveItem, Slot] = {}
         self._booked = 0
         """Slots booked so far; slot numbers are never reused."""
@@ -63,14 +65,21 @@ class ShardedExchanger(Exchanger):
     def prepare(self, items: Sequence[LiveItem]) -> None:
         """Agree on a server slot for each bucket. Earlier slots are released as soon as they have landed."""
         dtypes = [item.parameters[0].dtype for item in items]
-        self._slots = dict(zip(items, self.book([item.item.numel for item in items], dtypes), strict=True))
+        sizes, widths = [item.item.numel for item in items], [row_width(item) for item in items]
+        self._slots = dict(zip(items, self.book(sizes, dtypes, widths), strict=True))
 
-    def book(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Slot]:
-        """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective."""
+    def book(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], widths: Sequence[int] | None = None
+    ) -> list[Slot]:
+        """Agree on slots for buckets of these sizes, in the order in which they become ready. Collective.
+
+        ``widths``: values in a row of the table whose touched rows follow, or 0.
+        """
         if self._levels is not None:
             sizes = [self._levels.share_of(size) for size in sizes]
         itemsizes = [dtype.itemsize for dtype in dtypes]
         slots = make_slots(self._booked, sizes, itemsizes, len(self._members), self._chunk_bytes)
+        slots = [replace(slot, width=width) for slot, width in zip(slots, widths or [0] * len(slots), strict=True)]
         self._booked += len(slots)
         self._assign(slots, dtypes)
         if self._stager is not None:
@@ -83,9 +92,28 @@ class ShardedExchanger(Exchanger):
         """Return whether the devices sum a slot of the latest booking."""
         return slot.number in self._compacted
 
-    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
-        """Replace the bucket by its mean over the team, in place."""
-        return self.average(item.pack(), self._slots[item], step, item.name)
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
+        """Replace the bucket by its mean over the team, in place; of a table, send what the head has not sent."""
+        slot = self._slots[item]
+        if not slot.width:
+            return self.average(item.pack(), slot, step, item.name)
+        (mine,), unit = brought, item.unit
+        rest, unit.weight.grad = unit.weight.grad, None
+        if mine.early is None:
+            if mine.head is None:
+                mine.head = torch.zeros_like(unit.weight)
+            if rest is not None and not rest.is_sparse:
+                mine.give_head(rest)
+                rest = None
+            self.start_early(item, mine, step)
+        self._rows.send(slot, step, rest)
+        assert mine.early is not None
+        return SplitExchange(unit, mine, mine.early)
+
+    def start_early(self, item: LiveItem, brought: Brought, step: int) -> None:
+        """Begin to replace the head's gradient by the mean of the whole, in place."""
+        assert brought.head is not None
+        brought.early = self.average(brought.head.view(-1), self._slots[item], step, item.name)
 
     def average(self, flat: Tensor, slot: Slot, step: int, name: str) -> Exchange:
         """Replace ``flat`` by its mean over the team, in place."""
@@ -103,6 +131,7 @@ class ShardedExchanger(Exchanger):
 
     def close(self) -> None:
         """Stop the threads and close the connections."""
+        self._rows.close()
         if self._levels is not None:
             self._levels.close()
         if self._stager is not None:

@@ -41,8 +41,12 @@ class _Run:
         self._turn = next(self._turns, None)
         self._users: dict[int, list[int]] = {}
         for number, transfer in enumerate(self.workload.transfers):
-            for unit in transfer.units:
+            for unit in self.awaited(transfer):
                 self._users.setdefault(unit, []).append(number)
+
+    def awaited(self, transfer: Transfer) -> tuple[int, ...]:
+        """Return the units whose gradients a transfer waits for."""
+        return self.setting.profile.ready_order[:1] if transfer.is_early else transfer.units
 
     def outcome(self) -> Outcome:
         setting = self.setting
@@ -245,7 +249,7 @@ class _Journey:
         self._run, self.number, self.step = run, number, step
         self.transfer = transfer = run.workload.transfers[number]
         machines = len(run.machines)
-        self._units_missing = [len(transfer.units)] * machines
+        self._units_missing = [len(run.awaited(transfer))] * machines
         self._entered = 0
         self._leg = -1
         self._open = 0

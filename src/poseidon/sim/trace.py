@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from poseidon.errors import ConfigError
+from poseidon import files
 from poseidon.sim.outcome import Outcome, Span
 
 _ROWS = {"device": (1, "device"), "out": (2, "network card, sending")}
@@ -23,10 +22,7 @@ def write_trace(path: Path, outcomes: Mapping[str, Outcome]) -> None:
                 {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": title}},
             )
         events.extend(_events(process, outcome.spans))
-    try:
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+    files.write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, "trace", indent=None)
 
 
 def _events(process: int, spans: Iterable[Span]) -> Iterable[dict[str, Any]]:

@@ -166,7 +166,7 @@ class DeviceAdder:
         self._rows = ChunkRows.of(chunks, dtype.itemsize)
         self._layout = self._rows.layout
         self.layouts: Layouts = {Encoding.PLAIN: PlainLayout(dtype.itemsize), Encoding.COMPACT: self._layout}
-        self.together = size
+        self.together = parts = slot.count_parts(size)
         self._device = device
         self._compactor = device.compactor
         self._compactor.prepare(dtype)
@@ -182,10 +182,10 @@ class DeviceAdder:
         """Of the sums that came; those made here are on the device."""
         self._landed: dict[int, tuple[int, Tensor]] = {}
 
-        self._parts = {index: self._compactor.memory(table_bytes(size) + (size - 1) * row_bytes) for index in owned}
+        self._parts = {index: self._compactor.memory(table_bytes(parts) + (parts - 1) * row_bytes) for index in owned}
         """For each chunk owned here, the others' parts as they came, behind a table by rank."""
-        self._part_views = {index: _view_of(parts) for index, parts in self._parts.items()}
-        self._part_tables = {index: ChunkTable(parts.numpy(), size) for index, parts in self._parts.items()}
+        self._part_views = {index: _view_of(memory) for index, memory in self._parts.items()}
+        self._part_tables = {index: ChunkTable(memory.numpy(), parts) for index, memory in self._parts.items()}
         self._sums = {index: self._compactor.memory(row_bytes) for index in owned}
         self._sum_views = {index: _view_of(row) for index, row in self._sums.items()}
         self._sum_reaches = {index: Reach(row_bytes) for index in owned}

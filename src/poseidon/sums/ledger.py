@@ -9,7 +9,7 @@ from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.messages import all_sizes
 from poseidon.sums.slots import Slot
-from poseidon.sums.turns import PartRoll
+from poseidon.sums.turns import PartRoll, TouchedRoll
 
 
 class SlotLedger:
@@ -18,9 +18,9 @@ class SlotLedger:
     def __init__(self, slot: Slot, adder: Adder, rank: int, size: int) -> None:
         self.slot = slot
         self.adder = adder
-        self.rolls = {
-            chunk.index: PartRoll(chunk, size, adder.together) for chunk in slot.chunks if chunk.owner == rank
-        }
+        owned = [chunk for chunk in slot.chunks if chunk.owner == rank]
+        self.rolls = {chunk.index: PartRoll(chunk, slot.count_parts(size), adder.together) for chunk in owned}
+        self.touched = {chunk.index: TouchedRoll(chunk, size) for chunk in owned if slot.width}
         self.sizes = all_sizes(slot.chunks, adder.layouts)
         """What every message is checked against, so made beforehand."""
         self.step = -1
@@ -32,7 +32,10 @@ class SlotLedger:
     @property
     def is_in_use(self) -> bool:
         """Whether a sum is under way here, or begun by another rank."""
-        return bool(self._missing) or any(roll.is_open for roll in self.rolls.values())
+        is_begun = any(roll.is_open for roll in self.rolls.values()) or any(
+            roll.is_open for roll in self.touched.values()
+        )
+        return bool(self._missing) or is_begun
 
     def begin(self, step: int) -> Future[Any]:
         """Await the sums of ``step``."""

@@ -1,7 +1,8 @@
 """The parameter server for sums: every rank of a transport is a worker and owns some chunks of every slot.
 
-``PART`` goes from a worker to a chunk's owner, ``SUM`` from the owner to all workers. Nothing waits and nothing is
-locked for long: messages are handled on the transport's threads, and an adder may have threads of its own.
+``PART`` goes from a worker to a chunk's owner, ``SUM`` from the owner to all workers; of a table, ``TOUCHED`` rows
+follow a part. Nothing waits and nothing is locked for long: messages are handled on the transport's threads, and an
+adder may have threads of its own.
 
 Memory is lent without locks because of who waits for whom. A sum lands where this worker's own part lay: its owner
 must have had that. An owner may receive the parts of the next step in the memory of this step's: a worker sends those
@@ -17,13 +18,16 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from poseidon.errors import FrameError, ServerError
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Payload
+from poseidon.sums.encodings import Encoding, Payload
 from poseidon.sums.ledger import SlotLedger
 from poseidon.sums.messages import make_header, wrong_content, wrong_size
 from poseidon.sums.slots import Slot
+from poseidon.sums.touched import TouchedRows, add_up, check_size, read_rows
 from poseidon.sums.turns import PartRoll, in_turn
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.transport import Transport
@@ -48,6 +52,7 @@ class SumServer:
         self._failure: BaseException | None = None
         transport.listen(Kind.PART, self._receive_part, self._place_part)
         transport.listen(Kind.SUM, self._receive_sum, self._place_sum)
+        transport.listen(Kind.TOUCHED, self._receive_touched, self._check_touched)
 
     def book(self, slots: Iterable[tuple[Slot, Adder]]) -> None:
         """Take over these slots instead of earlier ones, which go as soon as they have landed.
@@ -84,6 +89,17 @@ class SumServer:
         elif not slot.chunks:
             future.set_result(None)
         return partial(self._open, ledger, future)
+
+    def send_touched(self, slot: Slot, step: int, rows: TouchedRows) -> None:
+        """Bring this worker's touched rows of a slot that has them, once its sum has started; none may be touched."""
+        ledger = self._ledgers[slot.number]
+        for chunk in slot.chunks:
+            payload = rows.in_chunk(chunk)
+            if chunk.owner == self._rank:
+                self._enter_touched(ledger, chunk, self._rank, step, payload.data)
+            else:
+                header = Header(Kind.TOUCHED, self._rank, slot.number, chunk.index, step, payload.nbytes)
+                self._transport.send(chunk.owner, header, payload, priority=slot.priority)
 
     def fail(self, error: BaseException) -> None:
         """End everything under way, and everything to come, with ``error``; the first one stays."""
@@ -143,6 +159,45 @@ class SumServer:
             roll, adder = ledger.rolls[header.number], ledger.adder
             _check_content(header, adder, roll.chunk, payload)
             self._enter(ledger, roll, header.sender, adder.decode(roll.chunk, header.detail, payload))
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    # So do touched rows, of which the owner makes one more part.
+
+    def _check_touched(self, header: Header) -> None:
+        if self._failure is not None:
+            return
+        try:
+            ledger = self._ledgers.get(header.subject)
+            if ledger is None or header.number not in ledger.touched:
+                raise ServerError(
+                    f"rank {header.sender} sent touched rows of chunk {header.number} of slot {header.subject}, "
+                    f"which rank {self._rank} does not own or expect"
+                )
+            check_size(header, ledger.slot.chunks[header.number], ledger.slot.width)
+        except Exception as error:
+            raise self._refuse(error) from error
+
+    def _receive_touched(self, header: Header, payload: memoryview) -> None:
+        if self._failure is not None:
+            return
+        ledger = self._ledgers[header.subject]
+        self._enter_touched(ledger, ledger.slot.chunks[header.number], header.sender, header.clock, payload)
+
+    def _enter_touched(self, ledger: SlotLedger, chunk: Chunk, rank: int, clock: int, payload: memoryview) -> None:
+        try:
+            rows = read_rows(payload, chunk, ledger.slot.width, rank)
+            last, roll, adder = self._transport.size, ledger.rolls[chunk.index], ledger.adder
+            with self._lock:
+                everybody = ledger.touched[chunk.index].enter(rank, clock, rows)
+                if not everybody:
+                    return
+                roll.expect(last, clock)
+            size_bytes = chunk.length * rows.values.itemsize
+            room = adder.place_part(chunk, last, size_bytes) or memoryview(bytearray(size_bytes))
+            add_up(everybody, chunk, np.frombuffer(room, rows.values.dtype))
+            self._enter(ledger, roll, last, adder.decode(chunk, Encoding.PLAIN, room))
         except BaseException as error:
             self.fail(error)
             raise

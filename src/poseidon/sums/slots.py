@@ -33,6 +33,12 @@ class Slot:
     chunks: tuple[Chunk, ...]
     priority: int
     """Lower is more urgent."""
+    width: int = 0
+    """Values in a row, if every worker brings touched rows of a table besides its part (``touched.py``); else 0."""
+
+    def count_parts(self, workers: int) -> int:
+        """Return of how many parts a chunk is the sum: one of each worker, and one for the touched rows of all."""
+        return workers + bool(self.width)
 
 
 def make_slots(first: int, sizes: Sequence[int], itemsizes: Sequence[int], owners: int, chunk_bytes: int) -> list[Slot]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from poseidon.errors import ServerError
 from poseidon.sums.chunks import Chunk
+from poseidon.sums.touched import TouchedRows
 
 
 class PartRoll:
@@ -86,6 +87,39 @@ class PartRoll:
         self._taken = stop
         self._is_busy = True
         return ready
+
+
+class TouchedRoll:
+    """Who has brought touched rows of one owned chunk at which clock; call it under a lock."""
+
+    def __init__(self, chunk: Chunk, workers: int) -> None:
+        self._chunk = chunk
+        self._workers = workers
+        self._clock = -1
+        self._rows: dict[int, TouchedRows] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some workers' rows are here, but not all."""
+        return bool(self._rows)
+
+    def enter(self, rank: int, clock: int, rows: TouchedRows) -> list[TouchedRows]:
+        """Take a worker's rows; return all workers', in rank order, if these are the last.
+
+        Raises ``ServerError`` unless it is their turn.
+        """
+        if rank in self._rows or (clock != self._clock if self._rows else clock <= self._clock):
+            raise ServerError(
+                f"rank {rank} sent touched rows of {self._chunk} of clock {clock}; "
+                f"those of clock {self._clock} are here from ranks {sorted(self._rows) or 'all'}"
+            )
+        self._clock = clock
+        self._rows[rank] = rows
+        if len(self._rows) < self._workers:
+            return []
+        everybody = [self._rows[each] for each in range(self._workers)]
+        self._rows = {}
+        return everybody
 
 
 def in_turn(workers: Iterable[int], rank: int, size: int) -> list[int]:

@@ -69,7 +69,10 @@ class TableSpec:
     @classmethod
     def from_json(cls, data: bytes) -> TableSpec:
         """Read what :meth:`to_json` wrote."""
-        return cls(**json.loads(data))
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ServerError(f"{len(data)} bytes do not describe a table: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

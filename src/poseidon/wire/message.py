@@ -20,11 +20,11 @@ Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
 """What can be sent as a payload: anything contiguous in memory."""
 
 MAGIC = b"PW"
-VERSION = 2
+VERSION = 3
 CHECKED = 1
 """Flag: ``Header.checksum`` holds the payload's CRC-32."""
 
-_LAYOUT = struct.Struct("<2sBBBBHIIQQI")
+_LAYOUT = struct.Struct("<2sBBBBHIQQQI")
 _FRAME = struct.Struct(_LAYOUT.format + "I")
 """The layout, followed by the CRC-32 of its bytes."""
 SIZE = _FRAME.size
@@ -61,6 +61,10 @@ class Kind(IntEnum):
     """The answer to ``FETCH``."""
     LEAVE = 15
     """A worker will fetch nothing more."""
+    TOUCHED = 16
+    """The touched rows of a worker's part of a chunk, for the chunk's owner: ``PART`` has the rest."""
+    PARCELS = 17
+    """A worker's rows and factors, for every worker."""
 
 
 class Header(NamedTuple):
@@ -86,6 +90,13 @@ class Header(NamedTuple):
     """The wire's own flags."""
     checksum: int = 0
     """CRC-32 of the payload if ``flags`` contains ``CHECKED``."""
+
+    @property
+    def name(self) -> str:
+        """For errors: which message it is."""
+        return (
+            f"{self.kind.name} of rank {self.sender} (subject {self.subject}, number {self.number}, step {self.clock})"
+        )
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -144,6 +155,5 @@ def check_payload(header: Header, payload: bytes | memoryview) -> None:
     if header.flags & CHECKED and (seen := zlib.crc32(payload)) != header.checksum:
         raise FrameError(
             "payload checksum",
-            f"{header.kind.name} payload of rank {header.sender} (subject {header.subject}, number {header.number}) "
-            f"has checksum {seen:#x}, not {header.checksum:#x}",
+            f"{header.name} was damaged on its way: its payload has checksum {seen:#x}, not {header.checksum:#x}",
         )

@@ -34,7 +34,7 @@ def test_the_address_is_the_name_unless_given() -> None:
         ("a,,b", "empty place between its commas"),
         ("a:two", "'two' after the colon is not a number of workers"),
         ("a:", "'' after the colon"),
-        ("a:0", "host a: slots is 0; it must be at least 1"),
+        ("a:0", "host a: slots is 0, expected 1 to 1024"),
         ("a,b,a", "names a twice.*a:2"),
         ("-oProxyCommand=evil", "not the name of a host"),
         ("a b", "not the name of a host"),

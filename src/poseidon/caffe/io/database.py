@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +12,7 @@ from poseidon.caffe.io.leveldb import LevelDB, LevelDBWriter
 from poseidon.caffe.io.lmdb import LMDB, LMDBWriter
 from poseidon.caffe.schema.messages import DataParameter
 from poseidon.errors import ConfigError, unknown_name
+from poseidon.files import replacing_folder
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -68,22 +67,14 @@ def backend_name(number: int) -> str:
 @contextlib.contextmanager
 def new_database(backend: str, path: str) -> Iterator[Writer]:
     """Create a database that appears under ``path``, complete, when the block ends without error."""
-    target = Path(path)
     make = _WRITERS[checked_backend(backend)]
-    if target.exists():
+    if Path(path).exists():
         raise ConfigError(f"{path} exists already; remove it first or choose another name for the new database")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=False)
+    with replacing_folder(path, "database") as temporary:
         writer = make(temporary)
         log.info("Opened %s %s", backend, path)
         yield writer
         writer.finish()
-        temporary.rename(target)
-    except OSError as error:
-        raise ConfigError(f"cannot write database {path}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def checked_backend(backend: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from poseidon.caffe.extras import require
+from poseidon.caffe.io import hdf5_files
 from poseidon.caffe.io.sharding import Share, too_few
 from poseidon.errors import ConfigError
 
@@ -21,18 +21,16 @@ Arrays = list[NDArray[np.float32]]
 
 def read_arrays(path: str, names: Sequence[str]) -> Arrays:
     """Return the named data sets, which must have the same number of rows, in single precision."""
-    h5py = require("h5py")
-    try:
-        with h5py.File(path, "r") as file:
-            for name in names:
-                if not isinstance(file.get(name), h5py.Dataset):
-                    raise ConfigError(f"{path}: holds no data set {name!r}; it holds: {', '.join(sorted(file))}")
-                if file[name].dtype.kind not in "fiu" or not file[name].ndim:
-                    raise ConfigError(f"{path}: data set {name!r} must hold rows of numbers, not {file[name].dtype}")
-                _log_class("H5T_FLOAT" if file[name].dtype.kind == "f" else "H5T_INTEGER")
-            arrays: Arrays = [file[name].astype(np.float32)[()] for name in names]
-    except OSError as error:
-        raise ConfigError(f"cannot read HDF5 file {path}: {error}") from None
+    arrays: Arrays = []
+    with hdf5_files.reading(path, "HDF5 file") as file:
+        for name in names:
+            if name not in file:
+                raise ConfigError(f"{path}: holds no data set {name!r}; it holds: {', '.join(sorted(file))}")
+            stored = hdf5_files.numbers_of(file, name, path)
+            if not stored.ndim:
+                raise ConfigError(f"{path}: data set {name!r} must hold rows of numbers, not a single {stored.dtype}")
+            _log_class("H5T_FLOAT" if stored.dtype.kind == "f" else "H5T_INTEGER")
+            arrays.append(hdf5_files.values_of(stored))
     rows = [len(array) for array in arrays]
     if len(set(rows)) > 1:
         counts = ", ".join(f"{name!r} {count}" for name, count in zip(names, rows, strict=True))

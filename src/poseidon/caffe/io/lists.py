@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
+from poseidon import files
 from poseidon.errors import ConfigError
 
 
@@ -20,12 +20,7 @@ class ImageLine(NamedTuple):
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
     """Return the lines of a text file."""
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file; a list of files was expected") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read list {path}: {error.strerror}") from None
+    return files.read_text(path, "list").splitlines()
 
 
 def read_image_list(path: str | os.PathLike[str]) -> list[ImageLine]:

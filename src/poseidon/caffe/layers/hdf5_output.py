@@ -8,13 +8,17 @@ from typing import Any
 
 from poseidon.caffe.blob import Blob, Shape
 from poseidon.caffe.extras import require
+from poseidon.caffe.io import hdf5_files
 from poseidon.caffe.layers.base import Blobs, Layer, exactly
 from poseidon.caffe.layers.registry import register
 from poseidon.caffe.memory import Array
+from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
 _DATA_SETS = ("data", "label")
+_OVERHEAD_BYTES = 4 << 20
+"""What HDF5 may need besides the rows: the rest of a chunk of each data set, and its index."""
 
 
 @register("HDF5Output")
@@ -32,7 +36,11 @@ class HDF5Output(Layer):
         self._path: str = self.param.hdf5_output_param.file_name
         if not self._path:
             raise self.error("hdf5_output_param.file_name must be given")
-        self._open("w").close()
+        try:
+            with hdf5_files.writing(self._path, "HDF5 file"):
+                pass
+        except ConfigError as error:
+            raise self.error(str(error)) from None
 
     def top_shapes(self, bottoms: Sequence[Shape]) -> Sequence[Shape]:
         data, label = bottoms
@@ -45,6 +53,7 @@ class HDF5Output(Layer):
 
     def forward(self, bottoms: Blobs, tops: Blobs) -> None:
         log.info("Saving HDF5 file %s", self._path)
+        hdf5_files.reserve(self._path, 2 * sum(bottom.data.nbytes for bottom in bottoms) + _OVERHEAD_BYTES, "HDF5 file")
         with self._open("a") as file:
             for name, bottom in zip(_DATA_SETS, bottoms, strict=True):
                 self._append(file, name, _four_axes(bottom))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
+from poseidon import files
 from poseidon.caffe.schema import Message
 from poseidon.caffe.schema.pool import FILE, message
 from poseidon.errors import ConfigError
@@ -30,6 +28,9 @@ def parse_text(text: str, kind: type[M], origin: str = "<text>") -> M:
         text_format.Parse(text, result)
     except text_format.ParseError as error:
         raise ConfigError(_explain(error, origin, text)) from None
+    except (RecursionError, ValueError, OverflowError) as error:
+        # protobuf lets some of Python's own errors through: names that are no UTF-8, endless numbers.
+        raise ConfigError(f"{origin}: not a {kind.DESCRIPTOR.name} in text form: {error}") from None
     if not result.IsInitialized():
         missing = result.FindInitializationErrors()  # type: ignore[attr-defined]  # not in the stubs
         raise ConfigError(f"{origin}: required fields are missing: {', '.join(missing)}")
@@ -38,21 +39,16 @@ def parse_text(text: str, kind: type[M], origin: str = "<text>") -> M:
 
 def read_text(path: str | os.PathLike[str], kind: type[M]) -> M:
     """Read a prototxt file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file; a {kind.DESCRIPTOR.name} in text form was expected") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    return parse_text(text, kind, str(path))
+    return parse_text(files.read_text(path, "prototxt"), kind, str(path))
 
 
 def read_binary(path: str | os.PathLike[str], kind: type[M]) -> M:
     """Read a binary message (.caffemodel, .solverstate, .binaryproto)."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    name = kind.DESCRIPTOR.name
+    content = files.read_bytes(path, f"binary {name}")
+    if not content:
+        # An empty message is valid to protobuf, but nobody writes one to a file.
+        raise ConfigError(f"{path} is empty, expected a binary {name}; was the disk full when it was written?")
     return parse_binary(content, kind, str(path))
 
 
@@ -71,30 +67,16 @@ def parse_binary(content: bytes, kind: type[M], origin: str = "<bytes>") -> M:
 
 def write_binary(path: str | os.PathLike[str], proto: Message) -> None:
     """Write a message atomically: ``path`` holds the old content or all of the new."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
+    try:
+        content = proto.SerializeToString()
+    except ValueError as error:
+        raise ConfigError(f"cannot write {proto.DESCRIPTOR.name} {path}: {error}; use HDF5 for large nets") from None
+    files.write_bytes(path, content, proto.DESCRIPTOR.name)
 
 
 def write_text(path: str | os.PathLike[str], proto: Message) -> None:
     """Write a message as prototxt, atomically."""
-    with replacing(path) as temporary:
-        temporary.write_text(text_format.MessageToString(proto), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that takes its place when the block ends without error."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write_text(path, text_format.MessageToString(proto), proto.DESCRIPTOR.name)
 
 
 def _explain(error: text_format.ParseError, origin: str, text: str) -> str:

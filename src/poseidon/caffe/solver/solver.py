@@ -91,6 +91,8 @@ class Solver:
 
     def step(self, iterations: int) -> None:
         """Run ``iterations`` iterations, with their tests, displays and snapshots."""
+        if iterations < 0:
+            raise ConfigError(f"a solver cannot run {iterations} iterations; expected 0 or more")
         self._losses = LossWindow(self.param.average_loss)
         clock = _Clock(self.iter)
         stop = self.iter + iterations
@@ -117,7 +119,7 @@ class Solver:
         if resume_file is not None:
             log.info("Restoring previous solver status from %s", resume_file)
             self.restore(resume_file)
-        self.step(param.max_iter - self.iter)
+        self.step(max(0, param.max_iter - self.iter))
         if param.snapshot_after_train and not (param.snapshot and self.iter % param.snapshot == 0):
             self.snapshot()
         if self._is_stopped:
@@ -264,6 +266,11 @@ class Solver:
         for name in ("average_loss", "iter_size"):
             if getattr(param, name) < 1:
                 raise ConfigError(f"{name} is {getattr(param, name)}; it must be at least 1")
+        counts = {name: getattr(param, name) for name in ("max_iter", "display", "snapshot", "test_interval")}
+        counts |= {f"test_iter {number}": count for number, count in enumerate(param.test_iter)}
+        for name, count in counts.items():
+            if count < 0:
+                raise ConfigError(f"{name} is {count}; it counts iterations, so it must be 0 or more")
         check_policy(param)
         if param.snapshot:
             self._check_snapshot_folder()

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from poseidon.caffe import weights
-from poseidon.caffe.blob import Blob
+from poseidon.caffe.blob import Blob, stored_values
 from poseidon.caffe.extras import require
+from poseidon.caffe.io import hdf5_files
+from poseidon.caffe.memory import Array
 from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.schema import SolverParameter, SolverState
-from poseidon.caffe.schema.files import read_binary, replacing, write_binary
+from poseidon.caffe.schema.files import read_binary, write_binary
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
@@ -29,6 +31,15 @@ class SolverProgress(NamedTuple):
     iteration: int
     step: int
     """Steps that the learning-rate policy has taken."""
+
+
+class Stored(NamedTuple):
+    """What a state file holds, checked against the solver but not yet taken over."""
+
+    progress: SolverProgress
+    learned_net: str
+    """The file of the parameters; empty: none."""
+    history: list[Array]
 
 
 def write_snapshot(net: BuiltNet, history: Sequence[Blob], progress: SolverProgress, param: SolverParameter) -> None:
@@ -47,10 +58,18 @@ def write_snapshot(net: BuiltNet, history: Sequence[Blob], progress: SolverProgr
 def read_snapshot(path: str | os.PathLike[str], net: BuiltNet, history: Sequence[Blob]) -> SolverProgress:
     """Fill ``history`` from a state file of either format, and the net from the parameters that it names."""
     read = _read_hdf5 if str(path).endswith(".h5") else _read_binary
-    progress, learned_net = read(path, history)
+    progress, learned_net, values = read(path, history)
+    if progress.iteration < 0 or progress.step < 0:
+        raise ConfigError(
+            f"{path}: states iteration {progress.iteration} and step {progress.step}, expected 0 or more; "
+            "the file is damaged or not a solver's state"
+        )
+    # The parameters next: if they cannot be loaded, the history stays as it is too.
     if learned_net:
         weights.load(net, find_learned_net(learned_net, path))
     log.info("SGDSolver: restoring history")
+    for blob, stored in zip(history, values, strict=True):
+        blob.data.flat[...] = stored
     return progress
 
 
@@ -66,45 +85,47 @@ def _write_binary(path: str, progress: SolverProgress, learned_net: str, history
     write_binary(path, state)
 
 
-def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
+def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> Stored:
     state = read_binary(path, SolverState)
     _check_count(path, len(state.history), len(history))
+    values = []
     for number, (blob, stored) in enumerate(zip(history, state.history, strict=True)):
         if not blob.fits(stored):
             raise _misfit(path, number, blob, tuple(stored.shape.dim))
-        blob.from_proto(stored, reshape=False)
-    return SolverProgress(state.iter, state.current_step), state.learned_net
+        try:
+            values.append(stored_values(stored, "data"))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: history {number}: {error}") from None
+    return Stored(SolverProgress(state.iter, state.current_step), state.learned_net, values)
 
 
 def _write_hdf5(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
-    h5py = require("h5py")
-    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+    with hdf5_files.writing(path, "solver state") as file:
         file.create_dataset("iter", data=np.array([progress.iteration], np.int32))
-        _write_c_string(h5py, file, "learned_net", learned_net)
+        _write_c_string(require("h5py"), file, "learned_net", learned_net)
         file.create_dataset("current_step", data=np.array([progress.step], np.int32))
         group = file.create_group(_GROUP)
         for number, blob in enumerate(history):
             group.create_dataset(str(number), data=blob.data)
 
 
-def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> tuple[SolverProgress, str]:
-    h5py = require("h5py")
-    try:
-        with h5py.File(path, "r") as file:
-            missing = [name for name in ("iter", _GROUP) if name not in file]
-            if missing:
-                raise ConfigError(f"{path}: has no {missing[0]!r}; Caffe did not write this solver state")
-            _check_count(path, len(file[_GROUP]), len(history))
-            for number, blob in enumerate(history):
-                stored = file[_GROUP][str(number)]
-                if tuple(stored.shape) != blob.shape:
-                    raise _misfit(path, number, blob, tuple(stored.shape))
-                blob.data[...] = stored[()]
-            step = int(file["current_step"][0]) if "current_step" in file else 0
-            learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
-            return SolverProgress(int(file["iter"][0]), step), learned_net
-    except OSError as error:
-        raise ConfigError(f"cannot read solver state {path}: {error}") from None
+def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> Stored:
+    origin = str(path)
+    with hdf5_files.reading(path, "solver state") as file:
+        missing = [name for name in ("iter", _GROUP) if name not in file]
+        if missing:
+            raise ConfigError(f"{path}: has no {missing[0]!r}; Caffe did not write this solver state")
+        group = hdf5_files.group_of(file, _GROUP, origin)
+        _check_count(path, len(group), len(history))
+        values = []
+        for number, blob in enumerate(history):
+            stored = hdf5_files.numbers_of(group, str(number), origin)
+            if tuple(stored.shape) != blob.shape:
+                raise _misfit(path, number, blob, tuple(stored.shape))
+            values.append(hdf5_files.values_of(stored).reshape(-1))
+        step = hdf5_files.single_of(file, "current_step", origin) if "current_step" in file else 0
+        learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
+        return Stored(SolverProgress(hdf5_files.single_of(file, "iter", origin), step), learned_net, values)
 
 
 def _write_c_string(h5py: Any, file: Any, name: str, text: str) -> None:

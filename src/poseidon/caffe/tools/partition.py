@@ -10,8 +10,8 @@ from pathlib import Path
 from poseidon.caffe.io.database import kind_of, new_database, open_database
 from poseidon.caffe.io.lists import read_lines
 from poseidon.caffe.io.sharding import share_path
-from poseidon.caffe.schema.files import replacing
 from poseidon.errors import ConfigError
+from poseidon.files import replacing
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -63,7 +63,7 @@ def _split_list(path: str, targets: list[str]) -> int:
             own = records[rank :: len(targets)]
             if is_window_file:
                 own = [f"# {number}\n{record}" for number, record in enumerate(own)]
-            temporary = stack.enter_context(replacing(target))
+            temporary = stack.enter_context(replacing(target, "list"))
             temporary.write_text("".join(f"{record}\n" for record in own), encoding="utf-8")
     return len(records)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from poseidon import files
 from poseidon.caffe.io.leveldb.checksum import masked
 from poseidon.errors import ConfigError
 
@@ -17,7 +18,7 @@ _KINDS = {(True, True): _FULL, (True, False): _FIRST, (False, False): _MIDDLE, (
 
 def read_log(path: Path) -> Iterator[bytes]:
     """Yield the records of a log file; a damaged or truncated record raises an error that names file and position."""
-    content = path.read_bytes()
+    content = files.read_bytes(path, "LevelDB log")
     position = 0
     parts: list[bytes] | None = None
     while position < len(content):

@@ -51,7 +51,8 @@ class LevelDB:
 
     def _read_logs(self) -> list[Entry]:
         entries: list[Entry] = []
-        for number, path in sorted((int(path.stem), path) for path in self._folder.glob("[0-9]*.log")):
+        logs = [path for path in self._folder.glob("*.log") if path.stem.isascii() and path.stem.isdecimal()]
+        for number, path in sorted((int(path.stem), path) for path in logs):
             if number >= self._version.log_number or number == self._version.previous_log_number:
                 for record in read_log(path):
                     entries += _batch_entries(record, path)
@@ -65,6 +66,8 @@ def _order(entry: Entry) -> tuple[bytes, int]:
 def _batch_entries(record: bytes, path: Path) -> Iterator[Entry]:
     """Yield the entries of one write batch."""
     try:
+        if len(record) < 12:
+            raise ValueError(f"it has {len(record)} bytes, fewer than its header")
         sequence, count = int.from_bytes(record[:8], "little"), int.from_bytes(record[8:12], "little")
         position = 12
         for number in range(sequence, sequence + count):

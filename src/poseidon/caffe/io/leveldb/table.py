@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from poseidon import files
 from poseidon.caffe.io.leveldb.checksum import masked
 from poseidon.caffe.io.leveldb.coding import InternalKey
 from poseidon.caffe.io.leveldb.snappy import decompress
@@ -77,25 +77,29 @@ class SSTable:
     def __init__(self, path: Path, cache: BlockCache) -> None:
         self.path = path
         self._cache = cache
+        self._file = files.BoundedFile(path, "LevelDB table")
         try:
-            with path.open("rb") as stream:
-                self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise self._damaged("it is empty") from None
-        except OSError as error:
-            raise ConfigError(f"cannot read LevelDB table {path}: {error.strerror}") from None
-        footer = self._content[-_FOOTER:]
-        if len(footer) < _FOOTER or footer[-8:] != _MAGIC:
-            raise self._damaged("it does not end with a table's footer")
-        _, position = Handle.unpack(footer)
-        self._index, _ = Handle.unpack(footer, position)
+            footer = self._file.read(self._file.size - _FOOTER, _FOOTER)
+            if footer[-8:] != _MAGIC:
+                raise ValueError("it does not end with a table's")
+            _, position = Handle.unpack(footer)
+            self._index, _ = Handle.unpack(footer, position)
+        except (ValueError, IndexError) as error:
+            raise self._damaged(f"its footer cannot be decoded: {error}") from None
 
     def entries(self) -> Iterator[Entry]:
         """Yield all entries in order."""
         for _, packed in self._block_entries(self._index):
-            handle, _ = Handle.unpack(packed)
+            try:
+                handle, _ = Handle.unpack(packed)
+            except (ValueError, IndexError) as error:
+                raise self._damaged(f"its index cannot be decoded: {error}") from None
             for key, value in self._block_entries(handle):
-                yield InternalKey.unpack(key), value
+                try:
+                    internal = InternalKey.unpack(key)
+                except ValueError as error:
+                    raise self._damaged(f"the block at byte {handle.offset} cannot be decoded: {error}") from None
+                yield internal, value
 
     def _block_entries(self, handle: Handle) -> Iterator[tuple[bytes, bytes]]:
         try:
@@ -109,10 +113,7 @@ class SSTable:
         kept = self._cache.get(self.path, handle.offset)
         if kept is not None:
             return kept
-        end = handle.offset + handle.size
-        stored = self._content[handle.offset : end + _TRAILER]
-        if len(stored) < handle.size + _TRAILER:
-            raise self._damaged(f"the block at byte {handle.offset} extends beyond the end of the file")
+        stored = self._file.read(handle.offset, handle.size + _TRAILER)
         if not self._cache.is_sound(self.path, handle.offset, stored):
             raise self._damaged(f"the block at byte {handle.offset} does not match its checksum")
         kind = stored[-_TRAILER]

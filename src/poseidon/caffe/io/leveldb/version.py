@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from poseidon import files
 from poseidon.caffe.io.leveldb.coding import InternalKey, read_string, string
 from poseidon.caffe.io.leveldb.log import format_log, read_log
 from poseidon.caffe.schema.varint import read_varint, varint
@@ -12,6 +14,7 @@ from poseidon.errors import ConfigError
 
 COMPARATOR = b"leveldb.BytewiseComparator"
 LAST_LEVEL = 6
+_CURRENT_BYTES = 4096
 _COMPARATOR, _LOG, _NEXT_FILE, _LAST_SEQUENCE, _COMPACT_POINTER, _DELETED, _NEW, _PREVIOUS_LOG = 1, 2, 3, 4, 5, 6, 7, 9
 
 
@@ -57,6 +60,8 @@ class Version:
                 size, position = read_varint(record, position)
                 smallest, position = read_string(record, position)
                 largest, position = read_string(record, position)
+                if level > LAST_LEVEL:
+                    raise ValueError(f"a table is on level {level}; the last one is {LAST_LEVEL}")
                 table = TableFile(number, size, InternalKey.unpack(smallest), InternalKey.unpack(largest))
                 self.tables[level, number] = table
             elif tag == _DELETED:
@@ -88,7 +93,10 @@ def read_version(folder: Path) -> Version:
     current = folder / "CURRENT"
     if not folder.is_dir() or not current.is_file():
         raise ConfigError(f"{folder}: no LevelDB database (there is no such folder, or it holds no file CURRENT)")
-    manifest = folder / current.read_text(encoding="ascii", errors="replace").strip()
+    name = files.read_bytes(current, "LevelDB's file", _CURRENT_BYTES).decode("ascii", "replace").strip()
+    if not re.fullmatch(r"MANIFEST-[0-9]+", name):
+        raise ConfigError(f"{folder}: damaged LevelDB: CURRENT holds {name!r}, expected the name of a MANIFEST")
+    manifest = folder / name
     if not manifest.is_file():
         raise ConfigError(f"{folder}: damaged LevelDB: CURRENT names {manifest.name!r}, which does not exist")
     version = Version()

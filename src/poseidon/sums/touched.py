@@ -1,0 +1,88 @@
+"""Touched rows of a table, as they travel to the owners of its chunks: their numbers, then their values. Pure.
+
+A table that is a linear layer's weight too gets a full gradient from that layer, early in backward, and rows from its
+look-ups, at the end. The full gradient travels as parts do; the rows follow (``TOUCHED``), one message for each chunk.
+The owner adds up all workers' rows, in rank order, and takes the result as one more part, the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from poseidon.errors import ServerError
+from poseidon.sums.chunks import Chunk
+from poseidon.wire.formats import Array
+from poseidon.wire.message import Header
+
+_NUMBER = np.dtype(np.int64)
+_VALUE = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class TouchedRows:
+    """One worker's rows."""
+
+    numbers: Array
+    """Distinct, ascending."""
+    values: Array
+    """One row each."""
+
+    @classmethod
+    def none(cls, width: int) -> TouchedRows:
+        """Return no rows."""
+        return cls(np.empty(0, _NUMBER), np.empty((0, width), _VALUE))
+
+    def in_chunk(self, chunk: Chunk) -> Array:
+        """Return the rows of a chunk as they travel; their numbers count from its first row."""
+        span = _span(chunk, self.values.shape[1])
+        first, last = np.searchsorted(self.numbers, (span.start, span.stop))
+        numbers, values = self.numbers[first:last] - span.start, self.values[first:last]
+        return np.concatenate([numbers.view(np.uint8), values.reshape(-1).view(np.uint8)])
+
+
+def check_size(header: Header, chunk: Chunk, width: int) -> None:
+    """Raise ``ServerError`` unless a message can hold rows of a chunk."""
+    row_bytes, rows = _row_bytes(width), len(_span(chunk, width))
+    count, rest = divmod(header.length, row_bytes)
+    if rest or count > rows:
+        raise ServerError(
+            f"rank {header.sender} sent {header.length} bytes of touched rows of {chunk}; "
+            f"it has {rows} rows, which take {row_bytes} bytes each"
+        )
+
+
+def read_rows(payload: memoryview, chunk: Chunk, width: int, sender: int) -> TouchedRows:
+    """Return the rows in a message of possible size, where they lie."""
+    count, rows = payload.nbytes // _row_bytes(width), len(_span(chunk, width))
+    numbers = np.frombuffer(payload, _NUMBER, count)
+    values = np.frombuffer(payload, _VALUE, count * width, count * _NUMBER.itemsize).reshape(count, width)
+    if count and (numbers[0] < 0 or numbers[-1] >= rows or not (np.diff(numbers) > 0).all()):
+        raise ServerError(
+            f"rank {sender} sent touched rows of {chunk} whose numbers do not ascend from 0 to less than {rows}: "
+            f"{numbers[:8].tolist()}"
+        )
+    return TouchedRows(numbers, values)
+
+
+def add_up(everybody: Sequence[TouchedRows], chunk: Chunk, into: Array) -> None:
+    """Fill a chunk with the sum of all workers' rows, added to zeros in the given order."""
+    width = everybody[0].values.shape[1]
+    span = _span(chunk, width)
+    table = np.zeros((len(span), width), _VALUE)
+    with np.errstate(over="ignore", invalid="ignore"):  # finding infinities is up to the caller, as in ``host.py``
+        for rows in everybody:
+            table[rows.numbers] += rows.values  # each row at most once, so no addition hides another
+    skipped = chunk.start - span.start * width
+    np.copyto(into, table.reshape(-1)[skipped : skipped + chunk.length])
+
+
+def _row_bytes(width: int) -> int:
+    return _NUMBER.itemsize + width * _VALUE.itemsize
+
+
+def _span(chunk: Chunk, width: int) -> range:
+    """Return the numbers of the rows of which a chunk holds values; the first and the last may lie in others too."""
+    return range(chunk.start // width, -(-chunk.stop // width))

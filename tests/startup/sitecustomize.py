@@ -1,0 +1,3 @@
+"""Python runs this in every process that the suite starts; see the modules."""
+
+import compiler_later  # noqa: F401

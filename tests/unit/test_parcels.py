@@ -1,0 +1,64 @@
+"""Messages with rows: what was written is read, and what does not fit is refused with the worker's name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from poseidon.errors import MismatchError
+from poseidon.routes.parcels import Parcel, read_messages, write_message
+
+
+def _rows(count: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, width), generator=generator, dtype=torch.uint8)
+
+
+def _parcels(counts: list[int], seed: int, step: int = 3, widths: tuple[int, ...] = (16, 1, 24)) -> list[Parcel]:
+    """Return parcels of three units, whose rows have different sizes; not all begin at a multiple of a word."""
+    pairs = zip(counts, widths, strict=True)
+    return [
+        Parcel(number, f"unit {number}", step, _rows(count, width, seed + number), flags=seed)
+        for number, (count, width) in enumerate(pairs)
+    ]
+
+
+def test_every_worker_reads_all_rows_in_rank_order() -> None:
+    brought = [_parcels([2, 5, 0], 10), _parcels([0, 0, 0], 20), _parcels([1, 3, 4], 30)]
+    messages = [write_message(parcels) for parcels in brought]
+    for rank, mine in enumerate(brought):
+        for number, gathered in enumerate(read_messages(messages, mine, rank)):
+            parcels = [parcels[number] for parcels in brought]
+            assert gathered.counts == tuple(len(parcel.rows) for parcel in parcels)
+            assert gathered.flags == (10, 20, 30)
+            assert torch.equal(gathered.rows, torch.cat([parcel.rows for parcel in parcels]))
+
+
+def test_nobody_has_rows() -> None:
+    brought = [_parcels([0, 0, 0], 10), _parcels([0, 0, 0], 20)]
+    gathered = read_messages([write_message(parcels) for parcels in brought], brought[0], 0)
+    assert [tuple(each.rows.shape) for each in gathered] == [(0, 16), (0, 1), (0, 24)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "complaint"),
+    [
+        (_parcels([1, 1, 1], 20, step=4), "step 3; rank 1 rows of 16 bytes, step 4"),
+        (_parcels([1, 1, 1], 20, widths=(8, 1, 24)), "rank 1 rows of 8 bytes"),
+        (_parcels([1, 1, 1], 20)[:1], "rank 1 sent 48 bytes in step 3, which are not the 3 parcel"),
+    ],
+    ids=["step", "width", "parcels"],
+)
+def test_a_worker_that_brings_something_else_is_named(theirs: list[Parcel], complaint: str) -> None:
+    mine = _parcels([2, 2, 2], 10)
+    with pytest.raises(MismatchError, match=complaint):
+        read_messages([write_message(mine), write_message(theirs)], mine, 0)
+
+
+def test_a_message_that_lies_about_its_size_is_refused() -> None:
+    mine = _parcels([2, 2, 2], 10)
+    message = write_message(mine)
+    message[:96].view(torch.int64)[0] = -5
+    with pytest.raises(MismatchError, match="rank 1 sent"):
+        read_messages([write_message(mine), message], mine, 0)
