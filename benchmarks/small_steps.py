@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from poseidon.launch.local import follow_launcher, run_workers
 from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.wire.transport import WireStats
 
-SYSTEMS = ("compute", "ddp", "wrapper", "distribute")
+SYSTEMS = ("compute", "ddp", "wrapper", "distribute", "server")
 WARM_STEPS, TRIAL_STEPS = 6, 200
 """Steps before anything is measured: the plan is made, and collectives are reordered; with trials, plans are tried."""
 COUNTED_STEPS = 10
@@ -133,6 +133,8 @@ def make(system: str, options: argparse.Namespace) -> tuple[Step, nn.Module]:
         given: Any = {"cluster": cluster, "routes": options.routes}
         if system == "wrapper":
             model = poseidon.DistributedDataParallel(plain, **given)
+        elif system == "server":
+            model, optimizer = poseidon.distribute(plain, optimizer, cluster=cluster, update="server")
         else:
             model, optimizer = poseidon.distribute(plain, optimizer, **given)
 
@@ -184,12 +186,19 @@ class Counted:
     """Counts Python calls on all threads, messages and collectives. Make it before any other thread starts."""
 
     def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+        self._seen: defaultdict[str, float] = defaultdict(float)
         self._is_on = False
         for name in ("send", "allreduce", "allgather", "broadcast", "alltoall_base"):
             what = "messages" if name == "send" else "collectives"
             setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name), what))
-        WireStats.count_sent = self._counting(WireStats.count_sent, "messages")  # type: ignore[method-assign]
+        count_sent = WireStats.count_sent
+
+        def count(stats: WireStats, size_bytes: int) -> None:
+            self._seen["messages"] += self._is_on
+            self._seen["wire KB"] += size_bytes / 1e3 * self._is_on
+            count_sent(stats, size_bytes)
+
+        WireStats.count_sent = count  # type: ignore[method-assign]
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
 
@@ -201,7 +210,7 @@ class Counted:
         for _ in range(COUNTED_STEPS):
             step()
         self._is_on = False
-        return {name: self._seen[name] / COUNTED_STEPS for name in ("calls", "messages", "collectives")}
+        return {name: self._seen[name] / COUNTED_STEPS for name in ("calls", "messages", "wire KB", "collectives")}
 
     def _profile(self, _: Any, event: str, __: Any) -> None:
         if self._is_on and event == "call":

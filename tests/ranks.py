@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -176,6 +177,7 @@ def _serve(pipe: Connection, env: Mapping[str, str]) -> None:
     if not env:
         compiler_later.import_compiler()  # once for all ranks
     _import(_PRELOADED)
+    _save_coverage()
     children: dict[int, int] = {}
     try:
         while True:
@@ -197,6 +199,12 @@ def _serve(pipe: Connection, env: Mapping[str, str]) -> None:
             pipe.send(None)
     except EOFError:
         _end(children, ())
+
+
+def _save_coverage() -> None:
+    """Write down what is covered so far, if that is measured; or every rank would write it again."""
+    if "coverage" in sys.modules and (coverage := sys.modules["coverage"].Coverage.current()) is not None:
+        coverage.save()
 
 
 def _import(modules: Sequence[str]) -> None:

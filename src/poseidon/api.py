@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from poseidon.attaching import Attachable, BackwardTurns
 from poseidon.engine.assemble import assemble_engine
-from poseidon.engine.buffers import BufferHook, BufferSync
+from poseidon.engine.buffers import BufferSync
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
 from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
@@ -39,9 +39,7 @@ from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
-from poseidon.routes.hooked import Hook, HookedRoute, check_hook, name_of
 from poseidon.surface import (
-    TorchSurface,
     group_of,
     refuse_distributed_autograd,
     refuse_torch_only,
@@ -55,7 +53,7 @@ from poseidon.team.verify import check_same_bits
 __all__ = ["DistributedDataParallel", "World", "init", "plan"]
 
 
-class DistributedDataParallel(TorchSurface):
+class DistributedDataParallel(Attachable):
     """Drop-in for :class:`torch.nn.parallel.DistributedDataParallel` that picks the cheapest exact route per layer.
 
     When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of them.
@@ -140,13 +138,6 @@ class DistributedDataParallel(TorchSurface):
         self._team: Team | None = None
         self._buffer_sync: BufferSync | None = None
         """None where each worker keeps its own buffers."""
-        self._buffer_hook: BufferHook | None = None
-        self._buffer_hook_is_late = False
-        """The buffer hook runs after the forward instead of before."""
-        self._comm_hooks: list[tuple[Hook, object]] = []
-        self._hook_name = ""
-        self._steps_in_backward: list[nn.Parameter] | None = None
-        """Parameters with an optimizer of their own that runs in backward; None before the first forward."""
         self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
         self.process_group = process_group
@@ -224,50 +215,6 @@ class DistributedDataParallel(TorchSurface):
         self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
         self._joins = True
         return ShadowHook(self)
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Average all gradients by ``hook(state, bucket)``, one bucket after the other, instead of by the plan.
-
-        ``hook`` is called as torch's class calls it, with a :class:`~poseidon.routes.hooked.HookBucket`, and returns a
-        ``torch.futures.Future`` of the bucket's new values. Collective; once, before the first backward.
-        """
-        check_hook(hook)
-        if self._policy.defers or not self._policy.uses_engine:
-            raise UnsupportedError(
-                "register_comm_hook with poseidon.distribute: a hook's gradients are complete when backward() returns; "
-                "use poseidon.DistributedDataParallel"
-            )
-        if self._comm_hooks:
-            raise UnsupportedError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once; this model has "
-                f"{name_of(self._comm_hooks[0][0])}"
-            )
-        if self._routes:
-            raise ConfigError(f"routes={self._routes!r} with a communication hook: all gradients go through the hook")
-        if self._engine is not None:
-            self._engine.use_only(HookedRoute(state, hook))
-        self._comm_hooks.append((hook, state))
-        self._hook_name = name_of(hook)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
-        self._hook_name = str(comm_hook_type)
-
-    def _register_buffer_comm_hook(
-        self, state: object, hook: Any, comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD
-    ) -> None:
-        if not callable(hook):
-            raise TypeError(f"the buffer hook must be callable; it is {hook!r}")
-        if self._policy.syncs_buffers_early:
-            raise UnsupportedError(
-                "buffer hooks with poseidon.distribute: it sends buffers while the wire is idle; use "
-                "poseidon.DistributedDataParallel"
-            )
-        self._buffer_hook = lambda buffers: hook(state, buffers)
-        self._buffer_hook_is_late = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -382,7 +329,7 @@ class DistributedDataParallel(TorchSurface):
                 team.close()
                 raise
         self._policy.connect(self.module, self._engine)
-        turns = self._turns = _Turns(self._policy, self._buffer_sync)
+        turns = self._turns = BackwardTurns(self._policy, self._buffer_sync)
         if self._engine is not None:
             self._front_end = AutogradFrontEnd(self._engine, turns)
         # Threads and hooks must not outlive the wrapper, however it is destroyed.
@@ -487,67 +434,6 @@ class DistributedDataParallel(TorchSurface):
         change = move_to(self.device)
         return map_tensors(inputs, change), map_tensors(kwargs, change)
 
-    def sync_buffers(self, source: int) -> None:
-        """Copy ``source``'s buffers to all workers, as torch's DDP does before each forward. Collective."""
-        if self._buffer_sync is None:
-            return
-        if self._buffer_hook is None:
-            self._buffer_sync.sync(source)
-        else:
-            self._buffer_sync.run(self._buffer_hook)
-
-    def _find_steps_in_backward(self) -> list[nn.Parameter]:
-        """Take over the optimizers that ``_apply_optimizer_in_backward`` attached to parameters.
-
-        Their own hooks would step before the gradient is the mean.
-        """
-        found = [parameter for parameter in self._module_parameters if hasattr(parameter, "_in_backward_optimizers")]
-        if not found:
-            return []
-        if self._policy.defers:
-            raise UnsupportedError(
-                "poseidon.distribute takes the optimizer's steps itself, but parameters have optimizers of their own "
-                "(_apply_optimizer_in_backward); use poseidon.DistributedDataParallel"
-            )
-        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-
-        for parameter in found:
-            for handle in param_to_optim_hook_handle_map.get(parameter, []):
-                handle.remove()
-        self._turns.steps_in_backward = found
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Omit process-local state: the copy creates its own, collectively, on the default group."""
-        if not self._policy.is_copyable:
-            raise UnsupportedError(
-                "a distributed model cannot be copied with its optimizer; copy model.module, or save model.state_dict()"
-            )
-        if self._team is not None and self.process_group is not dist.group.WORLD:
-            raise UnsupportedError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group; copy "
-                "model.module and wrap the copy"
-            )
-        here = (
-            "_engine",
-            "_front_end",
-            "_team",
-            "_buffer_sync",
-            "_release",
-            "_turns",
-            "_steps_in_backward",
-            "process_group",
-        )
-        return {**self.__dict__, **dict.fromkeys(here), "_policy": UpdateNow()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = dist.group.WORLD if dist.is_initialized() else None
-        self._connect(None, init_sync=True)
-        hooks, self._comm_hooks = self._comm_hooks, []
-        for hook, hook_state in hooks:
-            self.register_comm_hook(hook_state, hook)
-
 
 @uncompiled
 def _apart(function: Callable[..., Any], *args: Any) -> Any:
@@ -555,32 +441,7 @@ def _apart(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-class _Turns:
-    """Reports a backward's beginning and end to the policy, and applies the buffers at its end."""
-
-    def __init__(self, policy: Policy, buffers: BufferSync | None) -> None:
-        self._policy = policy
-        self._buffers = buffers
-        self.steps_in_backward: list[nn.Parameter] = []
-
-    def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
-        self._policy.begin_backward(unused)
-
-    def end_backward(self) -> None:
-        with self._policy.guard():
-            if self._buffers is not None:
-                self._buffers.complete()
-            self._policy.end_backward()
-        for parameter in self.steps_in_backward:
-            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
-                optimizer.step()
-            parameter.grad = None
-
-    def close(self) -> None:
-        self._policy.close()
-
-
-def _release(front_end: AutogradFrontEnd | None, turns: _Turns) -> None:
+def _release(front_end: AutogradFrontEnd | None, turns: BackwardTurns) -> None:
     if front_end is not None:
         front_end.close()
     turns.close()

@@ -78,8 +78,8 @@ def distribute(
     With ``update="server"`` the workers that sum a gradient also take the optimizer's step, each for its share of the
     model, and send weights back. Optimizer state takes 1/N of its memory on each of N workers, and weights that the
     model only uses under bf16 autocast travel in fewer bits. Weights, ``.grad`` and the optimizer's state are exact
-    whenever they are looked at, and bit-identical to those of ``routes={"*": "sharded"}``. ``docs/server.md`` says what
-    it takes.
+    whenever they are looked at, and bit-identical to those of ``routes={"*": "sharded"}``, with ``split`` for a tied
+    embedding that the plan splits. ``docs/server.md`` says what it takes.
 
     ``max_grad_norm`` clips the norm of all gradients together (under ssp and asp: of the worker's own). The other
     options are those of :class:`~poseidon.DistributedDataParallel`; of these, ssp and asp accept ``timeout_s``,

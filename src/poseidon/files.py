@@ -59,6 +59,17 @@ def read_bytes(path: StrPath, what: str, limit: int = BINARY_BYTES) -> bytes:
     return content
 
 
+def read_start(path: StrPath, what: str, count: int) -> bytes:
+    """Return the first bytes of a file, by which its kind is known."""
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(count)
+    except OSError as error:
+        raise cannot("read", what, path, error) from None
+    except ValueError as error:
+        raise ConfigError(f"cannot read {what} {str(path)!r}: {error}") from None
+
+
 def read_text(path: StrPath, what: str, limit: int = TEXT_BYTES) -> str:
     """Return the text in a UTF-8 file."""
     try:
@@ -98,6 +109,8 @@ class BoundedFile:
             self.size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise cannot("read", what, path, error) from None
+        except ValueError as error:
+            raise ConfigError(f"cannot read {what} {str(path)!r}: {error}") from None
 
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes from ``offset``; ``ValueError`` if the file does not have them."""
@@ -175,9 +188,9 @@ def replacing_folder(path: StrPath, what: str) -> Iterator[Path]:
             yield temporary
             for file in temporary.iterdir():
                 _sync(file)
-            _sync(temporary)
+            _sync_folder(temporary)
             temporary.rename(target)
-            _sync(target.parent)
+            _sync_folder(target.parent)
         finally:
             _remove_folder(temporary)
     except OSError as error:
@@ -213,7 +226,8 @@ def _beside(target: Path) -> Iterator[Path]:
         mode = stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:
         mode = None
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+    # By Python's own functions, here and below: `--auto` redirects them for all workers but the first.
+    temporary.open("xb").close()
     try:
         if mode is not None:
             temporary.chmod(mode)
@@ -233,19 +247,25 @@ def _keep(temporary: Path, target: Path) -> None:
     """Put a complete file in its place, such that a crash of the machine cannot lose both."""
     _sync(temporary)
     temporary.replace(target)
-    _sync(target.parent)
+    _sync_folder(target.parent)
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(path: Path) -> None:
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        # Some file systems cannot sync a folder; they keep the rename all the same.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        # Some file systems cannot sync a folder, and a redirected one is elsewhere; the rename holds all the same.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOENT):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def _remove_folder(folder: Path) -> None:

@@ -75,12 +75,14 @@ class Load:
     """Bytes per value of the factors; 2 under autocast."""
     touched: float = 0.0
     """Tied: distinct rows touched."""
+    bags: float = 0.0
+    """Embedding: bags of rows, where the rows of each have one gradient in common; 0: every row has its own."""
 
     def plus(self, other: Load) -> Load:
         """Return the load of this and other calls."""
         value_bytes = max(self.value_bytes, other.value_bytes)
-        return Load(self.rows + other.rows, value_bytes, self.touched + other.touched)
+        return Load(self.rows + other.rows, value_bytes, self.touched + other.touched, self.bags + other.bags)
 
     def scaled(self, ratio: float) -> Load:
         """Return the load expected for a batch that is ``ratio`` times as large."""
-        return Load(self.rows * ratio, self.value_bytes, self.touched * ratio)
+        return Load(self.rows * ratio, self.value_bytes, self.touched * ratio, self.bags * ratio)

@@ -1,7 +1,11 @@
 """Damaged Caffe files: every reader takes them or refuses them with one error of ours, and loads nothing by halves."""
 
 import contextlib
+import io
 import shutil
+import struct
+import warnings
+import zlib
 from pathlib import Path
 
 import h5py
@@ -9,17 +13,19 @@ import lmdb
 import numpy as np
 import pytest
 from hypothesis import given
+from PIL import Image
 
 import poseidon.caffe as caffe
 from damage import damaged, fuzz, only_refused
 from poseidon.caffe.io.database import new_database
 from poseidon.caffe.io.datum import datum_values, parse_datum
 from poseidon.caffe.io.hdf5 import read_arrays
+from poseidon.caffe.io.images import decode_image
 from poseidon.caffe.io.leveldb import LevelDB
 from poseidon.caffe.io.leveldb.log import format_log, read_log
 from poseidon.caffe.io.leveldb.snappy import decompress
 from poseidon.caffe.io.lmdb import LMDB
-from poseidon.caffe.schema import Datum, NetParameter, SolverParameter
+from poseidon.caffe.schema import Datum, NetParameter, SolverParameter, SolverState
 from poseidon.caffe.schema.files import parse_text
 from poseidon.caffe.solver import get_solver
 from poseidon.caffe.upgrade import read_net, read_solver
@@ -223,6 +229,15 @@ def test_leveldb(folder):
     check()
 
 
+@pytest.mark.parametrize("handles", [b"\xff" * 40, bytes(40), b"\xff" * 9 + b"\x01" + bytes(30), b"\x80" * 40])
+def test_leveldb_footers_that_name_impossible_places(folder, handles):
+    table = next(name for name in databases("leveldb") if name.endswith(".ldb"))
+    content = (folder / "good" / table).read_bytes()
+    (folder / "good" / table).write_bytes(content[:-48] + handles + content[-8:])
+    with only_refused(), pytest.raises(ConfigError, match=rf"{table}: damaged or truncated LevelDB table: "):
+        list(LevelDB("good").records())
+
+
 @given(damaged(b"\x0a\x08abc\x0d\x03"))
 @fuzz(60)
 def test_compressed_blocks(content):
@@ -230,7 +245,46 @@ def test_compressed_blocks(content):
         decompress(content)
 
 
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP"])
+def test_pictures(form):
+    content = io.BytesIO()
+    Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(content, form)
+
+    @given(damaged(content.getvalue()))
+    @fuzz(40, night=3000)
+    def check(content):
+        with only_refused(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            decode_image(content, "color", "picture")
+
+    check()
+
+
 # One by one: what was found to go wrong.
+
+
+def test_a_picture_that_declares_billions_of_pixels_is_named():
+    def part(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    picture = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(bytes(9))) + part(b"IEND", b"")
+    with (
+        only_refused(),
+        pytest.raises(ConfigError, match=r"big\.png: cannot be decoded as an image .*3600000000 pixels"),
+    ):
+        decode_image(picture, "color", "big.png")
+
+
+def test_a_state_with_a_name_that_no_file_can_have(folder):
+    solver = trained()
+    for name, match in ((b"a\0b", r"'a\\x00b': embedded null byte"), (b"\xff\xfe", "expected text")):
+        state = SolverState.FromString((folder / "s_iter_2.solverstate").read_bytes())
+        state.ClearField("learned_net")
+        # Field 2, by hand: protobuf itself refuses to write such a name.
+        (folder / "odd.solverstate").write_bytes(state.SerializeToString() + b"\x12" + bytes([len(name)]) + name)
+        with pytest.raises(ConfigError, match=match):
+            solver.restore("odd.solverstate")
 
 
 def test_an_empty_caffemodel_is_not_a_start_from_scratch(folder):

@@ -354,7 +354,9 @@ def _try(cells: list[Cell], routes: list[str]) -> dict[tuple[str, str], list[str
             is_exact = theirs[0]["norm.bias"].is_cpu and route in ("allreduce", "sharded")
             found[cell.name, route] = _compare(cell, [theirs, *ours], is_exact)
             if route == "sharded":
-                found[cell.name, "served"] = _compare_served(cell, ours[0], _train(cell, "served", {}))
+                same = {"routes": {"words": "split", "*": "sharded"}}  # as the server's plan
+                expected = _train(cell, "distribute", same) if cell.part == "tied" else ours[0]
+                found[cell.name, "served"] = _compare_served(cell, expected, _train(cell, "served", {}))
     return {key: wrong for key, wrong in found.items() if wrong}
 
 

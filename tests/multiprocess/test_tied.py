@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import poseidon
+from poseidon.engine.backward import Backward
+from poseidon.engine.engine import Engine
+from poseidon.sums.fetching import Ask, FetchDesk
 from ranks import run_ranks
 from twins import slow_cluster
 
@@ -22,8 +26,9 @@ WORDS, WIDTH = 300, 12
 class Speaker(nn.Module):
     """Predicts words with the table that it reads them from."""
 
-    def __init__(self, head_first: bool = False) -> None:
+    def __init__(self, head_first: bool = False, use: str = "") -> None:
         super().__init__()
+        self.use = use
         if head_first:
             self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.words = nn.Embedding(WORDS, WIDTH)
@@ -33,7 +38,19 @@ class Speaker(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(self.words(tokens))))
+        x = torch.tanh(self.mix(self.words(tokens)))
+        if self.use == "in parts":
+            return torch.cat([self.head(part) for part in x.split(2)])
+        if self.use == "in parts, only one differentiated":
+            first, second = x.split((3, len(x) - 3))
+            return torch.cat([self.head(first), self.head(second).detach()])
+        if self.use == "checkpointed":
+            return checkpoint(self.head, x, use_reentrant=False)
+        if self.use == "re-entrant checkpoints":
+            return torch.cat([checkpoint(self.head, part, use_reentrant=True) for part in x.split(3)])
+        if self.use == "functional":
+            return F.linear(x, self.head.weight)
+        return self.head(x)
 
 
 def _loss(model: nn.Module, number: int, way: str) -> Tensor:
@@ -182,3 +199,108 @@ def _check_all_by_hand() -> None:
 
 def test_the_gradient_of_a_split_table_is_added_in_the_documented_order_in_all_modes() -> None:
     run_ranks(_check_all_by_hand, 3)
+
+
+USES = {
+    "": 1,
+    "in parts": 1,
+    "in parts, only one differentiated": 1,  # the other's graph is gone
+    "checkpointed": 1,
+    "re-entrant checkpoints": 1,  # the second one's gradient travels as rows
+    "functional": 0,
+}
+"""How often the head's gradient leaves before the gradient of any other layer is known."""
+
+
+def _watch_leaving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    ready, head = Engine.parameter_ready, Backward.head
+
+    def note_ready(self: Engine, parameter: nn.Parameter, is_dense: bool = False) -> None:
+        seen.append("gradient")
+        ready(self, parameter, is_dense)
+
+    def note_head(self: Backward, unit: int, gradient: Tensor, is_last: bool) -> None:
+        seen.extend(["head"] * is_last)
+        head(self, unit, gradient, is_last)
+
+    monkeypatch.setattr(Engine, "parameter_ready", note_ready)
+    monkeypatch.setattr(Backward, "head", note_head)
+    return seen
+
+
+def _leave_early(kind: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        seen = _watch_leaving(monkeypatch)
+        for use, times in USES.items():
+            results = []
+            for each in ("torch", kind):
+                torch.manual_seed(0)
+                inner = Speaker(use=use)
+                optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+                options: Any = {"static_graph": True} if "re-entrant" in use else {}
+                model: Any
+                if each == "torch":
+                    model = nn.parallel.DistributedDataParallel(inner, **options)
+                elif each == "server":
+                    options.update(cluster=slow_cluster(), update="server")
+                    model, _ = poseidon.distribute(inner, optimizer, **options)
+                else:
+                    options.update(cluster=slow_cluster(), routes={"words": "split", "*": "sharded"})
+                    model, _ = poseidon.distribute(inner, optimizer, **options)
+                for number in range(4):
+                    del seen[:]
+                    optimizer.zero_grad()
+                    _loss(model, number, use).backward()
+                    if number and each != "torch":
+                        assert seen[: seen.index("gradient")] == ["head"] * times, (use, seen)
+                    optimizer.step()
+                results.append([p.detach().clone() for p in inner.parameters()])
+                if each != "torch":
+                    model.close()
+            for mine, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6, msg=use)
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_the_gradient_of_the_head_leaves_first_however_it_is_used(update: str) -> None:
+    run_ranks(_leave_early, 2, update)
+
+
+def _look_up_rows() -> None:
+    """Trains under autocast, where the head uses its weight rounded and look-ups use some rows of it exactly."""
+    torch.manual_seed(0)
+    inner = Speaker()
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    model, _ = poseidon.distribute(inner, optimizer, cluster=slow_cluster(), update="server")
+    asked: list[Ask] = []
+    fetch = FetchDesk.fetch
+
+    def counting(self: FetchDesk, chunk: Any, what: Ask, *others: Any) -> Any:
+        asked.append(what)
+        return fetch(self, chunk, what, *others)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(FetchDesk, "fetch", counting)
+        for number in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = _loss(model, number, "")
+            loss.backward()
+            optimizer.step()
+            assert set(asked) == ({Ask.ROWS} if number else set())
+    model.finish_step()
+    with torch._C.DisableTorchFunctionSubclass():
+        held = inner.words.weight.detach().clone()
+    tokens = torch.arange(dist.get_rank(), WORDS, 7).view(-1, 1)
+    looked_up = inner.words(tokens).detach()
+    exact = model.state_dict()["module.words.weight"].clone()
+    assert torch.equal(held, exact.bfloat16().float())
+    assert not torch.equal(held, exact)
+    assert torch.equal(looked_up, exact[tokens])
+    model.verify_replicas()
+    model.close()
+
+
+def test_a_tables_weights_come_rounded_and_the_rows_that_are_looked_up_exactly() -> None:
+    run_ranks(_look_up_rows, 3)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import poseidon
+from poseidon.engine.backward import LiveSchedule
 from poseidon.planning import candidates
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.schedule import Schedule
+from poseidon.routes.sharded import ShardedExchanger
 from ranks import run_ranks
 
 WORKERS = 2
@@ -105,3 +111,51 @@ def remembered(defers: bool) -> tuple[str, bool]:
     found = wrapped.plan.name, wrapped.plan.is_remembered
     wrapped.close()
     return found
+
+
+def train_on_random_batches(defers: bool) -> tuple[int, list[int], list[int]]:
+    """Train on batches of random size; return how often a plan was bound, and how many slots and sums were held."""
+    from poseidon.engine.schedules import Schedules
+
+    bound, bind = [0], Schedules._bind
+
+    def count(self: Schedules, schedule: Schedule) -> LiveSchedule:
+        bound[0] += 1
+        return bind(self, schedule)
+
+    Schedules._bind = count  # type: ignore[method-assign]
+    torch.manual_seed(5)
+    model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40, bias=False), nn.Linear(40, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    # On this wire, factors of a 40 x 40 layer pay up to about 10 rows.
+    cluster = Cluster(WORKERS, between=Link(1e6, 0), flops=1e15, source="given")
+    if defers:
+        wrapped, optimizer = poseidon.distribute(model, optimizer, cluster=cluster, routes={"2": "sharded"})
+    else:
+        wrapped = poseidon.DistributedDataParallel(model, cluster=cluster, routes={"2": "sharded"})
+    sizes, slots, sums = random.Random(3), [], []
+    for step in range(300):
+        rows = sizes.choice([4, 64]) if step < 150 else sizes.randint(1, 100)
+        optimizer.zero_grad()
+        wrapped(torch.randn(rows, 40)).square().mean().backward()
+        optimizer.step()
+        for exchanger in wrapped._engine._schedules._exchangers.values():
+            if isinstance(exchanger, ShardedExchanger):
+                slots.append(len(exchanger._slots))
+                sums.append(len(exchanger._server._ledgers))
+    wrapped.finish_step()
+    wrapped.verify_replicas()
+    wrapped.close()
+    return bound[0], slots, sums
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("trials", ["0", "1"])
+def test_random_batches_change_the_plan_seldom_and_keep_few_sums(defers: bool, trials: str, tmp_path: Path) -> None:
+    machines = [{"POSEIDON_MACHINE": name, "POSEIDON_TRIALS": trials, "XDG_CACHE_HOME": str(tmp_path)} for name in "ab"]
+    found = run_ranks(train_on_random_batches, WORKERS, defers, env=machines)
+    for bound, slots, sums in found:
+        assert bound <= 11  # the first, and two for each plan
+        assert slots
+        assert max(slots) == 1
+        assert max(sums) <= 2

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, tied_cost
+from poseidon.planning.costs import Cost, allreduce_cost, factors_cost, rows_cost, sharded_cost, split_cost, tied_cost
 from poseidon.planning.planner import make_plan
 from poseidon.routes import standard_routes
 from poseidon.units import Load, ParameterSpec, Unit
@@ -59,6 +59,17 @@ def test_a_tied_table_costs_its_rows_and_its_factors(m: int, n: int, k: int, tou
     rows, factors = rows_cost(embedding(m, n), Load(touched), cluster), factors_cost(linear(m, n), Load(k, 2), cluster)
     assert cost.wire_bytes == rows.wire_bytes + factors.wire_bytes
     assert cost.seconds == pytest.approx(rows.seconds + factors.seconds)
+
+
+@given(SIDES, SIDES, st.integers(1, 1000), st.integers(0, 1000), st.integers(2, 64))
+def test_a_split_table_costs_more_bytes_but_fewer_after_backward(m: int, n: int, k: int, touched: int, p: int) -> None:
+    unit, load, cluster = Unit("words", "tied", (ParameterSpec("w", (m, n), 4),)), Load(k, 4, touched), Cluster(p)
+    full, split = sharded_cost(unit, load, cluster), split_cost(unit, load, cluster)
+    rows_bytes = touched * (4 * n + 8) * (p - 1) / p
+    assert split.wire_bytes == pytest.approx(full.wire_bytes + rows_bytes)
+    # Rows in exchange for half of the parts.
+    saved_s = full.wire_s / 4 - rows_bytes / cluster.between.bytes_per_s
+    assert split.seconds == pytest.approx(full.seconds - saved_s)
 
 
 @given(SIDES, SIDES, st.integers(1, 1000), st.integers(2, 64), WORKERS)

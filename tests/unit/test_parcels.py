@@ -35,6 +35,17 @@ def test_every_worker_reads_all_rows_in_rank_order() -> None:
             assert torch.equal(gathered.rows, torch.cat([parcel.rows for parcel in parcels]))
 
 
+def test_zeros_need_not_travel_and_come_back() -> None:
+    rows = torch.zeros(40, 8, dtype=torch.uint8)
+    rows[::4] = _rows(10, 8, 1) | 1
+    mine = [Parcel(0, "unit", 3, rows, itemsize=4), Parcel(1, "other", 3, _rows(3, 8, 2), itemsize=4)]
+    theirs = [Parcel(0, "unit", 3, _rows(5, 8, 3)), Parcel(1, "other", 3, rows)]
+    messages = [write_message(mine), write_message(theirs)]
+    assert messages[0].numel() < 96 + rows.numel() // 2
+    for gathered, one, other in zip(read_messages(messages, theirs, 1), mine, theirs, strict=True):
+        assert torch.equal(gathered.rows, torch.cat([one.rows, other.rows]))
+
+
 def test_nobody_has_rows() -> None:
     brought = [_parcels([0, 0, 0], 10), _parcels([0, 0, 0], 20)]
     gathered = read_messages([write_message(parcels) for parcels in brought], brought[0], 0)
@@ -46,7 +57,7 @@ def test_nobody_has_rows() -> None:
     [
         (_parcels([1, 1, 1], 20, step=4), "step 3; rank 1 rows of 16 bytes, step 4"),
         (_parcels([1, 1, 1], 20, widths=(8, 1, 24)), "rank 1 rows of 8 bytes"),
-        (_parcels([1, 1, 1], 20)[:1], "rank 1 sent 48 bytes in step 3, which are not the 3 parcel"),
+        (_parcels([1, 1, 1], 20)[:1], "rank 1 sent 64 bytes in step 3, which are not the 3 parcel"),
     ],
     ids=["step", "width", "parcels"],
 )
@@ -56,9 +67,10 @@ def test_a_worker_that_brings_something_else_is_named(theirs: list[Parcel], comp
         read_messages([write_message(mine), write_message(theirs)], mine, 0)
 
 
-def test_a_message_that_lies_about_its_size_is_refused() -> None:
+@pytest.mark.parametrize(("word", "value"), [(0, -5), (0, 1 << 40), (4, 7), (5, 2), (5, 3)])
+def test_a_message_that_lies_about_its_size_is_refused(word: int, value: int) -> None:
     mine = _parcels([2, 2, 2], 10)
     message = write_message(mine)
-    message[:96].view(torch.int64)[0] = -5
+    message[:48].view(torch.int64)[word] = value
     with pytest.raises(MismatchError, match="rank 1 sent"):
         read_messages([write_message(mine), message], mine, 0)

@@ -204,6 +204,28 @@ def test_a_tied_table_travels_in_two_short_forms_where_both_together_are_cheaper
     assert make_plan([WORDS], {} if load is None else {"words": load}, SLOW).routes == {"words": route}
 
 
+@pytest.mark.parametrize(
+    ("load", "route"),
+    [
+        (Load(100, 4, 90), "tied"),
+        (Load(2048, 2, 2000), "split"),
+        (Load(30_000, 2, 24_000), "split"),
+        (Load(30_000, 2, 26_000), "sharded"),
+        (None, "sharded"),
+    ],
+)
+def test_with_a_server_a_tied_table_is_split_unless_a_step_touches_half_of_it(load: Load | None, route: str) -> None:
+    routes = standard_routes(offers_server=True)
+    loads = {} if load is None else {"words": load}
+    assert planner.make_plan([WORDS], loads, SLOW, routes).routes == {"words": route}
+
+
+def test_a_table_of_half_precision_is_not_split() -> None:
+    (route,) = [one for one in standard_routes(offers_server=True).values() if one.name == "split"]
+    assert route.accepts(WORDS)
+    assert not route.accepts(Unit("words", "tied", (ParameterSpec("words.weight", (50_000, 768), 2),)))
+
+
 def test_every_route_is_known_to_some_unit() -> None:
     assert {route for one in (CONV, FC, TABLE, WORDS) for route in possible_routes(one)} == set(ROUTES)
 

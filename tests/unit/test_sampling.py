@@ -40,7 +40,7 @@ def test_rows_are_every_leading_dimension_of_the_input() -> None:
 def test_calls_add_up_distinct_rows_count_and_unused_layers_have_no_load() -> None:
     indices, bags = torch.tensor([[1, 2, 2], [2, 7, 1]]), torch.tensor([[5, 5], [6, 5]])
     loads = loads_of(TwoTowers(), (indices, bags))
-    assert loads == {"table": Load(3), "bag": Load(2), "shared": Load(6 + 2)}
+    assert loads == {"table": Load(3), "bag": Load(2, bags=2), "shared": Load(6 + 2)}
 
 
 def test_inputs_may_be_named() -> None:

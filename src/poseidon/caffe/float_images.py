@@ -24,7 +24,7 @@ def load_image(filename: str | os.PathLike[str], color: bool = True) -> Image:
     try:
         with pil.open(filename) as file:
             pixels = _pixels(file)
-    except OSError as error:
+    except Exception as error:  # Pillow's readers of damaged files raise whatever they stumble over
         raise ConfigError(f"cannot read image {filename}: {error}") from None
     if pixels.ndim == 2:
         return np.repeat(pixels[:, :, np.newaxis], 3 if color else 1, axis=2).astype(np.float32)

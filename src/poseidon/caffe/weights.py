@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from poseidon import files
@@ -39,11 +38,7 @@ def load(net: BuiltNet, path: str | os.PathLike[str]) -> None:
 
 def is_hdf5(path: str | os.PathLike[str]) -> bool:
     """Whether a file is HDF5, by its first bytes."""
-    try:
-        with Path(path).open("rb") as stream:
-            return stream.read(len(_HDF5_MAGIC)) == _HDF5_MAGIC
-    except OSError as error:
-        raise files.cannot("read", "weights", path, error) from None
+    return files.read_start(path, "weights", len(_HDF5_MAGIC)) == _HDF5_MAGIC
 
 
 def copy_from_proto(net: BuiltNet, source: NetParameter, origin: str = "<weights>") -> None:

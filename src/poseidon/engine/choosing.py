@@ -28,6 +28,7 @@ from poseidon.planning.candidates import Candidate, shortlist
 from poseidon.planning.planner import Plan, Tried
 from poseidon.planning.profile import Profile
 from poseidon.planning.route import Routes
+from poseidon.planning.transfers import SentBits
 from poseidon.sim.ranking import Equipment, predict_s
 from poseidon.team.team import Team
 
@@ -93,11 +94,11 @@ class Choosing:
                 self._is_ranked = True
         return chosen
 
-    def rank(self, profile: Profile) -> None:
-        """Predict each plan's step, given the times of the first, and decide what to try. Collective."""
+    def rank(self, profile: Profile, sent_bits: SentBits) -> None:
+        """Predict each plan's step, given times and bits of the first, and decide what to try. Collective."""
         answer = None
         if self._team.rank == 0:
-            predicted_s = [predict_s(one, profile, self._equipment) for one in self._candidates]
+            predicted_s = [predict_s(one, profile, self._equipment, sent_bits) for one in self._candidates]
             order = shortlist(self._candidates, predicted_s)
             laps = math.ceil(TRIAL_S / max(min(predicted_s), 1e-6))
             answer = {"predicted_s": predicted_s, "order": order, "laps": min(max(laps, FEWEST_LAPS), MOST_LAPS)}
@@ -165,8 +166,10 @@ def open_choosing(team: Team, routes: Routes, tries: bool, device: torch.device)
     mode = settings.TRIALS.read()
     # Plans round differently, and which is fastest may differ from run to run.
     tries = tries and mode != "0" and not torch.are_deterministic_algorithms_enabled()
-    everybody = team.gather_ints([int(tries), _kernel_number()], "the choice of a plan")
-    crowd = max(Counter(number for _, number in everybody).values())
+    mine = [int(tries), _kernel_number(), _device_number(device)]
+    everybody = team.gather_ints(mine, "the choice of a plan")
+    crowd = max(Counter(number for _, number, _ in everybody).values())
+    sharing = max(Counter(number for _, _, number in everybody).values())
     is_cuda = device.type == "cuda"
     equipment = Equipment(
         routes=routes,
@@ -174,8 +177,9 @@ def open_choosing(team: Team, routes: Routes, tries: bool, device: torch.device)
         compacts=is_cuda and importlib.util.find_spec("triton") is not None,
         cores=_cores() / crowd,
         uses_cores=not is_cuda,
+        sharing=sharing if is_cuda else 1.0,
     )
-    choices = Choices(cache_folder(), reads=mode != "fresh") if all(can for can, _ in everybody) else None
+    choices = Choices(cache_folder(), reads=mode != "fresh") if all(can for can, _, _ in everybody) else None
     return Choosing(team, equipment, Laps(device), choices)
 
 
@@ -185,6 +189,13 @@ def _kernel_number() -> int:
         return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     except OSError:
         return zlib.crc32(socket.gethostname().encode())
+
+
+def _device_number(device: torch.device) -> int:
+    """Return a number that workers have in common if they share one GPU; 0 for a processor."""
+    if device.type != "cuda":
+        return 0
+    return zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
 
 
 def _cores() -> int:

@@ -105,9 +105,12 @@ class Engine:
         """The schedule of that plan."""
         return self._schedules.planned
 
-    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
-        """Let these parameters, whose rounded values suffice, travel apart. Equal on all workers, before the plan."""
-        self._schedules.mark_rounded(parameters)
+    def mark_rounded(self, parameters: Collection[nn.Parameter], tables: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart, and ``tables`` among them each alone.
+
+        Equal on all workers, before the plan.
+        """
+        self._schedules.mark_rounded(parameters, tables)
         # One worker may hold exact values where another one holds rounded ones.
         self._compared = [parameter for parameter in self.parameters if parameter not in parameters]
         self._replicas = ReplicaCheck(self._compared, self.options.check_interval)

@@ -23,6 +23,7 @@ from poseidon.engine.compiled import uncompiled
 from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
+from poseidon.engine.watched import use_in_linear
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Load
@@ -340,6 +341,7 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
             # As autocast does it; done here so that the factors travel in the short type too.
             x = x.to(dtype)
         call = front_end.expect_head(unit) if makes_head else None
+        use_in_linear(weight)
         out: Tensor = function.apply(x, weight, bias, dtype, front_end, unit, call)
         return out
     out = plain(x)
@@ -371,7 +373,7 @@ class _FactorLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.front_end, ctx.unit, ctx.call = front_end, unit, call
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunctionSubclass():
             if unit.is_transposed:
                 assert bias is not None
                 rows = torch.addmm(bias.to(dtype), x.reshape(-1, x.shape[-1]), weight.to(dtype))
@@ -386,7 +388,8 @@ class _FactorLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         front_end, unit = ctx.front_end, ctx.unit
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = g @ (weight.t() if unit.is_transposed else weight).to(g.dtype) if needs_x else None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad_x = g @ (weight.t() if unit.is_transposed else weight).to(g.dtype) if needs_x else None
         rows_x, rows_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         first, second = (rows_g, rows_x) if unit.is_transposed else (rows_x, rows_g)
         engine = front_end.engine

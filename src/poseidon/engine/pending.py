@@ -37,8 +37,8 @@ HARMLESS = frozenset(
 """Attributes that do not depend on a parameter's values, so reading them need not wait."""
 
 
-_SIMPLE = (Tensor, int, float, str, torch.dtype, torch.device)
-"""What no parameter is in."""
+_LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+"""What most arguments are: nothing is inside them."""
 
 
 class Pending:
@@ -55,9 +55,7 @@ class Pending:
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        land_all(args)
-        if kwargs:
-            land_all(tree_leaves(kwargs))
+        land(*args, *kwargs.values())
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -90,17 +88,10 @@ def make_plain(parameters: Iterable[nn.Parameter]) -> None:
             del parameter._poseidon_land
 
 
-def land_all(values: Sequence[Any]) -> None:
-    """Land the pending parameters among ``values``, and in whatever they contain."""
-    for value in values:
-        if isinstance(value, Pending):
-            value._poseidon_land(value)  # type: ignore[arg-type]
-        elif value is not None and not isinstance(value, _SIMPLE):
-            land(*tree_leaves(value))
-
-
 def land(*values: Any) -> None:
-    """Land the pending parameters among ``values``; for code that reads them without ``__torch_function__``."""
+    """Land the pending parameters among ``values`` and inside them; for code that reads them by other means too."""
     for value in values:
         if isinstance(value, Pending):
             value._poseidon_land(value)  # type: ignore[arg-type]
+        elif not isinstance(value, _LEAVES):
+            land(*(leaf for leaf in tree_leaves(value) if isinstance(leaf, Pending)))

@@ -44,7 +44,9 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
         else:
             table_rows, _ = unit.spec.matrix
             count = min(x.numel(), table_rows) if x.is_meta else torch.unique(x).numel()
-            load = Load(0, 0, count) if unit.spec.kind == "tied" else Load(count)
+            # One row of the input is a bag.
+            bags = len(x) if isinstance(module, torch.nn.EmbeddingBag) and x.dim() == 2 else 0
+            load = Load(0, 0, count) if unit.spec.kind == "tied" else Load(count, bags=bags)
         loads[unit.name] = loads[unit.name].plus(load) if unit.name in loads else load
 
     handles = [

@@ -26,10 +26,10 @@ from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, server_rivals_nccl
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
-from poseidon.planning.transfers import Conditions
+from poseidon.planning.transfers import Conditions, SentBits
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, served_routes, standard_routes
+from poseidon.routes.catalogue import COLLECTIVES, ShardedRoute, served_routes, standard_routes
 from poseidon.sim.ranking import observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
@@ -79,9 +79,11 @@ class Schedules:
         """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
-        self.dense = self._make_live([self.routes.first_for(spec).name for spec in specs], self._packing)
+        self.dense = self._bind(self._pack([self.routes.first_for(spec).name for spec in specs], self._packing))
         """Full gradients only."""
         self.planned: LiveSchedule | None = None
+        self._adopted: Schedule | None = None
+        """That of :attr:`planned`, before its collectives were reordered."""
         self._backwards = 0
         """Number of backwards run with the planned schedule."""
         self._is_timed = False
@@ -138,10 +140,16 @@ class Schedules:
         for exchanger in self._exchangers.values():
             exchanger.close()
 
-    def mark_rounded(self, parameters: Collection[nn.Parameter]) -> None:
-        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan."""
+    def mark_rounded(self, parameters: Collection[nn.Parameter], tables: Collection[nn.Parameter]) -> None:
+        """Let these parameters, whose rounded values suffice, travel apart from the others. Before the first plan.
+
+        Each of the ``tables`` among them travels alone, so that its rows can be found.
+        """
         self._context.rounded.update(parameters)
-        kinds = [(kind, p in parameters) for kind, p in zip(self.model.kinds, self._parameters, strict=True)]
+        kinds = [
+            (kind, p in parameters, number if p in tables else -1)
+            for number, (kind, p) in enumerate(zip(self.model.kinds, self._parameters, strict=True))
+        ]
         self.model = Model.of(self.model.units, kinds)
 
     def _choose_routes(self, is_cuda: bool) -> Routes:
@@ -174,11 +182,17 @@ class Schedules:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
             return True
-        if self._options.serves or not self._planning.is_due(batch):
+        is_due = not self._options.serves and self._planning.is_due(batch)
+        loads = self._planning.scaled_loads(batch) if is_due else {}
+        if is_due and not self._planning.is_worthwhile(loads):
+            is_due = False
+            if not self._choosing.is_open:  # plans that are under trial are compared by steps of one size
+                self._planning.accept(loads, batch)
+        if not is_due:
             self._waits_for_landing = False
         elif has_landed:
             self._waits_for_landing = False
-            self._plan(self._planning.scaled_loads(batch), batch)
+            self._plan(loads, batch)
             return True
         else:
             # A forward that is under way may already have prepared for the old plan.
@@ -238,10 +252,14 @@ class Schedules:
         """Use a plan from the next backward on. Collective."""
         self._backwards = 0
         self._packing = candidate.packing
-        self.planned = self._make_live(list(candidate.plan.routes.values()), candidate.packing)
+        schedule = self._pack(list(candidate.plan.routes.values()), candidate.packing)
+        if schedule == self._adopted:
+            return  # what it is bound to is not made anew
+        self._adopted = schedule
+        self.planned = self._bind(schedule)
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
         route_of = self.dense.schedule.route_of
-        self.dense = self.planned if self._options.serves else self._make_live(route_of, candidate.packing)
+        self.dense = self.planned if self._options.serves else self._bind(self._pack(route_of, candidate.packing))
 
     def _release_losers(self) -> None:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
@@ -251,11 +269,13 @@ class Schedules:
         for name in set(self._exchangers) - used:
             self._exchangers.pop(name).close()
 
-    def _make_live(self, route_of: Sequence[str], packing: Packing) -> LiveSchedule:
-        """Make a schedule and bind it to tensors and exchangers. Collective."""
-        schedule = make_schedule(
+    def _pack(self, route_of: Sequence[str], packing: Packing) -> Schedule:
+        return make_schedule(
             self.model, route_of, self._order, self.routes, packing, self._planning.loads, packing.defers
         )
+
+    def _bind(self, schedule: Schedule) -> LiveSchedule:
+        """Bind a schedule to tensors and exchangers. Collective."""
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
         exchangers = {}
         for name in self.routes:
@@ -264,7 +284,7 @@ class Schedules:
                 exchanger = self._exchanger(name)
                 exchanger.prepare(mine)
                 exchangers.update(dict.fromkeys((item.item.route for item in mine), exchanger))
-        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in route_of])
+        return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in schedule.route_of])
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options
@@ -305,7 +325,9 @@ class Schedules:
         ready_s = {number: max(times) / 1e6 for number, times in enumerate(zip(*everybody, strict=True))}
         is_ranked = self._choosing.needs_times
         if is_ranked:
-            self._choosing.rank(observed_profile(schedule, ready_s, self._planning.loads, self._order))
+            server = self._exchangers.get(ShardedRoute.name)
+            sent_bits = SentBits() if server is None else server.sent_bits()
+            self._choosing.rank(observed_profile(schedule, ready_s, self._planning.loads, self._order), sent_bits)
         queue = schedule.queues.get(COLLECTIVES, ())
         if queue and self._packing.defers:
             order = order_by_need([ready_s[number] for number in queue], self._wire_s(stopwatch, schedule, queue))

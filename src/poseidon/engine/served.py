@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +71,11 @@ class ServedUpdates(TakenSteps):
         self._has_state = True
         """The user's optimizer has its whole state, as the user may have changed it."""
         self._observed: dict[nn.Parameter, set[Touch]] | None = defaultdict(set)
-        """How the first forward touches parameters."""
+        """How the first forward touches parameters..."""
+        self._looked_up: Counter[nn.Parameter] = Counter()
+        """... and how many rows it looks up."""
+        self._exact_rows: dict[nn.Parameter, list[Tensor]] = {}
+        """Numbers of rows that hold exact values in a parameter that is rounded otherwise."""
 
     # What the wrapper and the front end call.
 
@@ -115,6 +119,7 @@ class ServedUpdates(TakenSteps):
         if not self.engine.in_backward:  # called for every gradient
             with self.guard():
                 self._end_step()
+                self._round_rows()
                 with torch._C.DisableTorchFunctionSubclass():  # it compares replicas, which is no use of them
                     self.engine.begin_backward(unused)
 
@@ -168,6 +173,40 @@ class ServedUpdates(TakenSteps):
                 if touch is Touch.VALUES and parameter in self._rounded:
                     self._fetch_exact({parameter})
             self._unwatch_if_plain(parameter)
+
+    def look_up(self, parameter: nn.Parameter, numbers: Tensor) -> None:
+        """Put rows in place: exact ones, where the rest is rounded."""
+        with self._lock, self._broken_by_errors():
+            item = self._item_of.get(parameter)
+            if self._observed is not None:
+                self._observed[parameter].add(Touch.ROWS)
+                self._looked_up[parameter] += numbers.unique().numel()
+            is_rounded = parameter in self._rounded or (item in self._due and self._comes_rounded(item))
+            if item is not None and is_rounded and numbers.numel():
+                self._fetch_rows(item, numbers)
+            else:
+                self._land(item)
+            self._unwatch_if_plain(parameter)
+
+    def _fetch_rows(self, item: LiveItem, numbers: Tensor) -> None:
+        (parameter,) = item.parameters
+        with _in_private():
+            distinct = numbers.detach().reshape(-1).unique().to(torch.int64)
+            wait = self.exchanger.ask_rows(item, distinct.cpu().numpy())
+            # Before they are written: what lands is made from what was here.
+            self._land(item)
+            # Not counted as a change: in the lower precision, in which all others use it, it is none.
+            parameter.data.index_copy_(0, distinct, wait().to(parameter.device))
+            self._exact_rows[parameter] = [*self._exact_rows.get(parameter, []), distinct]
+
+    def _round_rows(self) -> None:
+        """Round the rows that were looked up again: all workers hold the same bits when a backward begins."""
+        for parameter, looked_up in self._exact_rows.items():
+            if parameter in self._rounded:
+                with _in_private():
+                    numbers, table = torch.cat(looked_up), parameter.data
+                    table.index_copy_(0, numbers, table[numbers].to(torch.bfloat16).to(table.dtype))
+        self._exact_rows.clear()
 
     def open(self, parameter: nn.Parameter) -> None:
         """Put everything in place."""
@@ -234,16 +273,17 @@ class ServedUpdates(TakenSteps):
             assert item.bucket is not None
             self._write(item, item.bucket.flat)
         self._due.remove(item)
-        is_rounded = item.parameters[0] in self._candidates and item not in self._exact_items
         for parameter in item.parameters:
-            if is_rounded:
+            if self._comes_rounded(item):
                 self._rounded.add(parameter)
             self._unwatch_if_plain(parameter)
 
+    def _comes_rounded(self, item: LiveItem) -> bool:
+        return item.parameters[0] in self._candidates and item not in self._exact_items
+
     def _write(self, item: LiveItem, flat: Tensor) -> None:
         assert item.bucket is not None
-        values = item.bucket.views_of(flat)
-        torch._foreach_copy_([parameter.detach() for parameter in item.parameters], values)
+        torch._foreach_copy_([parameter.detach() for parameter in item.parameters], item.bucket.views_of(flat))
 
     def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
         """Replace rounded values, of all parameters that travel with these, by the exact ones."""
@@ -252,7 +292,9 @@ class ServedUpdates(TakenSteps):
                 flat, is_exact_later = self.exchanger.fetch_weights(item)
                 if is_exact_later:
                     self._exact_items.add(item)
-                self._write(item, flat)
+                assert item.bucket is not None
+                # Not counted as a change: what was computed from the rounded values would have been the same.
+                torch._foreach_copy_([parameter.data for parameter in item.parameters], item.bucket.views_of(flat))
             for parameter in item.parameters:
                 self._rounded.discard(parameter)
                 self._unwatch_if_plain(parameter)
@@ -401,19 +443,28 @@ class ServedUpdates(TakenSteps):
 
     def _agree_on_rounding(self) -> None:
         """Let all workers choose the same parameters to be sent rounded. Collective."""
-        observed, engine = self._observed, self.engine
-        assert observed is not None
-        mine = [
-            int(p.dtype is torch.float32 and observed[p] & {Touch.ROUNDED, Touch.VALUES} == {Touch.ROUNDED})
-            for p in engine.parameters
-        ]
-        everybody = engine.team.gather_ints(mine, "how parameters are used")
-        columns = zip(engine.parameters, zip(*everybody, strict=True), strict=True)
-        self._candidates = {parameter for parameter, column in columns if all(column)}
-        engine.mark_rounded(self._candidates)
+        engine = self.engine
+        everybody = engine.team.gather_ints([self._need_of(p) for p in engine.parameters], "how parameters are used")
+        columns = dict(zip(engine.parameters, zip(*everybody, strict=True), strict=True))
+        self._candidates = {parameter for parameter, column in columns.items() if all(column)}
+        engine.mark_rounded(self._candidates, {p for p in self._candidates if 2 in columns[p]})
         self._observed = None
         for parameter in engine.parameters:
             unwatch(parameter)
+
+    def _need_of(self, parameter: nn.Parameter) -> int:
+        """Return what the first forward needed of a parameter: 0 exact values, 1 rounded ones, 2 some exact rows too.
+
+        Rows pay up to half of them: the exact ones take 32 bits, and rounding saves 16.
+        """
+        assert self._observed is not None
+        touches = self._observed[parameter] & {Touch.ROUNDED, Touch.VALUES, Touch.ROWS}
+        if parameter.dtype is not torch.float32 or Touch.ROUNDED not in touches or Touch.VALUES in touches:
+            return 0
+        if Touch.ROWS not in touches:
+            return 1
+        is_table = parameter.is_contiguous() and 2 * self._looked_up[parameter] < parameter.shape[0]
+        return 2 if is_table else 0
 
     def _follow_plan(self) -> None:
         planned = self.engine.planned

@@ -25,6 +25,7 @@ class Touch(Enum):
 
     ROUNDED = "uses its values rounded to bf16"
     VALUES = "uses its values"
+    ROWS = "looks rows of it up"
     GRADIENT = "reads its gradient"
     NEW_GRADIENT = "replaces its gradient"
 
@@ -34,6 +35,9 @@ class Watcher(Protocol):
 
     def touch(self, parameter: nn.Parameter, touch: Touch) -> None:
         """Prepare a parameter for an operation; afterwards the parameter may be watched still."""
+
+    def look_up(self, parameter: nn.Parameter, numbers: Tensor) -> None:
+        """Prepare these rows of a parameter; afterwards it may be watched still."""
 
     def open(self, parameter: nn.Parameter) -> None:
         """Put everything in place, and stop watching this parameter."""
@@ -81,10 +85,14 @@ class Watched:
                 watcher = getattr(parameter, "_poseidon_watcher", None)
                 if watcher is None:  # one of the others has put this one in place too
                     continue
-                if all(issubclass(each, Watched) or each in (Tensor, nn.Parameter) for each in types):
-                    watcher.touch(parameter, _kind(func, parameter, args, kwargs))
-                else:
+                if not all(issubclass(each, Watched) or each in (Tensor, nn.Parameter) for each in types):
                     watcher.open(parameter)  # another class wants to see the operation too
+                    continue
+                touch = _kind(func, parameter, args, kwargs)
+                if touch is Touch.ROWS:
+                    watcher.look_up(parameter, args[0])
+                else:
+                    watcher.touch(parameter, touch)
             if not any(isinstance(parameter, Watched) for parameter in found.values()):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -106,11 +114,22 @@ def _kind(func: Callable[..., Any], parameter: Any, args: Sequence[Any], kwargs:
         return Touch.NEW_GRADIENT
     if func in _ROUNDING:
         return Touch.ROUNDED if is_rounding(parameter.device.type) else Touch.VALUES
+    if func is F.embedding:
+        is_table = len(args) > 1 and args[1] is parameter and args[0] is not parameter
+        # With a largest norm, a look-up changes the rows.
+        return Touch.ROWS if is_table and kwargs.get("max_norm") is None and len(args) == 2 else Touch.VALUES
     if func is _ATTENTION:
         kept = [*args[7:9], kwargs.get("bias_k"), kwargs.get("bias_v")]
         is_kept = any(one is parameter for one in kept)
         return Touch.ROUNDED if is_rounding(parameter.device.type) and not is_kept else Touch.VALUES
     return Touch.VALUES
+
+
+def use_in_linear(parameter: nn.Parameter) -> None:
+    """Prepare a parameter for a linear layer that reads it without ``__torch_function__``."""
+    watcher = getattr(parameter, "_poseidon_watcher", None)
+    if watcher is not None:
+        watcher.touch(parameter, Touch.ROUNDED if is_rounding(parameter.device.type) else Touch.VALUES)
 
 
 def is_rounding(device_type: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from poseidon import files
+from poseidon.job import settings as job_settings
 from poseidon.lab import gpu
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.cluster import Lab, own_environment
@@ -76,10 +77,16 @@ def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> Non
         "command": shlex.join(["poseidon", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])]),
         "hardware": describe_hardware(),
         "settings": asdict(settings),
+        "tries": tries_plans(),
         "cells": cells_to_json(cells),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, data, "results")
+
+
+def tries_plans() -> bool:
+    """Return whether Poseidon's systems try several plans and keep the fastest."""
+    return job_settings.TRIALS.read() != "0"
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -196,6 +203,8 @@ class RankEvents:
             parameters=self._sizes[0],
             parameter_bytes=self._sizes[1],
             systems=measured,
+            profile=None if self._profile is None else self._profile[0],
+            flops=0.0 if self._profile is None else self._profile[1],
         )
 
     def _on_model(self, parameters: int, parameter_bytes: int) -> None:
@@ -221,6 +230,7 @@ class RankEvents:
             compacts=self.worker.device == "cuda" and can_compact(),
             precision=self.worker.precision,
             uses_cores=self.worker.device == "cpu" and self.worker.paced_ms is None,
+            tries=tries_plans(),
         )
         return predict_ms(bench, system)
 

@@ -143,16 +143,16 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
     inputs, targets = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
     optimizer = OPTIMIZERS[settings.optimizer](network.model)
     _settle(device)
-    with autocast(settings.precision, device):
-        profile = profile_model(
-            network.model,
-            inputs,
-            name=settings.model,
-            batch=settings.batch,
-            loss=lambda outputs: network.loss(outputs, targets),
-            update=optimizer.step,
-            repetitions=PROFILED_STEPS,
-        )
+    profile = profile_model(
+        network.model,
+        inputs,
+        name=settings.model,
+        batch=settings.batch,
+        loss=lambda outputs: network.loss(outputs, targets),
+        update=optimizer.step,
+        around=lambda: autocast(settings.precision, device),
+        repetitions=PROFILED_STEPS,
+    )
     _settle(device)
     return profile, measure_flops(device)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from poseidon.lab.spec import UNSHAPED, format_rate
+from poseidon.planning.profile import Profile
 
 LINEAR = "linear"
 LOSSY = frozenset({"ddp-bf16", "ddp-powersgd"})
@@ -75,6 +77,10 @@ class Cell:
     parameters: int
     parameter_bytes: int
     systems: Mapping[str, Measured] = field(default_factory=dict)
+    profile: Profile | None = None
+    """What each unit computes, as measured on one worker while all compute; None in old files..."""
+    flops: float = 0.0
+    """... and one worker's matrix rate then."""
 
     @property
     def wire_bound_ms(self) -> float:
@@ -168,7 +174,10 @@ def _format_row(cell: Cell, system: str, measured: Measured) -> str:
 
 
 def _cell_to_json(cell: Cell) -> dict[str, Any]:
-    plain = asdict(cell)
+    plain = asdict(replace(cell, profile=None))
+    if cell.profile is not None:
+        # As text: one line instead of thousands.
+        plain["profile"] = json.dumps(cell.profile.to_dict())
     plain["wire_bound_ms"] = round(cell.wire_bound_ms, 3)
     for system, measured in cell.systems.items():
         if measured.repetitions:
@@ -194,4 +203,10 @@ def _cell_from_json(data: Mapping[str, Any]) -> Cell:
         for name, system in data["systems"].items()
     }
     plain = ("model", "machines", "rate_bits", "batch", "parameters", "parameter_bytes")
-    return Cell(**{name: data[name] for name in plain}, systems=systems)
+    profile = data.get("profile")
+    return Cell(
+        **{name: data[name] for name in plain},
+        systems=systems,
+        profile=None if profile is None else Profile.from_dict(json.loads(profile)),
+        flops=data.get("flops", 0.0),
+    )

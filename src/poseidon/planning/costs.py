@@ -27,7 +27,8 @@ from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.packing import LARGEST_BUCKET_BYTES
 from poseidon.units import Load, Unit
 
-_INDEX_BYTES = 8
+INDEX_BYTES = 8
+"""Of a touched row's number."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,15 @@ def tied_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
 def split_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
     """Cost of sending a linear layer's full gradient early, and the touched rows of the table that is its weight.
 
-    Tables are looked up first, so the gradient of one is final last and nothing hides its exchange. But here only rows
-    and sums are left then: the parts have travelled during backward, and do not count as time.
+    Tables are looked up first, so the gradient of one is final last and nothing hides its exchange. Here only rows and
+    sums are left then. The parts travel during backward, which hides them unless the wire is busy all the time: half of
+    their time counts.
     """
     full = sharded_cost(unit, load, cluster)
     sent = cluster.workers_per_machine * touched_bytes(unit, load)
     rows_bytes = sent * (cluster.machines - 1) / cluster.machines
     rows_s = rows_bytes / cluster.between.bytes_per_s if cluster.machines > 1 else sent / cluster.inside.bytes_per_s
-    return Cost(full.wire_bytes + rows_bytes, full.wire_s / 2 + rows_s, full.compute_s)
+    return Cost(full.wire_bytes + rows_bytes, full.wire_s * 3 / 4 + rows_s, full.compute_s)
 
 
 def touched_bytes(unit: Unit, load: Load) -> float:
@@ -132,7 +134,7 @@ def touched_bytes(unit: Unit, load: Load) -> float:
 
 def _row_bytes(unit: Unit) -> int:
     _, width = unit.matrix
-    return width * unit.parameters[0].itemsize + _INDEX_BYTES
+    return width * unit.parameters[0].itemsize + INDEX_BYTES
 
 
 def _rows_cost(unit: Unit, touched: float, cluster: Cluster) -> Cost:

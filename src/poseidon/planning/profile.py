@@ -54,6 +54,8 @@ class Profile:
     """The optimizer's step."""
     memory_bytes: int = 0
     """Peak device memory; 0 if not measured."""
+    issue_s: float = 0.0
+    """Host time to issue one unit's forward to the device, on average; 0 if not measured, or if the host computes."""
     source: str = "measured"
     """Where the times come from: measured, estimated, scaled; shown with predictions."""
 
@@ -69,7 +71,8 @@ class Profile:
         for one in self.units:
             for name in ("forward_s", "backward_s"):
                 _check_time(f"profile of {self.model}: {name} of {one.unit.name}", getattr(one, name))
-        _check_time(f"profile of {self.model}: update_s", self.update_s)
+        for name in ("update_s", "issue_s"):
+            _check_time(f"profile of {self.model}: {name}", getattr(self, name))
 
     @property
     def forward_s(self) -> float:
@@ -201,7 +204,7 @@ def _unit_from_dict(data: dict[str, Any]) -> UnitProfile:
         )
     load = None if data["load"] is None else Load(**data["load"])
     if load is not None:
-        for name in ("rows", "touched"):
+        for name in ("rows", "touched", "bags"):
             _check_count(f"{name} of {where}", getattr(load, name))
         _check_whole(f"value_bytes of {where}", load.value_bytes, 1, _MOST_ITEM_BYTES)
     return UnitProfile(

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from poseidon.planning.packing import LARGEST_BUCKET_BYTES
 
+SLOW_BYTES_PER_S = 2e8
+"""Links up to this speed are worth the work of leaving out repeated rows and zeros (``routes/shortening.py``)."""
+PLACE_BYTES = 4
+"""Says for a row which of the distinct ones it is."""
 TRIFLE_S = 2e-3
 """Units join until they take so long on the wire together: what they wait for each other may go unhidden."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.units import Load
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,30 @@ class Transfer:
     """Time on the link inside each machine and for its own work, once before and once after."""
     message_s: float = 0.0
     """The part of it that is processor time for direct messages."""
+    awaits_step: bool = False
+    """The second leg begins once all workers have called the optimizer's ``step()``, at the end of backward."""
     is_early: bool = False
     """Leaves when the first of all gradients is final, although the unit's own is not: the part of a tied table that
     its linear layer makes."""
     messages: float = 0.0
     """Other messages that each machine sends in each leg, as far as they cost processor time beyond their bytes."""
+    is_compacted: bool = False
+    """Devices compact these messages."""
 
     @property
     def out_bytes(self) -> float:
         """Total bytes a machine (the owner, if there is one) sends."""
         return sum(leg.out_bytes if leg.owner_bytes is None else leg.owner_bytes[0] for leg in self.legs)
+
+
+@dataclass(frozen=True)
+class SentBits:
+    """How many bits a value took through the parameter server: as a part, and as what came back; None: not known."""
+
+    compacted: tuple[float, float] | None = None
+    """Where devices compact."""
+    plain: tuple[float, float] | None = None
+    """Elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,10 @@ class Conditions:
     """Devices compact what goes through the parameter server, without loss."""
     precision: str = "float32"
     """What gradients are computed in: autocast, "bf16" or "fp16", leaves fewer bits in them than their dtype has."""
+    loads: Mapping[str, Load] = field(default_factory=dict)
+    """By unit: in a table's gradient only the rows that a step touched have values."""
+    sent_bits: SentBits = SentBits()
+    """What was measured, in place of what is expected of the precision."""
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +43,23 @@ def profile_model(
     batch: int,
     loss: Callable[[Any], torch.Tensor] | None = None,
     update: Callable[[], object] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     repetitions: int = 3,
 ) -> Profile:
     """Measure forward and backward of every unit on the model's device, in ``repetitions`` passes after a warm-up.
 
     ``loss`` turns the outputs into a scalar (default: their mean). ``update`` is the optimizer's step, called and timed
-    after each backward; without it the traffic of plain SGD is timed and the weights do not change. Running statistics
-    (BatchNorm) change as in any training forward. Gradients are dropped.
+    after each backward; without it the traffic of plain SGD is timed and the weights do not change. ``around`` makes
+    the context of each forward and its loss, such as autocast. (Around several steps autocast would keep the first
+    step's copies of the weights: their gradients, older in the graph than all else, would be ready only at the end.)
+    Running statistics (BatchNorm) change as in any training forward. Gradients are dropped.
     """
     from poseidon.engine.discover import find_units
 
     units = find_units(model)
-    loads = sample_loads(model, units, inputs)
-    watch = _Watch(model, units, inputs, loss or _mean, update)
+    with around():
+        loads = sample_loads(model, units, inputs)
+    watch = _Watch(model, units, inputs, loss or _mean, update, around)
     with watch:
         watch.run()
         runs = [watch.run() for _ in range(repetitions)]
@@ -72,6 +76,8 @@ class _Run:
     ready_s: dict[int, float]
     backward_s: float
     update_s: float
+    issue_s: float
+    """Host time of the forward and the loss, if a device computes them."""
 
     @property
     def total_s(self) -> float:
@@ -82,10 +88,17 @@ class _Watch:
     """Sets marks while a model trains one step at a time."""
 
     def __init__(
-        self, model: nn.Module, units: list[LiveUnit], inputs: Any, loss: Any, update: Callable[[], object] | None
+        self,
+        model: nn.Module,
+        units: list[LiveUnit],
+        inputs: Any,
+        loss: Any,
+        update: Callable[[], object] | None,
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.device: torch.device = next(model.parameters()).device
         self._model, self._units, self._inputs, self._loss, self._update = model, units, inputs, loss, update
+        self._around = around
         self._used: dict[int, Any] = {}
         self._ready: dict[int, Any] = {}
         self._stack = ExitStack()
@@ -109,8 +122,10 @@ class _Watch:
         self._model.zero_grad(set_to_none=True)
         self._settle()
         start = self._mark()
-        outputs = _call(self._model, self._inputs)
-        value = self._loss(outputs)
+        began_s = time.perf_counter()
+        with self._around():
+            value = self._loss(_call(self._model, self._inputs))
+        issue_s = time.perf_counter() - began_s if self.device.type == "cuda" else 0.0
         forward = self._mark()
         value.backward()
         backward = self._mark()
@@ -124,6 +139,7 @@ class _Watch:
             {i: self._between(start, mark) for i, mark in self._ready.items()},
             self._between(start, backward),
             self._between(backward, end) if self._update is not None else self._plain_update_s(),
+            issue_s,
         )
 
     def memory_bytes(self) -> int:
@@ -204,6 +220,7 @@ def _assemble(
         ready_order=tuple(ready_order),
         update_s=statistics.median(one.update_s for one in runs),
         memory_bytes=memory,
+        issue_s=min(one.issue_s for one in runs) / count,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.costs import (
+    INDEX_BYTES,
     Cost,
     allreduce_cost,
     factors_cost,
@@ -22,9 +23,11 @@ from poseidon.planning.costs import (
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
+from poseidon.planning.shipments import PLACE_BYTES, SLOW_BYTES_PER_S
 from poseidon.planning.transfers import Conditions, Leg, Transfer
+from poseidon.routes.bits import change_bits, gradient_bits, rounded_share
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.compact import HALVES_SHARE, compacted_bits, is_worth_compacting
+from poseidon.sums.compact import HALVES_SHARE, is_worth_compacting
 from poseidon.sums.slots import chunk_bytes_for, make_slots
 from poseidon.units import Load, Unit
 
@@ -35,10 +38,6 @@ COLLECTIVES = "collectives"
 """The queue of all collectives: they keep one order on all workers, whatever they carry."""
 COMBINED = "combined"
 """The queue of items that a machine's workers combine before the parameter server sums them."""
-
-
-CHANGE_BITS, ROUNDED_CHANGE_BITS = 21.0, 5.0
-"""What the change of a weight takes of 32 bits, compacted; rounded to bf16."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,11 @@ class ShardedRoute(Route):
     note = "fewer hops than a ring"
 
     @property
+    def awaits_step(self) -> bool:
+        """Whether weights come back, once the optimizer's step is called."""
+        return False
+
+    @property
     def queue(self) -> str | None:
         """One queue if workers combine first; messages alone need no order."""
         return COMBINED if self.combines_first else None
@@ -136,37 +140,65 @@ class ShardedRoute(Route):
             self.chunk_bytes_on(conditions.cluster), conditions.model_bytes // (conditions.rounds * machines)
         )
         (slot,) = make_slots(0, [item.numel], [item.itemsize], machines, chunk_bytes)
-        shares = self._shares(item, slot.chunks, conditions)
+        is_compacted = (
+            conditions.compacts
+            and item.itemsize == 4
+            and conditions.wire_share == 1  # values that were shortened are no longer float32
+            and is_worth_compacting(slot.chunks)
+        )
+        shares = self._shares(item, is_compacted, conditions)
         rounds = [slot.chunks[at : at + machines] for at in range(0, len(slot.chunks), machines)]
-        return [self._round(item, chunks, shares, conditions) for chunks in rounds]
+        return [self._round(item, chunks, shares, is_compacted, conditions) for chunks in rounds]
 
-    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
-        """Return the shares of their bytes in which parts and sums travel."""
-        # Values that were shortened are no longer float32.
-        if item.itemsize != 4 or conditions.wire_share != 1:
-            return 1.0, 1.0
-        if conditions.compacts and is_worth_compacting(chunks):
-            part, total = compacted_bits(conditions.precision, conditions.cluster.machines)
-            return part / 32, total / 32
-        return (HALVES_SHARE if conditions.precision == "bf16" else 1.0), 1.0
+    def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
+        """Return the shares of their bytes in which parts travel, and what comes back."""
+        part, total = HALVES_SHARE if self._has_halves(item, conditions) else 1.0, 1.0
+        if is_compacted:
+            owners = self.owners(conditions.cluster)
+            bits = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
+            part, total = bits[0] / 32, bits[1] / 32
+        seen = conditions.sent_bits.compacted if is_compacted else conditions.sent_bits.plain
+        if seen is not None and item.itemsize == 4 and conditions.wire_share == 1:
+            part, total = seen[0] / 32, seen[1] / 32
+        return part, self._weight_share(item, is_compacted, conditions) if self.awaits_step else total
+
+    def _weight_share(self, item: Item, is_compacted: bool, conditions: Conditions) -> float:
+        """Return the share of their bytes in which weights travel, which devices send as changes."""
+        if is_compacted:
+            return change_bits(item.specs, conditions.precision) / 32
+        rounded = rounded_share(item.specs, conditions.precision) if self._has_halves(item, conditions) else 0.0
+        return 1 - rounded + HALVES_SHARE * rounded
+
+    def _has_halves(self, item: Item, conditions: Conditions) -> bool:
+        """Return whether the lower halves of gradients are zero, so that the host leaves them out."""
+        return conditions.precision == "bf16" and item.itemsize == 4 and conditions.wire_share == 1
 
     def _round(
-        self, item: Item, chunks: tuple[Chunk, ...], shares: tuple[float, float], conditions: Conditions
+        self,
+        item: Item,
+        chunks: tuple[Chunk, ...],
+        shares: tuple[float, float],
+        is_compacted: bool,
+        conditions: Conditions,
     ) -> Transfer:
-        machines = conditions.cluster.machines
+        cluster = conditions.cluster
+        machines = cluster.machines
         size = sum(chunk.length for chunk in chunks) * item.itemsize * conditions.wire_share
-        legs = tuple(Leg(size * share * (machines - 1) / machines) for share in shares)
+        senders = self.owners(cluster) // machines
         return Transfer(
             name=f"{item.specs[-1].name} [{chunks[0].index}]",
             units=item.units,
             route=self.name,
-            legs=legs,
+            legs=tuple(Leg(senders * size * share * (machines - 1) / machines) for share in shares),
             is_collective=False,
             is_whole=True,
             staged_bytes=size,
             priority=item.priority,
             inside_s=conditions.combine_s(size),
-            messages=size * (machines - 1) / machines / self.chunk_bytes_on(conditions.cluster),
+            awaits_step=self.awaits_step,
+            is_compacted=is_compacted,
+            # Many rounds may be simulated as one.
+            messages=senders * max(len(chunks), size / self.chunk_bytes_on(cluster)) * (machines - 1) / machines,
         )
 
     def open(self, context: Context) -> Exchanger:
@@ -184,16 +216,14 @@ class ServedRoute(ShardedRoute):
     summary = "full gradients to the owners of their chunks, which take the optimizer's step and send weights"
     note = ""
 
+    @property
+    def awaits_step(self) -> bool:
+        """Weights come back."""
+        return True
+
     def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - as in the contract
         """Return true: it is among the routes only where owners take the step."""
         return True
-
-    def _shares(self, item: Item, chunks: tuple[Chunk, ...], conditions: Conditions) -> tuple[float, float]:
-        """Return the shares of parts and weights, which devices send as changes."""
-        part, _ = super()._shares(item, chunks, conditions)
-        if item.itemsize == 4 and conditions.wire_share == 1 and conditions.compacts and is_worth_compacting(chunks):
-            return part, (ROUNDED_CHANGE_BITS if conditions.precision == "bf16" else CHANGE_BITS) / 32
-        return part, part if conditions.precision == "bf16" else 1.0
 
     def open(self, context: Context) -> Exchanger:
         """See ``served.py``."""
@@ -218,11 +248,15 @@ class BroadcastRoute(Route):
         """Whether the parts travel by messages."""
         return not self.is_collective
 
+    def _sent_share(self, item: Item, cluster: Cluster) -> float:  # noqa: ARG002 - for routes that depend on it
+        """Return the share of the bytes that the planner counts which is sent."""
+        return 1.0
+
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Return one leg, with the bytes that the planner counts."""
+        """Return one leg, with about the bytes that the planner counts."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
-        wire_bytes = 0.0 if cost is None else cost.wire_bytes
+        wire_bytes = 0.0 if cost is None else cost.wire_bytes * self._sent_share(item, conditions.cluster)
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
         peers = 0 if self.is_collective else conditions.cluster.workers - 1
@@ -235,7 +269,7 @@ class BroadcastRoute(Route):
                 legs=(Leg(wire_bytes if machines > 1 else 0.0),),
                 is_collective=self.is_collective,
                 staged_bytes=0.0 if self.is_collective else own * machines,
-                hops=machines - 1 if self.is_collective else 2,
+                hops=machines - 1 if self.is_collective else 1,
                 inside_s=conditions.relay_s(own) + message_s,
                 message_s=message_s,
             )
@@ -292,6 +326,15 @@ class RowsRoute(BroadcastRoute):
             return None
         return rows_cost(unit, load or Load(rows=0), cluster)
 
+    def _sent_share(self, item: Item, cluster: Cluster) -> float:
+        """On slow links rows that repeat each other, as those of a bag do, travel once; all with their places."""
+        load = item.load
+        if load is None or not 0 < load.bags < load.rows or cluster.between.bytes_per_s > SLOW_BYTES_PER_S:
+            return 1.0
+        width = item.specs[0].matrix[1] * item.itemsize
+        sent = load.bags * width + load.rows * (INDEX_BYTES + PLACE_BYTES)
+        return min(1.0, sent / (load.rows * (width + INDEX_BYTES)))
+
     def open(self, context: Context) -> Exchanger:
         """See ``rows.py``."""
         from poseidon.routes.rows import RowsExchanger
@@ -339,13 +382,23 @@ class SplitRoute(ShardedRoute):
         """Tables of float32 that are a linear layer's weight too, unless something would have to keep an order."""
         return unit.kind == "tied" and unit.parameters[0].itemsize == 4 and not self.combines_first
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the owners take the step."""
+        return self.exchanger == ServedRoute.name
+
     def is_offered(self, cluster: Cluster) -> bool:
         """Return whether the route whose exchanger it uses is."""
-        return self.exchanger == ServedRoute.name or super().is_offered(cluster)
+        return self.awaits_step or super().is_offered(cluster)
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
         """Count what leaves after the last gradient."""
         return None if load is None or load.rows <= 0 else split_cost(unit, load, cluster)
+
+    def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:
+        """Return the shares of parts, which lack the touched rows, and of what comes back."""
+        part, _ = super()._shares(item, is_compacted, replace(conditions, loads={}))
+        return part, super()._shares(item, is_compacted, conditions)[1]
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
         """Send the head's parts early; at the end the rows, and sums back."""
@@ -371,9 +424,9 @@ def unregister(name: str) -> None:
     _ADDED[:] = [route for route in _ADDED if route.name != name]
 
 
-def served_routes() -> Routes:
+def served_routes(chunk_bytes: int | None = None) -> Routes:
     """Return the routes of ``update="server"``."""
-    return Routes([ServedRoute(), SplitRoute(exchanger=ServedRoute.name)])
+    return Routes([ServedRoute(chunk_bytes=chunk_bytes), SplitRoute(False, False, chunk_bytes, ServedRoute.name)])
 
 
 def standard_routes(

@@ -19,10 +19,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from poseidon.planning.shipments import SLOW_BYTES_PER_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
 from poseidon.routes.parcels import Gathered, Parcel
-from poseidon.routes.shortening import SLOW_BYTES_PER_S
 from poseidon.team.team import Team
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -19,10 +19,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from poseidon.planning.shipments import SLOW_BYTES_PER_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
 from poseidon.routes.parcels import Gathered, Parcel
-from poseidon.routes.shortening import SLOW_BYTES_PER_S, find_repeats
+from poseidon.routes.shortening import find_repeats
 from poseidon.sums.events import record
 from poseidon.team.team import Team
 from poseidon.wire.pool import Pool

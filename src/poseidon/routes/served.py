@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +34,10 @@ from poseidon.sums.means import DeviceMeans, HostMeans, Lane, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.sums.stepping import StepAdder, StepThread
+from poseidon.sums.touched import rows_in_chunk
 from poseidon.team.team import PeerLostError, Team
 from poseidon.team.wiring import connect_wire
-from poseidon.wire.formats import find_format
+from poseidon.wire.formats import Array, find_format
 
 ALIGNMENT = 64
 """Chunks end at multiples of so many values of a parameter: fused optimizers on CPUs round the last few values of a
@@ -199,6 +201,24 @@ class ServedExchanger(Exchanger):
         flat = torch.empty_like(_bucket(item).flat)
         self._fill(flat, found)
         return flat, all(answer.is_exact_later for _, answer in found)
+
+    def ask_rows(self, item: LiveItem, numbers: Array) -> Callable[[], Tensor]:
+        """Ask for exact rows of an item that is one table; ``numbers`` ascend. What is returned waits for them."""
+        width, version = item.parameters[0].shape[1], self._ordered[item]
+        asked = []
+        for chunk in self._slots[item].chunks:
+            where, mine = rows_in_chunk(numbers, chunk, width)
+            if mine.size:
+                asked.append((where, self._desk.fetch(chunk, Ask.ROWS, version, mine)))
+
+        def wait() -> Tensor:
+            bits = np.zeros((len(numbers), width), np.int32)
+            for where, future in asked:
+                # A row may lie in two chunks, each of which has zeros for the other's bits.
+                bits[where] |= np.frombuffer(self._result(future, item).payload, np.int32).reshape(-1, width)
+            return torch.from_numpy(bits).view(torch.float32)
+
+        return wait
 
     def _fill(self, flat: Tensor, found: Sequence[tuple[Chunk, Answer]]) -> None:
         for chunk, answer in found:

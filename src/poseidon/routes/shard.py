@@ -22,6 +22,7 @@ from poseidon.routes.base import LiveItem
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.means import bytes_of
 from poseidon.sums.slots import Slot
+from poseidon.sums.touched import chunk_span, read_numbers
 
 State = dict[Any, dict[str, Any]]
 """An optimizer's state, by parameter or piece."""
@@ -171,6 +172,17 @@ class Shard:
     def exact(self, chunk: Chunk) -> memoryview:
         """Return the exact weights."""
         return bytes_of(torch.cat([piece.held.detach() for piece in self.pieces_of(chunk)]))
+
+    def rows_of(self, chunk: Chunk, details: memoryview, earlier: Tensor | None) -> memoryview:
+        """Return rows of a chunk that lies in one table, from the weights, or from ``earlier`` ones."""
+        pieces = self.pieces_of(chunk)
+        width = pieces[0].parameter.shape[1]
+        weights = torch.cat([piece.held.detach() for piece in pieces]) if earlier is None else earlier
+        count, skipped = chunk_span(chunk, width)
+        table = weights.new_zeros(count * width)
+        table[skipped : skipped + chunk.length] = weights
+        numbers = torch.from_numpy(read_numbers(details, chunk, width).copy()).to(table.device)
+        return bytes_of(table.view(count, width)[numbers].view(-1))
 
     def state_of(self, chunk: Chunk) -> memoryview:
         """Return the optimizer's state of a chunk, as :func:`read_state` takes it."""

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SLOW_BYTES_PER_S = 2e8
-"""Links up to this speed are worth it."""
 _LEAST_SAVED = 0.2
 """Share of the bytes that must be saved; for less, the receivers' work is not worth it."""
 _MIXER = np.random.default_rng(2015).integers(1, 2**62, 64, dtype=np.int64) * 2 + 1
@@ -49,7 +47,7 @@ def drop_zeros(data: Tensor, itemsize: int) -> Tensor | None:
 
     ``data`` holds values of ``itemsize`` bytes. A negative zero is not zero: it has a bit.
     """
-    if itemsize not in _WORDS or data.numel() % itemsize:
+    if itemsize not in _WORDS or not data.numel() or data.numel() % itemsize:
         return None
     values = data.numpy().view(_WORDS[itemsize])
     count = int(np.count_nonzero(values))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poseidon.planning.cluster import Cluster, Link
-from poseidon.planning.planner import server_beats_nccl
+from poseidon.planning.planner import server_beats_nccl, server_rivals_nccl
 from poseidon.planning.profile import Profile
 from poseidon.sim.media import LAB_PAYLOAD, transports_of
 from poseidon.sim.setting import Setting
@@ -20,8 +20,11 @@ SIMULATED = {
     "ddp-gloo": "ddp",
     "poseidon": "poseidon",
     "poseidon-distribute": "distribute",
+    "poseidon-distribute:update=server": "served",
 }
 """The benchmark's systems, and what simulates each."""
+CHOOSING = {"poseidon": ("ddp",), "poseidon-distribute": ("ddp", "poseidon")}
+"""Systems that choose among plans, and others whose plans are among them."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,25 @@ class Bench:
     """What forward computes in."""
     uses_cores: bool = False
     """Workers compute on the host's cores; false where a GPU computes, or computation is paced."""
+    tries: bool = False
+    """Poseidon's systems try several plans, among them those that take the other's routes, and keep the fastest."""
 
 
 def predict_ms(bench: Bench, system: str) -> float | None:
     """Return the predicted step time; None for a system that is not simulated, and on links without a rate."""
     if system not in SIMULATED or bench.rate_bits <= 0:
         return None
-    return simulate(make_bench_setting(bench, system)).step_s * 1e3
+    return min(simulate(setting).step_s for setting in _choices(bench, system)) * 1e3
+
+
+def _choices(bench: Bench, system: str) -> list[Setting]:
+    """Return the simulations among which the fastest counts: those of the plans that a system may keep."""
+    made = make_bench_setting(bench, system)
+    if not bench.tries or system not in CHOOSING:
+        return [made]
+    others = [make_bench_setting(bench, other) for other in CHOOSING[system]]
+    offered = [replace(one, offers_server=True) for one in (made, *others) if server_rivals_nccl(one.cluster)]
+    return [made, *others, *offered]
 
 
 def make_bench_setting(bench: Bench, system: str) -> Setting:
@@ -69,6 +84,8 @@ def make_bench_setting(bench: Bench, system: str) -> Setting:
         collectives=transports.collectives,
         messages=transports.messages,
         contention=transports.contention,
+        issue_s=bench.profile.issue_s or transports.issue_s,
+        sharing=bench.machines if bench.is_gpu else 1.0,
         payload=LAB_PAYLOAD,
         offers_server=not is_nccl or server_beats_nccl(cluster, simulated.overlaps_forward),
         compacts=bench.compacts,

@@ -20,6 +20,16 @@ message was measured with 67 MB on 4 machines at 1 Gbit/s (``benchmarks/results/
 MB), and delays the computation. In turn, a thread that a message wakes waits until the scheduler takes a core from a
 worker, so bytes are slower while workers compute: :data:`STALL_S_PER_BYTE`, fitted to ResNet-18 on 2, 4 and 6 machines
 that share 2 cores at 500 Mbit/s.
+
+Python runs one thread of a worker at a time, so what handles messages and what issues work to a device take turns:
+
+* A message takes :data:`HANDLING_S` at either end: half of the processor time per message above. Where a device
+  compacts it, which takes a dozen calls into PyTorch, it takes :data:`DEVICE_HANDLING_S`: fitted to ResNet-50,
+  ViT-B/16 and GPT-2 in bf16 on 8 machines at 10 Gbit/s, as is the next.
+* A device runs dry while the next forward waits for its weights. From then on a unit's forward takes at least as long
+  as the host needs to issue it: measured with the profile on a device, else :data:`ISSUE_S`.
+
+Compacting is work for the device, which workers may share: :data:`COMPACT_S` and so on, by ``benchmarks/compact.py``.
 """
 
 from __future__ import annotations
@@ -40,6 +50,12 @@ LEAST_HOST = 0.8
 fitted to 2 and 4 machines on 16 cores at 25 Gbit/s."""
 STALL_S_PER_BYTE = 4e-9
 """Additional time per byte while one worker computes on each core."""
+HANDLING_S, DEVICE_HANDLING_S = 0.07e-3, 0.3e-3
+"""Interpreter time of a message through the parameter server, at each end; of one that a device compacts."""
+ISSUE_S = 0.1e-3
+"""Interpreter time to issue one unit's forward to a device."""
+COMPACT_S, ADD_S, RESTORE_S = (ms / 1e3 / 2**23 for ms in (0.08, 0.12, 0.07))
+"""Device time to compact a value; to restore it, add it to the sum and compact that; to restore a sum. On an H200."""
 
 _CORNER = 3.0
 
@@ -59,6 +75,10 @@ class Medium:
     """Processor time for each byte a machine sends and another that it receives."""
     work_s_per_message: float = 0.0
     """The same for each message, where messages are small enough to matter."""
+    handling_s: float = 0.0
+    """Interpreter time of one message through the parameter server, at each end..."""
+    device_handling_s: float = 0.0
+    """... and of one that a device compacts."""
     stall_power: float = 1.0
     """How the additional time of a byte grows with the workers on each core that computes."""
     stall_s_per_byte: float = 0.0
@@ -89,6 +109,8 @@ class Medium:
             self,
             host_s_per_byte=self.host_s_per_byte * max(LEAST_HOST, shortage),
             message_s=self.message_s * max(1.0, shortage),
+            handling_s=self.handling_s * max(1.0, shortage),
+            device_handling_s=self.device_handling_s * max(1.0, shortage),
         )
 
     def crowded(self, cores_per_worker: float) -> Medium:
@@ -113,7 +135,8 @@ MEDIA = {
         Medium("ideal", 0.0, is_pipelined=True, has_trees=True),
         Medium("nccl", 0.52e-9, is_pipelined=True, has_trees=True),
         Medium("gloo", 0.22e-9, is_pipelined=False, work_s_per_byte=0.78e-9),
-        # Time per message, fitted to the recommender on 4 and 8 machines: its eight tables send little else.
+        # Time per message, fitted to the recommender on 4 and 8 machines at 25 Gbit/s: its tables send little else.
+        # Since then, as processor time: 0.32 ms (benchmarks/small_steps.py dlrm --width 0.02 --workers 4 --machines).
         Medium(
             "messages",
             0.58e-9,
@@ -121,7 +144,9 @@ MEDIA = {
             message_s=0.35e-3,
             work_s_per_byte=0.69e-9,
             work_s_per_message=0.143e-3,
-            stall_power=2.0,  # parts and sums: two messages one after the other
+            handling_s=HANDLING_S,
+            device_handling_s=DEVICE_HANDLING_S,
+            stall_power=1.25,  # parts and sums: two messages one after the other
         ),
     )
 }
@@ -134,6 +159,8 @@ class Transports:
     collectives: Medium
     messages: Medium
     contention: float
+    issue_s: float = 0.0
+    """Interpreter time to issue a unit's forward to a device; 0 where the host computes."""
 
 
 def transports_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> Transports:
@@ -141,7 +168,7 @@ def transports_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> Tra
     collectives = MEDIA["nccl" if is_nccl else "gloo"].on_cores(cores_per_worker)
     messages = MEDIA["messages"].on_cores(cores_per_worker)
     if not computes:
-        return Transports(collectives, messages, 0.0)
+        return Transports(collectives, messages, 0.0, ISSUE_S)
     contention = contention_on(cores_per_worker)
     return Transports(collectives.crowded(cores_per_worker), messages.crowded(cores_per_worker), contention)
 

@@ -23,6 +23,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "poseidon-2017": {"color": "tab:purple", "marker": "D"},
     "poseidon": {"color": "tab:red", "marker": "o", "linewidth": 2.2},
     "distribute": {"color": "tab:green", "marker": "*", "linewidth": 2.2},
+    "served": {"color": "tab:pink", "marker": "P", "linewidth": 2.2},
 }
 
 NAMES = {
@@ -35,6 +36,7 @@ NAMES = {
     "poseidon-2017": "Poseidon, 2017",
     "poseidon": "Poseidon",
     "distribute": "poseidon.distribute",
+    "served": "poseidon.distribute, server's step",
 }
 """Display names of the systems."""
 

@@ -12,6 +12,7 @@ from functools import partial
 from poseidon.planning.transfers import Leg, Transfer
 from poseidon.sim.agenda import Agenda
 from poseidon.sim.lanes import Freight, Lane
+from poseidon.sim.media import ADD_S, COMPACT_S, RESTORE_S
 from poseidon.sim.outcome import Outcome, Span
 from poseidon.sim.setting import Setting
 from poseidon.sim.workload import Workload, count_transfers, make_workload
@@ -23,6 +24,10 @@ def simulate(setting: Setting, keep_spans: bool = False, workload: Workload | No
     ``workload`` defaults to what the setting's system would send.
     """
     return _Run(setting, keep_spans, workload or make_workload(setting)).outcome()
+
+
+_FIRST = -1
+"""Priority of what the main thread does over messages."""
 
 
 class _Run:
@@ -39,6 +44,9 @@ class _Run:
         self._turns = ((step, number) for step in range(setting.steps) for number in collectives)
         """Collectives, in the order that all machines keep."""
         self._turn = next(self._turns, None)
+        self._calls = [0] * setting.steps
+        self._held: dict[int, list[_Journey]] = {}
+        """By step: transfers that wait for the optimizer's step."""
         self._users: dict[int, list[int]] = {}
         for number, transfer in enumerate(self.workload.transfers):
             for unit in self.awaited(transfer):
@@ -90,6 +98,21 @@ class _Run:
         self._turn = next(self._turns, None)
         self.try_collectives()
 
+    def stepped(self, step: int) -> None:
+        """Record that a machine has called the optimizer's step; the last one sets free what waits for all calls."""
+        self._calls[step] += 1
+        if self.has_stepped(step):
+            for journey in self._held.pop(step, []):
+                journey.send_leg()
+
+    def has_stepped(self, step: int) -> bool:
+        """Return whether all machines have called the optimizer's step."""
+        return self._calls[step] == len(self.machines)
+
+    def hold(self, journey: _Journey) -> None:
+        """Let a transfer's next leg wait for the optimizer's step."""
+        self._held.setdefault(journey.step, []).append(journey)
+
     def forget(self, journey: _Journey) -> None:
         """Drop a finished transfer."""
         del self._travelling[journey.step, journey.number]
@@ -109,6 +132,8 @@ class _Machine:
         self.out = Lane(run.agenda, piece, self._recorder("out") if record else None, self.work, self.is_computing)
         self.into = Lane(run.agenda, piece, is_crowded=self.is_computing)
         self.inside = Lane(run.agenda, float("inf"))
+        self.interpreter = Lane(run.agenda, float("inf"))
+        """What a worker does in Python: one thing at a time."""
         self._step = -1
         self._missing = count_transfers(run.workload.transfers, len(profile.units))
         self._absent: dict[int, list[int]] = {}
@@ -134,16 +159,31 @@ class _Machine:
             return
         unit = profile.forward_order[place]
         seconds = profile.units[unit].forward_s * self.factors[self._step]
+        issue_s = 0.0
         if run.setting.system.overlaps_forward and self._step > 0:
             if self._absent[self._step - 1][unit]:
                 self._blocked = lambda: self._forward(place)
                 return
             seconds += self._update_s(unit) + run.workload.rebuild_s[unit]
-        self._compute(profile.units[unit].unit.name, seconds, lambda: self._forward(place + 1), "forward")
+            # Where forward need not wait, the host is far ahead of the device.
+            issue_s = run.setting.issue_s
+        name = profile.units[unit].unit.name
+        if issue_s <= 0:
+            self._compute(name, seconds, lambda: self._forward(place + 1), "forward")
+            return
+        began_s = run.agenda.now
+
+        def issued() -> None:
+            left_s = max(0.0, began_s + seconds - run.agenda.now)
+            self._compute(name, left_s, lambda: self._forward(place + 1), "forward")
+
+        self.interpreter.submit(Freight("issue", 1.0, issue_s, issued, _FIRST))
 
     def _update_s(self, unit: int) -> float:
-        profile = self._run.setting.profile
-        return profile.update_s * profile.units[unit].unit.size_bytes / profile.size_bytes
+        setting, profile = self._run.setting, self._run.setting.profile
+        share = profile.units[unit].unit.size_bytes / profile.size_bytes
+        # The owners of the server's chunks step a part each.
+        return profile.update_s * share / (setting.cluster.workers if setting.system.dense == "served" else 1)
 
     # Backward.
 
@@ -169,6 +209,7 @@ class _Machine:
                 run.ready(self, self._step, unit)
         if run.setting.system.overlaps_forward:
             self.ends.append(run.agenda.now)
+            run.stepped(self._step)
             self.begin_step()
             return
         self._rebuilds = [unit for unit, seconds in enumerate(run.workload.rebuild_s) if seconds > 0]
@@ -226,6 +267,11 @@ class _Machine:
         """Use processor time for an exchange, which delays the computation under way if cores are short."""
         if self.is_computing():
             self._owed_s += seconds * self._run.setting.contention
+
+    def compact(self, values: float, s_per_value: float) -> None:
+        """Use the device for an exchange, which delays the computation under way; it may be shared."""
+        if self.is_computing():
+            self._owed_s += values * s_per_value * self._run.setting.sharing
 
     def message(self, seconds: float) -> None:
         """Handle direct messages, a time that accounts for the shortage of cores already."""
@@ -294,12 +340,40 @@ class _Journey:
         self._leg += 1
         if self._leg == len(self.transfer.legs):
             self._arrive()
-            return
+        elif self._leg == 1 and self.transfer.awaits_step and not self._run.has_stepped(self.step):
+            self._run.hold(self)
+        else:
+            self.send_leg()
+
+    def send_leg(self) -> None:
+        """Start the current leg on all machines."""
         self._open = 2 * len(self._run.machines)
         for machine in self._run.machines:
             self._send(machine, self.transfer.legs[self._leg])
 
+    @property
+    def _handling_s(self) -> float:
+        """Interpreter time of a leg's messages at one end."""
+        messages = self._run.setting.messages
+        return self.transfer.messages * (
+            messages.device_handling_s if self.transfer.is_compacted else messages.handling_s
+        )
+
+    def _handle(self, machine: _Machine, then: Callable[[], None]) -> None:
+        if self._handling_s <= 0:
+            then()
+        else:
+            machine.interpreter.submit(Freight("messages", 1.0, self._handling_s, then, self._priority))
+
+    def _compact(self, machine: _Machine, s_per_value: float) -> None:
+        if self.transfer.is_compacted:
+            machine.compact(self.transfer.staged_bytes / 4, s_per_value)
+
     def _send(self, machine: _Machine, leg: Leg) -> None:
+        self._compact(machine, COMPACT_S if self._leg == 0 else ADD_S)
+        self._handle(machine, lambda: self._put_on_wire(machine, leg))
+
+    def _put_on_wire(self, machine: _Machine, leg: Leg) -> None:
         out, into = leg.out_bytes, leg.out_bytes
         if leg.owner_bytes is not None:
             is_owner = machine.index == self.transfer.owner
@@ -332,11 +406,23 @@ class _Journey:
         self._open -= 1
         if self._open:
             return
-        self._run.agenda.after(self.transfer.hops * self._run.setting.latency_s, self._next_leg)
+        self._open = len(self._run.machines)
+        latency_s = self.transfer.hops * self._run.setting.latency_s
+        self._run.agenda.after(latency_s, self._receive)
+
+    def _receive(self) -> None:
+        for machine in self._run.machines:
+            self._handle(machine, self._received)
+
+    def _received(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._next_leg()
 
     def _arrive(self) -> None:
         self._run.forget(self)
         if self.transfer.is_collective:
             self._run.collective_over()
         for machine in self._run.machines:
+            self._compact(machine, RESTORE_S)
             self._inside(machine, partial(machine.arrived, self.step, self.transfer))

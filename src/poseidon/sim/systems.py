@@ -15,8 +15,9 @@ class System:
 
     name: str
     summary: str
-    dense: Literal["none", "allreduce", "sharded", "planned"] = "allreduce"
-    """How full gradients travel: by collectives, through a parameter server, or as the planner decides."""
+    dense: Literal["none", "allreduce", "sharded", "served", "planned"] = "allreduce"
+    """How full gradients travel: by collectives, through a parameter server, which may take the optimizer's step, or as
+    the planner decides."""
     special: Literal["none", "planned", "factor-push"] = "none"
     """Linear and embedding units: as full gradients, as the planner decides, or factors up and the matrix down."""
     is_wait_free: bool = True
@@ -64,6 +65,12 @@ SYSTEMS = {
             special="planned",
             overlaps_forward=True,
             bucket_bytes=limit_collective(None, defers=True),
+        ),
+        System(
+            "served",
+            'poseidon.distribute(update="server"): owners of chunks step the optimizer and send weights',
+            dense="served",
+            overlaps_forward=True,
         ),
     )
 }

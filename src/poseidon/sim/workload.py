@@ -14,6 +14,8 @@ from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions, Transfer
 from poseidon.routes import standard_routes
+from poseidon.routes.bits import is_rounded
+from poseidon.routes.catalogue import served_routes
 from poseidon.sim.adam import FactorPush, pays_pushed
 from poseidon.sim.setting import Setting
 
@@ -42,12 +44,7 @@ class Workload:
 def make_workload(setting: Setting) -> Workload:
     """Plan with the real planner, pack with the real schedule, and turn its items into transfers."""
     profile, cluster, system = setting.profile, setting.cluster, setting.system
-    routes = standard_routes(
-        offers_server=setting.offers_server and system.dense == "planned",
-        gathers_factors=setting.uses_gathers,
-        combines_first=cluster.workers_per_machine > 1,
-        chunk_bytes=setting.least_chunk_bytes,
-    )
+    routes = _routes(setting)
     overrides = setting.overrides if system.special == "planned" else {}
     plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)
     count = len(plan.entries)
@@ -59,16 +56,40 @@ def make_workload(setting: Setting) -> Workload:
     return plan_workload(setting, plan, route_of, routes, packing)
 
 
+def _routes(setting: Setting) -> Routes:
+    """Return the routes among which the system's planner chooses."""
+    system = setting.system
+    if system.dense == "served":
+        return served_routes(setting.least_chunk_bytes)
+    return standard_routes(
+        offers_server=setting.offers_server and system.dense == "planned",
+        gathers_factors=setting.uses_gathers,
+        combines_first=setting.cluster.workers_per_machine > 1,
+        chunk_bytes=setting.least_chunk_bytes,
+    )
+
+
 def plan_workload(setting: Setting, plan: Plan, route_of: Sequence[str], routes: Routes, packing: Packing) -> Workload:
     """Return the transfers of a plan whose units take these routes."""
     profile, system = setting.profile, setting.system
-    schedule = make_schedule(Model.of(profile.specs), route_of, profile.ready_order, routes, packing, profile.loads)
+    schedule = make_schedule(_model(setting), route_of, profile.ready_order, routes, packing, profile.loads)
     transfers = _transfers(setting, schedule, routes)
     if system.overlaps_forward:
         place = {unit: at for at, unit in enumerate(profile.ready_order)}
         transfers = _by_need(setting, transfers, place)
     device_s = [_device_s(entry, routes[name]) for entry, name in zip(plan.entries, route_of, strict=True)]
     return Workload(plan, tuple(transfers), tuple(s for s, _ in device_s), tuple(s for _, s in device_s))
+
+
+def _model(setting: Setting) -> Model:
+    """Return the model; weights that the server sends rounded travel apart from the others."""
+    specs = setting.profile.specs
+    if setting.system.dense != "served":
+        return Model.of(specs)
+    kinds = [
+        (parameter.itemsize, is_rounded(unit, setting.precision)) for unit in specs for parameter in unit.parameters
+    ]
+    return Model.of(specs, kinds)
 
 
 @dataclass(frozen=True)
@@ -93,6 +114,8 @@ class _Packing(Packing):
 def _route(setting: Setting, entry: PlanEntry, routes: Routes) -> str:
     """Return the route by which a system sends a unit, given the planner's decision."""
     system = setting.system
+    if system.dense == "served":
+        return entry.route
     is_short = routes[entry.route].delivers != "gradients"
     if system.special == "planned" and is_short:
         return entry.route
@@ -111,6 +134,8 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         wire_share=setting.wire_share,
         compacts=setting.compacts,
         precision=setting.precision,
+        loads=setting.profile.loads,
+        sent_bits=setting.sent_bits,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
     )
     sizes: Counter[str] = Counter()

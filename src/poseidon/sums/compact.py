@@ -73,6 +73,8 @@ _BITS = {"float32": 28.3, "bf16": 12.3, "fp16": 16.3}
 """Of a gradient's value, by what it was computed in."""
 _SUM_BITS = {"bf16": (15.4, 1.5), "fp16": (18.6, 1.4)}
 """Of a sum: bits, and more of them each time the number of workers doubles."""
+EMPTY_BITS = 8 * ENTRY_BYTES / GROUP
+"""Of a value in a group of zeros, which is only an entry in the directory."""
 FEWEST_COMPACTED = 4096
 """Shorter chunks travel plain."""
 SMALLEST_COMPACTED = 1 << 21

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from poseidon.errors import ServerError
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.slots import Slot
+from poseidon.wire.formats import Array
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.transport import Transport
 
@@ -33,6 +34,8 @@ class Ask(IntEnum):
     """Its weights as the optimizer left them."""
     STATE = 2
     """The optimizer's state."""
+    ROWS = 3
+    """Rows of a table, as the optimizer left them; the request says which (``touched.py``)."""
 
 
 class Answer(NamedTuple):
@@ -52,8 +55,8 @@ Reply = Callable[[Answer], None]
 class Keeper(Protocol):
     """What keeps the chunks of one slot."""
 
-    def ask(self, chunk: Chunk, what: Ask, version: int, reply: Reply) -> None:
-        """Call ``reply`` once ``version`` is there, perhaps on another thread."""
+    def ask(self, chunk: Chunk, what: Ask, version: int, reply: Reply, details: memoryview) -> None:
+        """Call ``reply`` once ``version`` is there, perhaps on another thread; ``details`` say which rows."""
 
 
 class FetchDesk:
@@ -75,7 +78,7 @@ class FetchDesk:
         """Answer for these slots instead of earlier ones."""
         self._keepers = {slot.number: (slot, keeper) for slot, keeper in slots}
 
-    def fetch(self, chunk: Chunk, what: Ask, version: int) -> Future[Answer]:
+    def fetch(self, chunk: Chunk, what: Ask, version: int, details: Array | None = None) -> Future[Answer]:
         """Ask the owner of a chunk. The payload stays valid as long as it is referenced."""
         future: Future[Answer] = Future()
         with self._lock:
@@ -85,8 +88,9 @@ class FetchDesk:
             key = (chunk.slot, chunk.index, what)
             assert key not in self._asked, f"{what.name} of {chunk} was asked for twice"
             self._asked[key] = future
-        header = Header(Kind.FETCH, self._transport.rank, chunk.slot, chunk.index, version, 0, what)
-        self._transport.send(chunk.owner, header, priority=FETCH_PRIORITY)
+        length = 0 if details is None else details.nbytes
+        header = Header(Kind.FETCH, self._transport.rank, chunk.slot, chunk.index, version, length, what)
+        self._transport.send(chunk.owner, header, details, priority=FETCH_PRIORITY)
         return future
 
     def fail(self, error: BaseException) -> None:
@@ -113,7 +117,7 @@ class FetchDesk:
             self._present.discard(rank)
             self._lock.notify_all()
 
-    def _receive_fetch(self, header: Header, _: memoryview) -> None:
+    def _receive_fetch(self, header: Header, details: memoryview) -> None:
         slot, keeper = self._keepers.get(header.subject, (None, None))
         mine = (
             {} if slot is None else {chunk.index: chunk for chunk in slot.chunks if chunk.owner == self._transport.rank}
@@ -134,7 +138,7 @@ class FetchDesk:
             )
             self._transport.send(header.sender, back, answer.payload, priority=FETCH_PRIORITY)
 
-        keeper.ask(chunk, Ask(header.detail), header.clock, reply)
+        keeper.ask(chunk, Ask(header.detail), header.clock, reply, details)
 
     def _receive_fetched(self, header: Header, payload: memoryview) -> None:
         with self._lock:

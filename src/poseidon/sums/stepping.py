@@ -35,6 +35,9 @@ REFRESHED = 64
 unlike the others, does not stay apart."""
 
 
+_VALUES = (Ask.WEIGHTS, Ask.ROWS)
+
+
 class Stepper(Protocol):
     """Keeps weights and optimizer state of the chunks owned here. One chunk is used by one thread at a time."""
 
@@ -55,6 +58,9 @@ class Stepper(Protocol):
 
     def exact(self, chunk: Chunk) -> memoryview:
         """Return the exact weights."""
+
+    def rows_of(self, chunk: Chunk, details: memoryview, earlier: Tensor | None) -> memoryview:
+        """Return rows of the exact weights, or of ``earlier`` ones; bits that lie in other chunks are zero."""
 
     def state_of(self, chunk: Chunk) -> memoryview:
         """Return the optimizer's state."""
@@ -142,7 +148,7 @@ class StepAdder:
         self._kept: dict[int, Tensor] = {}
         """The mean of each chunk's last sum."""
         self._waiting: dict[int, _Waiting] = {}
-        self._asks: list[tuple[Chunk, Ask, int, Reply]] = []
+        self._asks: list[tuple[Chunk, Ask, int, Reply, memoryview]] = []
         self._sent_rounded: set[int] = set()
         """Chunks whose weights were rounded the last time."""
         self._looked: dict[int, set[int]] = {}
@@ -176,20 +182,20 @@ class StepAdder:
 
     # What other workers ask.
 
-    def ask(self, chunk: Chunk, what: Ask, version: int, reply: Reply) -> None:
+    def ask(self, chunk: Chunk, what: Ask, version: int, reply: Reply, details: memoryview) -> None:
         """Answer now, or when ``version`` is there."""
         with self._lock:
             have = (self._summed if what is Ask.MEAN else self._stepped)[chunk.index]
             if have < version:
-                self._asks.append((chunk, what, version, reply))
+                self._asks.append((chunk, what, version, reply, details))
                 return
             # Between backward() and step() the asker may be one behind.
-            is_kept = what is Ask.STATE or (what is Ask.WEIGHTS and self._earlier.get(chunk.index) is not None)
+            is_kept = what is Ask.STATE or (what in _VALUES and self._earlier.get(chunk.index) is not None)
             if have > version + is_kept:
                 raise ServerError(f"version {version} of {chunk} was asked for ({what.name}), but it has {have}")
-        reply(self._answer(chunk, what, version))
+        reply(self._answer(chunk, what, version, details))
 
-    def _answer(self, chunk: Chunk, what: Ask, version: int) -> Answer:
+    def _answer(self, chunk: Chunk, what: Ask, version: int, details: memoryview) -> Answer:
         if what is Ask.MEAN:
             return Answer(self._means.payload(chunk, self._kept[chunk.index]))
         # Under the lock the next step cannot begin to change what is copied here.
@@ -197,6 +203,10 @@ class StepAdder:
             is_past = self._begun[chunk.index] > version
             if what is Ask.STATE:
                 return Answer(memoryview(b""), is_past=True) if is_past else Answer(self._stepper.state_of(chunk))
+            if what is Ask.ROWS:
+                with self._thread.lane() if is_past else contextlib.nullcontext():
+                    earlier = self._earlier[chunk.index] if is_past else None
+                    return Answer(self._stepper.rows_of(chunk, details, earlier))
             # Rounding saves nothing where somebody looks at the exact weights step after step.
             looked = self._looked.setdefault(chunk.index, set())
             looked.add(version)
@@ -215,8 +225,8 @@ class StepAdder:
         with self._lock:
             mine = [each for each in self._asks if each[0] is chunk and each[1] in kinds and each[2] == version]
             self._asks = [each for each in self._asks if each not in mine]
-        for _, what, _, reply in mine:
-            reply(self._answer(chunk, what, version))
+        for _, what, _, reply, details in mine:
+            reply(self._answer(chunk, what, version, details))
 
     # The adder.
 
@@ -317,7 +327,7 @@ class StepAdder:
         with self._lock:
             self._stepped[chunk.index] = version
         waiting.then()
-        self._answer_asks(chunk, [Ask.WEIGHTS, Ask.STATE], version)
+        self._answer_asks(chunk, [*_VALUES, Ask.STATE], version)
 
     def _change(self, chunk: Chunk, version: int, is_change: bool) -> WeightChange | None:
         """Return what the next weights change from; None if they must travel as they are."""

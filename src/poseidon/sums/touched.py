@@ -37,10 +37,29 @@ class TouchedRows:
 
     def in_chunk(self, chunk: Chunk) -> Array:
         """Return the rows of a chunk as they travel; their numbers count from its first row."""
-        span = _span(chunk, self.values.shape[1])
-        first, last = np.searchsorted(self.numbers, (span.start, span.stop))
-        numbers, values = self.numbers[first:last] - span.start, self.values[first:last]
-        return np.concatenate([numbers.view(np.uint8), values.reshape(-1).view(np.uint8)])
+        where, numbers = rows_in_chunk(self.numbers, chunk, self.values.shape[1])
+        return np.concatenate([numbers.view(np.uint8), self.values[where].reshape(-1).view(np.uint8)])
+
+
+def rows_in_chunk(numbers: Array, chunk: Chunk, width: int) -> tuple[slice, Array]:
+    """Return which of ``numbers``, ascending, have values in a chunk, and those, counted from its first row."""
+    span = _span(chunk, width)
+    first, last = np.searchsorted(numbers, (span.start, span.stop))
+    return slice(first, last), numbers[first:last] - span.start
+
+
+def read_numbers(details: memoryview, chunk: Chunk, width: int) -> Array:
+    """Return the row numbers in a request, counted from the chunk's first row; raise ``ServerError`` for others."""
+    numbers, rows = np.frombuffer(details, _NUMBER), len(_span(chunk, width))
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= rows):
+        raise ServerError(f"rows {numbers[:8].tolist()} of {chunk} were asked for; it has {rows}")
+    return numbers
+
+
+def chunk_span(chunk: Chunk, width: int) -> tuple[int, int]:
+    """Return how many rows a chunk has values of, and how many values of the first lie before it."""
+    span = _span(chunk, width)
+    return len(span), chunk.start - span.start * width
 
 
 def check_size(header: Header, chunk: Chunk, width: int) -> None:

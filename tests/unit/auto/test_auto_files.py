@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from poseidon import files
 from poseidon.auto.files import Overlay
 from poseidon.following.patches import Patches
 
@@ -73,6 +74,18 @@ def test_folders_copies_renames_and_removals(place: Path) -> None:
         os.remove("data/old.txt")
     with pytest.raises(FileNotFoundError), open("missing/file", "w"):
         pass
+
+
+def test_files_that_are_replaced_whole_go_to_scratch(place: Path) -> None:
+    for path in ("data/old.txt", "new.txt", "made/new.txt"):
+        Path("made").mkdir(exist_ok=True)
+        files.write_text(path, "new", "file")
+        files.write_text(path, "newer", "file")
+        assert Path(path).read_text() == "newer"
+    with files.replacing_folder("database", "database") as folder:
+        (folder / "data").write_text("new")
+    assert sorted(path.name for path in Path().iterdir()) == ["data", "database", "made", "new.txt"]
+    assert os.listdir("database") == ["data"]
 
 
 def test_a_log_goes_to_scratch(place: Path) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
 from poseidon.launch.hosts import Host, parse_cluster, parse_hostfile, parse_hosts, read_cluster_file, read_hostfile
+from poseidon.launch.link import AgentLink
+from poseidon.launch.ssh import SshSettings
 
 
 def test_names_on_the_command_line_may_carry_workers_and_users() -> None:
@@ -189,3 +191,28 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not text"):
         read_hostfile(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ({"env": {"A\0": "1"}}, r"the name of a variable is 'A\\x00', expected a text without zero bytes"),
+        ({"env": {"A=B": "1"}}, "'A=B' is not the name of a variable"),
+        ({"env": {"": "1"}}, "'' is not the name of a variable"),
+        ({"env": {"A": "x\0"}}, r"env: A is 'x\\x00', expected a text"),
+        ({"env": {"A": "\ud800"}}, "broken characters"),
+        ({"directory": "/tmp\0"}, "directory is '/tmp"),
+        ({"slots": 20_000_000}, "slots is 20000000, expected 1 to 1024"),
+        ({"slots": -1}, "slots is -1"),
+    ],
+)
+def test_hosts_that_no_process_could_be_started_on_are_refused(entry, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        parse_cluster({"hosts": [{"name": "a", **entry}]})
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a: the interpreter '/no/python' cannot be started \(No such file.*--python"
+    ):
+        AgentLink(0, Host("a", python="/no/python"), True, "/", SshSettings())

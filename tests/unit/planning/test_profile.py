@@ -61,6 +61,20 @@ def test_measuring_changes_no_weight():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_under_autocast_gradients_are_ready_one_after_the_other():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    gradients = []
+    for number, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: gradients.append(number))
+        layer.register_full_backward_pre_hook(lambda *_, number=number: gradients.append(-number))
+    around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    inputs = torch.randn(16, 64, requires_grad=True)
+    profile = profile_model(model, inputs, name="m", batch=16, around=around)
+    last = gradients[-16:]
+    assert last == [each for number in reversed(range(8)) for each in (-number, number)]
+    assert all(one.load == Load(16, 2) for one in profile.units)
+
+
 def test_a_file_holds_all_of_it(measured, tmp_path):
     profile, _ = measured
     profile.save(tmp_path / "p.json")

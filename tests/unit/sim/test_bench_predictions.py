@@ -1,13 +1,15 @@
 import json
+from dataclasses import replace
 
 import pytest
-from sim_settings import small
+from sim_settings import dense, profile, small
 
 from poseidon.lab.bench import RankEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.results import cells_from_json, cells_to_json, format_table
 from poseidon.lab.spec import make_spec
+from poseidon.sim.cells import Bench, predict_ms
 
 WORKER = WorkerSettings("lenet", ("linear", "ddp", "ddp-powersgd"), 8, 5, 2, 2, 1, "cpu")
 
@@ -35,6 +37,7 @@ def test_predictions_stand_beside_measurements_and_survive_a_file():
     assert predicted["ddp-powersgd"] is None
     (again,) = cells_from_json(json.loads(json.dumps(cells_to_json([cell]))))
     assert again == cell
+    assert again.profile == small()
     assert f"{predicted['ddp']:.1f}" in format_table(cell)
 
 
@@ -48,3 +51,13 @@ def test_files_from_before_predictions_can_be_read():
     del plain["systems"]["linear"]["predicted_ms"]
     (cell,) = cells_from_json([plain])
     assert cell.systems["linear"].predicted_ms is None
+
+
+def test_where_plans_are_tried_the_fastest_is_predicted():
+    halves = profile(*(dense(f"conv{number}", 8 << 20) for number in range(4)))
+    bench = Bench(halves, 0.1, 8, 10e9, True, 16, 1e13, compacts=True, precision="bf16")
+    tried = replace(bench, tries=True)
+    # Without trials the wrapper leaves gradients to NCCL.
+    assert predict_ms(tried, "poseidon") < 0.8 * predict_ms(bench, "poseidon")
+    assert predict_ms(tried, "poseidon-distribute") <= predict_ms(tried, "poseidon")
+    assert predict_ms(tried, "ddp") == predict_ms(bench, "ddp")

@@ -10,11 +10,13 @@ from sim_settings import dense, linear, profile, setting, small
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
+from poseidon.planning.profile import UnitProfile
 from poseidon.sim.media import LAB_PAYLOAD, MEDIA, find_medium
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS, find_system
 from poseidon.sim.workload import make_workload
+from poseidon.units import Load, ParameterSpec, Unit
 
 EXCHANGING = [name for name in SYSTEMS if name != "linear"]
 
@@ -150,7 +152,7 @@ def test_more_bandwidth_is_never_slower(given_profile, machines, system, gbit, f
         simulate(setting(given_profile, machines, rate, system, overrides={})) for rate in (gbit, gbit * factor)
     )
     if slow.plan.routes == fast.plan.routes:
-        room = 4 * 2**20 * 8 / (gbit * 1e9) if system == "distribute" else 1e-9
+        room = 4 * 2**20 * 8 / (gbit * 1e9) if system in ("distribute", "served") else 1e-9
         assert fast.step_s <= slow.step_s + room
 
 
@@ -163,7 +165,8 @@ def test_lower_bounds_hold(given_profile, machines, system, gbit):
         max(one.backward_s - saved, one.backward_s / 2)
         for one, saved in zip(given_profile.units, workload.saved_s, strict=True)
     )
-    compute_s = given_profile.forward_s + backward_s + sum(workload.rebuild_s) + given_profile.update_s
+    update_s = given_profile.update_s / (machines if system == "served" else 1)
+    compute_s = given_profile.forward_s + backward_s + sum(workload.rebuild_s) + update_s
     assert outcome.step_s >= compute_s - 1e-9
     assert outcome.step_s >= outcome.busy_s - 1e-9
     assert outcome.step_s <= compute_s + 10 * outcome.busy_s + 1e-6
@@ -276,3 +279,16 @@ def test_bf16_halves_the_bytes_of_whole_gradients_only():
 
 def test_gpu_transport_is_the_default():
     assert Setting(small(), Cluster(2), find_system("ddp")).collectives == MEDIA["nccl"]
+
+
+def _tied(route: str, gbit: float) -> float:
+    words = Unit("words", "tied", (ParameterSpec("words.weight", (10_000, 500), 4),))
+    given = profile(UnitProfile(words, Load(256, 4, 200), 0.001, 0.001), *(dense(f"l{i}", 1000) for i in range(3)))
+    routes = {"words": route, "*": "sharded"}
+    return simulate(setting(given, gbit=gbit, system="distribute", offers_server=True, overrides=routes)).step_s
+
+
+def test_only_rows_and_sums_of_a_split_table_are_left_after_backward() -> None:
+    # Each of four machines sends 15 of 20 MB of parts.
+    parts_s, rows_s = 15e6 * 8 / 10e9, 200 * 2008 * 0.75 * 8 / 10e9
+    assert _tied("sharded", 10) - _tied("split", 10) == pytest.approx(parts_s - rows_s, rel=0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from poseidon.sums.means import DeviceMeans, HostMeans, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
 from poseidon.sums.stepping import StepAdder, StepThread
+from poseidon.sums.touched import TouchedRows, rows_in_chunk
 from poseidon.wire.formats import find_format
 from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
 from sum_team import CHUNK_VALUES, KINDS, Immediately
@@ -50,12 +52,21 @@ class StepWorker:
     """One rank: its model, what it owns, and its server."""
 
     def __init__(self, transport: MemoryTransport, kind: str, slot: Slot, is_rounded: bool = False) -> None:
-        rank, size = transport.rank, transport.size
+        rank = transport.rank
         self.slot = slot
         generator = torch.Generator().manual_seed(1)
         self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         self.item: Any = SimpleNamespace(parameters=self.parameters)
         self.shard = Shard([(self.item, slot)], rank, set(self.parameters) if is_rounded else set())
+        self.server = SumServer(transport)
+        self.desk = FetchDesk(transport)
+        self.kind = kind
+        self.book()
+        self.flat = torch.empty(0)
+
+    def book(self) -> None:
+        """Take over the slot as it is now."""
+        rank, size, slot, kind = self.server._rank, self.server._transport.size, self.slot, self.kind
         inner: Adder
         means: MeanMaker
         if kind == "host":
@@ -65,12 +76,8 @@ class StepWorker:
             inner = DeviceAdder(slot, rank, size, DeviceArithmetic(HostCompactor(), Immediately))
             means = DeviceMeans(inner, torch.float32, size, contextlib.nullcontext)
         self.adder = StepAdder(inner, slot, rank, means, self.shard, AtOnce())
-        self.server = SumServer(transport)
-        self.desk = FetchDesk(transport)
         self.server.book([(slot, self.adder)])
         self.desk.book([(slot, self.adder)])
-        self.flat = torch.empty(0)
-        self.kind = kind
 
     def start(self, gradient: Tensor, version: int) -> Any:
         self.flat = gradient.clone()
@@ -409,3 +416,53 @@ def test_chunks_end_at_aligned_places_of_parameters(seed: int) -> None:
         before = max(start for start in starts if start <= chunk.stop)
         assert (chunk.stop - before) % ALIGNMENT == 0
     assert position == sum(sizes)
+
+
+def test_rows_of_a_table_come_exactly_from_all_chunks_in_which_they_lie() -> None:
+    table = nn.Parameter(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)))
+    with torch.no_grad():
+        table[3] = -0.0
+    (slot,) = make_slots(0, [1200], [4], 3, 4 * 97)  # chunks end in the middle of rows
+    item: Any = SimpleNamespace(parameters=[table])
+    shards = [Shard([(item, slot)], rank, {table}) for rank in range(3)]
+    wanted = np.array([0, 3, 4, 9, 38, 39])
+    bits, earlier = np.zeros((6, 30), np.int32), np.zeros((6, 30), np.int32)
+    for chunk in slot.chunks:
+        where, numbers = rows_in_chunk(wanted, chunk, 30)
+        shard = shards[chunk.owner]
+        bits[where] |= np.frombuffer(shard.rows_of(chunk, numbers.data, None), np.int32).reshape(-1, 30)
+        before = table.detach().view(-1)[chunk.start : chunk.stop] * 2
+        earlier[where] |= np.frombuffer(shard.rows_of(chunk, numbers.data, before), np.int32).reshape(-1, 30)
+        with pytest.raises(ServerError, match=r"rows \[9\d\] of chunk \d+ .* were asked for; it has [345]"):
+            shard.rows_of(chunk, np.array([90 + chunk.index % 10]).data, None)
+    expected = table.detach()[torch.from_numpy(wanted)]
+    assert np.array_equal(bits, expected.view(torch.int32).numpy())
+    assert np.array_equal(earlier, (expected * 2).view(torch.int32).numpy())
+
+
+@both
+def test_the_step_waits_for_touched_rows_and_uses_them(kind: str) -> None:
+    team, network = _team(kind, 3, seed=4)
+    for worker in team:
+        worker.slot = replace(worker.slot, width=10)
+        worker.book()
+    touched = np.array([0, 7, 11])
+    values = np.random.default_rng(1).standard_normal((3, 10)).astype(np.float32)
+    for rank, worker in enumerate(team):
+        worker.start(_gradient(rank, 0), 1)
+        worker.order(1)
+    network.pump()
+    assert not any(worker.future.done() for worker in team)
+    for worker in team:
+        worker.server.send_touched(worker.slot, 1, TouchedRows(touched, values))
+    network.pump()
+    rows = torch.zeros(SIZE)
+    for _ in team:
+        rows[: 12 * 10].view(12, 10)[torch.from_numpy(touched)] += torch.from_numpy(values)
+    mean = (_gradient(0, 0) + _gradient(1, 0) + _gradient(2, 0) + rows) / 3
+    reference = Reference(3)
+    parts = mean.split([parameter.numel() for parameter in reference.parameters])
+    for parameter, part in zip(reference.parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    reference.optimizer.step()
+    assert all(torch.equal(worker.take(), reference.flat) for worker in team)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from poseidon import files
 from poseidon.caffe.extras import require
 from poseidon.errors import ConfigError
 
@@ -27,10 +27,7 @@ def read_image(path: str | os.PathLike[str], mode: Mode = "color", height: int =
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Return the content of an image file."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read image {path}: {error.strerror}") from None
+    return files.read_bytes(path, "image")
 
 
 def decode_image(content: bytes, mode: Mode = "color", origin: str = "<image>") -> Image:
@@ -45,7 +42,7 @@ def decode_image(content: bytes, mode: Mode = "color", origin: str = "<image>") 
             if mode != "native":
                 picture = require("PIL.ImageOps").exif_transpose(picture)
             return _to_array(picture, mode)
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # Pillow's readers of damaged files raise whatever they stumble over
         reason = "of no known kind" if isinstance(error, pil.UnidentifiedImageError) else error
         raise ConfigError(f"{origin}: cannot be decoded as an image ({reason}); truncated or damaged?") from None
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
 
 from poseidon import files
 from poseidon.caffe.schema import Message
@@ -17,6 +18,8 @@ from poseidon.errors import ConfigError
 
 M = TypeVar("M", bound=Message)
 
+_NUMBERS_ONLY = "BlobProto"
+"""Not looked into for texts: it has none, and many numbers."""
 _NO_FIELD = re.compile(r'Message type "caffe\.(?P<message>[\w.]+)" has no field named "(?P<field>[^"]+)"')
 _NO_VALUE = re.compile(r'Enum type "caffe\.(?P<enum>[\w.]+)" has no value (?:named|with number) "?(?P<value>[^".]+)')
 
@@ -62,7 +65,22 @@ def parse_binary(content: bytes, kind: type[M], origin: str = "<bytes>") -> M:
             f"{origin}: not a complete binary {kind.DESCRIPTOR.name} ({len(content)} bytes); "
             "the file is truncated, damaged or of another kind"
         ) from None
+    _check_texts(result, origin)
     return result
+
+
+def _check_texts(proto: Message, origin: str) -> None:
+    """Refuse names that are not UTF-8: protobuf hands them over as bytes, which nobody expects."""
+    if proto.DESCRIPTOR.name == _NUMBERS_ONLY:
+        return
+    for field, value in proto.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for each in [value] if isinstance(value, ProtoMessage) else value:
+                _check_texts(each, origin)
+        elif field.type == field.TYPE_STRING:
+            for each in [value] if isinstance(value, str | bytes) else value:
+                if not isinstance(each, str):
+                    raise ConfigError(f"{origin}: {field.name} is {each!r}, expected text (UTF-8); the file is damaged")
 
 
 def write_binary(path: str | os.PathLike[str], proto: Message) -> None:
