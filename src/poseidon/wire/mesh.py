@@ -149,15 +149,16 @@ class _Peer:
         self._connection.close()
 
     def send(self, data: bytes) -> None:
-        # A connection that has ended is reported by whoever waits for the answer. An encrypted one cannot be read and
-        # written by two threads at a time.
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:  # an encrypted connection cannot be read and written by two threads at a time
             try:
-                is_whole = self._connection.send(data) == len(data)
+                if self._connection.send(data) == len(data):
+                    return
             except (BlockingIOError, ssl.SSLWantWriteError):
-                is_whole = False
-            if not is_whole:
-                # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
+                pass
+            except OSError:  # a connection that has ended is reported by whoever waits for the answer
+                return
+            # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
+            with contextlib.suppress(OSError):
                 shut(self._connection)
 
     def receive(self, number: int, deadline: float) -> list[int]:
