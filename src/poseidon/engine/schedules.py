@@ -27,10 +27,10 @@ from poseidon.planning.ordering import order_by_need
 from poseidon.planning.planner import Plan, server_rivals_nccl
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
-from poseidon.planning.transfers import Conditions
+from poseidon.planning.transfers import Conditions, SentBits
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
-from poseidon.routes.catalogue import COLLECTIVES, served_routes, standard_routes
+from poseidon.routes.catalogue import COLLECTIVES, ShardedRoute, served_routes, standard_routes
 from poseidon.sim.ranking import observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
@@ -352,7 +352,9 @@ class Schedules:
         ready_s = {number: max(times) / 1e6 for number, times in enumerate(zip(*everybody, strict=True))}
         is_ranked = self._choosing.needs_times
         if is_ranked:
-            self._choosing.rank(observed_profile(schedule, ready_s, self._planning.loads, self._order))
+            server = self._exchangers.get(ShardedRoute.name)
+            sent_bits = SentBits() if server is None else server.sent_bits()
+            self._choosing.rank(observed_profile(schedule, ready_s, self._planning.loads, self._order), sent_bits)
         queue = schedule.queues.get(COLLECTIVES, ())
         if queue and self._packing.defers:
             order = order_by_need([ready_s[number] for number in queue], self._wire_s(stopwatch, schedule, queue))

@@ -160,6 +160,9 @@ class ShardedRoute(Route):
             owners = self.owners(conditions.cluster)
             bits = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
             part, total = bits[0] / 32, bits[1] / 32
+        seen = conditions.sent_bits.compacted if is_compacted else conditions.sent_bits.plain
+        if seen is not None and item.itemsize == 4 and conditions.wire_share == 1:
+            part, total = seen[0] / 32, seen[1] / 32
         return part, self._weight_share(item, is_compacted, conditions) if self.awaits_step else total
 
     def _weight_share(self, item: Item, is_compacted: bool, conditions: Conditions) -> float:
@@ -402,13 +405,14 @@ class SplitRoute(ShardedRoute):
         return part, super()._shares(item, is_compacted, conditions)[1]
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Send the head's parts early; at the end the rows, and sums back."""
+        """Send the head's parts early; at the end the rows, and sums back, or weights and the rows to look up."""
         rounds = super().transfers(item, conditions)
         machines = conditions.cluster.machines
         touched = 0.0 if item.load is None else touched_bytes(item.specs[0], item.load)
         rows = Leg(touched * (machines - 1) / machines / max(len(rounds), 1))
         early = [replace(one, name=f"{one.name} head", legs=one.legs[:1], is_early=True) for one in rounds]
-        return early + [replace(one, legs=(rows, *one.legs[1:])) for one in rounds]
+        fetched = rows.out_bytes if self.awaits_step and conditions.precision == "bf16" else 0.0
+        return early + [replace(one, legs=(rows, Leg(one.legs[1].out_bytes + fetched))) for one in rounds]
 
 
 _ADDED: list[Route] = []

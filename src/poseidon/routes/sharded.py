@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from poseidon.planning.transfers import SentBits
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.levels import Levels, LevelsExchange, open_level_board
 from poseidon.routes.split import RowSender, SplitExchange, row_width
@@ -129,6 +130,10 @@ class ShardedExchanger(Exchanger):
         if self._stager is not None:
             return self._stager.start(flat, slot.number, between.start, self._team, name)
         return HostExchange(self._team, between.start(flat), name)
+
+    def sent_bits(self) -> SentBits:
+        """Return what the server has counted."""
+        return self._server.tally.bits()
 
     def close(self) -> None:
         """Stop the threads and close the connections."""

@@ -49,9 +49,10 @@ class RowSender:
             rows = TouchedRows(numbers.numpy(), values.contiguous().numpy())
             self._server.send_touched(slot, step, rows)
             return
-        held = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (numbers, values)]
-        for host, each in zip(held, (numbers, values), strict=True):
-            host.copy_(each, non_blocking=True)
+        held = []
+        for each in (numbers, values):
+            held.append(torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True))
+            held[-1].copy_(each, non_blocking=True)
         rows = TouchedRows(held[0].numpy(), held[1].numpy())
         if self._waiter is None:
             self._waiter = Waiter("poseidon-rows")

@@ -27,6 +27,7 @@ from poseidon.sums.encodings import Encoding, Payload
 from poseidon.sums.ledger import SlotLedger
 from poseidon.sums.messages import make_header, wrong_content, wrong_size
 from poseidon.sums.slots import Slot
+from poseidon.sums.tally import Tally
 from poseidon.sums.touched import TouchedRows, add_up, check_size, read_rows
 from poseidon.sums.turns import PartRoll, in_turn
 from poseidon.wire.message import Header, Kind
@@ -50,6 +51,7 @@ class SumServer:
         self._retiring: set[int] = set()
         """Slots of an earlier plan that have not landed."""
         self._failure: BaseException | None = None
+        self.tally = Tally()
         transport.listen(Kind.PART, self._receive_part, self._place_part)
         transport.listen(Kind.SUM, self._receive_sum, self._place_sum)
         transport.listen(Kind.TOUCHED, self._receive_touched, self._check_touched)
@@ -130,6 +132,7 @@ class SumServer:
                 self._enter(ledger, roll, self._rank, adder.own(chunk))
             else:
                 encoded = adder.part(chunk)
+                self.tally.note(adder, chunk, encoded, is_part=True)
                 header = make_header(Kind.PART, self._rank, chunk, ledger.step, encoded)
                 self._transport.send(chunk.owner, header, encoded.payload, priority=priority)
 
@@ -217,6 +220,7 @@ class SumServer:
 
     def _answer(self, ledger: SlotLedger, chunk: Chunk, total: Any) -> None:
         encoded = ledger.adder.encode(chunk, total)
+        self.tally.note(ledger.adder, chunk, encoded, is_part=False)
         header = make_header(Kind.SUM, self._rank, chunk, ledger.step, encoded)
         for worker in self._others:
             self._transport.send(worker, header, encoded.payload, priority=ledger.slot.priority)
