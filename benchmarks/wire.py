@@ -2,7 +2,7 @@
 """How close a sharded sum over the wire comes to what the links can carry, beside gloo's and NCCL's allreduce.
 
 Usage: python benchmarks/wire.py [--machines 4] [--rate 1gbit] [--megabytes 67] [--peers gloo,nccl] [--output FILE]
-                                 [--wires "carrier=tcp; carrier=zeromq,chunk_kb=4096"]
+                                 [--wires "chunk_kb=2048; chunk_kb=2048,encrypt=1"]
 
 Makes a lab, sums one buffer over all its machines with every system in turn, several rounds, and prints each system's
 median time, its share of the wire bound (2 (n-1)/n of the buffer's bytes through one link), the processor time it
@@ -71,7 +71,9 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--megabytes", type=float, default=67.0, help="size of the buffer, in millions of bytes")
     parser.add_argument("--rounds", type=int, default=7, help="rounds measured, after one that is not")
-    parser.add_argument("--wires", default="carrier=tcp; carrier=zeromq", help="ways to carry the sharded sum")
+    parser.add_argument(
+        "--wires", default="chunk_kb=2048; chunk_kb=2048,encrypt=1", help="ways to carry the sharded sum"
+    )
     parser.add_argument("--peers", default="gloo", help="systems to compare with: gloo, nccl, or nothing")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB that one allreduce of the peers carries")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which everything is ended")
@@ -201,8 +203,8 @@ class ShardedSum:
         from poseidon.sums.host import host_adders
         from poseidon.sums.server import SumServer
         from poseidon.sums.slots import Slot
-        from poseidon.wire.open import open_transport
         from poseidon.wire.settings import PREFIX, WireSettings, suited_to
+        from poseidon.wire.tcp import TcpTransport
 
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._values = own_values(options.elements, self._rank)
@@ -220,7 +222,7 @@ class ShardedSum:
         slowest_bits = min(spread_rates(options.rate, self._size))
         suited = suited_to(slowest_bits / 8, peers=self._size - 1)
         settings = WireSettings.from_environment(environment, interface="eth0", **suited)
-        self._transport = open_transport(self._rank, self._size, secret[0], settings)
+        self._transport = TcpTransport(self._rank, self._size, secret[0], settings)
         self._server = SumServer(self._transport)
         (adder,) = host_adders([self._slot], ["float32"], self._rank)
         self._server.book([(self._slot, adder)])

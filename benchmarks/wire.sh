@@ -7,13 +7,13 @@ shift || true
 case $kind in
 cpu)
     "$PYTHON" benchmarks/wire.py --rounds 9 \
-        --wires "carrier=tcp,chunk_kb=4096; carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=512; carrier=zeromq,chunk_kb=2048" \
+        --wires "chunk_kb=4096; chunk_kb=2048; chunk_kb=512; chunk_kb=2048,encrypt=1" \
         --output "$results/wire_1gbe.json" "$@"
     ;;
 gpu)
     for rate in 10 25; do
         "$PYTHON" benchmarks/wire.py --machines 8 --rate ${rate}gbit --megabytes 241 --peers gloo,nccl --rounds 7 \
-            --wires "carrier=tcp,chunk_kb=2048; carrier=tcp,chunk_kb=4096; carrier=zeromq,chunk_kb=2048" \
+            --wires "chunk_kb=2048; chunk_kb=4096; chunk_kb=2048,encrypt=1" \
             --timeout 100 --output "$results/wire_${rate}gbe.json" "$@"
     done
     ;;

@@ -44,7 +44,7 @@ def _wire() -> Iterable[str]:
         "## The wire",
         "",
         "These are the fields of `WireSettings` (`poseidon/wire/settings.py`), which `poseidon.ps.connect(settings=)`",
-        "also takes. Carrier and encryption must be equal on all workers; allreduce, factors and rows are not",
+        "also takes. Encryption must be equal on all workers; allreduce, factors and rows are not",
         "encrypted ([security](../SECURITY.md)). An unknown `POSEIDON_WIRE_` variable is an error. Unless set, `ip` or",
         "`interface`, `send_buffer_bytes` and `balance` are chosen to suit the job's network.",
         "",

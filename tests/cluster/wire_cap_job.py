@@ -1,4 +1,4 @@
-"""One machine of the cap's test: send to all others for a while; say the rate at the interface. CARRIER CAP_MBIT."""
+"""One machine of the cap's test: send to all others for a while; say the rate at the interface. ENCRYPT CAP_MBIT."""
 
 import json
 import os
@@ -12,25 +12,25 @@ import torch.distributed as dist
 
 from poseidon.lab.bench_worker import bytes_sent
 from poseidon.wire.message import Header, Kind
-from poseidon.wire.open import open_transport
 from poseidon.wire.settings import WireSettings
+from poseidon.wire.tcp import TcpTransport
 
 WARM_UP_S, MEASURE_S = 0.5, 3.0
 CHUNK = np.zeros(64 << 10, np.float32)
 
 
-def main(carrier, cap_mbit, folder):
+def main(encrypt, cap_mbit, folder):
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    settings = WireSettings(carrier=carrier, interface="eth0", cap_mbit=cap_mbit, close_timeout_s=20)
-    transport = open_transport(rank, size, b"a secret of the tests", settings)
+    settings = WireSettings(encrypt=encrypt == "1", interface="eth0", cap_mbit=cap_mbit, close_timeout_s=20)
+    transport = TcpTransport(rank, size, b"a secret of the tests", settings)
     transport.listen(Kind.PART, lambda *_: None)
     addresses = [""] * size
     dist.all_gather_object(addresses, transport.address)
     transport.connect(addresses)
     dist.barrier()
     if rank == 0:
-        Path(folder, carrier).write_text(json.dumps(measure(transport)))
+        Path(folder, encrypt).write_text(json.dumps(measure(transport)))
     dist.barrier()
     transport.close()
     os._exit(0)

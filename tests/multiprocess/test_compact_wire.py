@@ -71,9 +71,9 @@ def _sum_over_the_wire() -> None:
     team.close()
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "zeromq"])
-def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(carrier: str) -> None:
-    run_ranks(_sum_over_the_wire, 3, env={"POSEIDON_WIRE_CARRIER": carrier})
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_sums_over_the_wire_have_the_bits_of_the_order_of_ranks(encrypt: str) -> None:
+    run_ranks(_sum_over_the_wire, 3, env={"POSEIDON_WIRE_ENCRYPT": encrypt})
 
 
 def _train_under_autocast() -> None:

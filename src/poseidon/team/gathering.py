@@ -17,6 +17,7 @@ import torch.distributed as dist
 from poseidon.errors import PoseidonError, WireError
 from poseidon.job.settings import SECRET
 from poseidon.wire.address import default_place, listening_ip
+from poseidon.wire.handshake import Credentials
 from poseidon.wire.mesh import MOST_WORDS, Mesh, MeshError
 from poseidon.wire.settings import WireSettings
 
@@ -65,9 +66,10 @@ def open_mesh(rank: int, size: int) -> Mesh | None:
 
 def connect_mesh(mesh: Mesh, addresses: Sequence[Sequence[Any]], drawn: str, timeout_s: float) -> bool:
     """Connect to the others, given their addresses and a secret drawn for this team; return whether that succeeded."""
-    secret = (SECRET.read() + drawn).encode()
+    encrypt = WireSettings.from_environment().encrypt
+    credentials = Credentials((SECRET.read() + drawn).encode(), encrypt)
     try:
-        mesh.connect([(ip, port) for ip, port in addresses], secret, min(timeout_s, _CONNECT_S))
+        mesh.connect([(ip, port) for ip, port in addresses], credentials, min(timeout_s, _CONNECT_S))
     except WireError:
         mesh.close()
         return False

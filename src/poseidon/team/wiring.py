@@ -11,14 +11,13 @@ from poseidon.job.settings import SECRET
 from poseidon.planning.cluster import Link
 from poseidon.team.team import Team
 from poseidon.wire.address import default_place
-from poseidon.wire.network import NetworkTransport
-from poseidon.wire.open import open_transport
 from poseidon.wire.settings import WireSettings, suited_to
+from poseidon.wire.tcp import TcpTransport
 
 
 def connect_wire(
     team: Team, members: Sequence[int], settings: WireSettings | None = None, link: Link | None = None
-) -> NetworkTransport:
+) -> TcpTransport:
     """Return this worker's transport among ``members`` (ranks in the team, itself included). Collective in the team.
 
     Ranks of the transport are positions in ``members``. Without ``settings``, they come from the environment, with
@@ -28,7 +27,7 @@ def connect_wire(
         suited = {} if link is None else suited_to(link.bytes_per_s, peers=len(members) - 1)
         settings = WireSettings.from_environment(os.environ, **default_place(), **suited)
     secret = _agree_on_secret(team)
-    transport = open_transport(members.index(team.rank), len(members), secret, settings)
+    transport = TcpTransport(members.index(team.rank), len(members), secret, settings)
     try:
         addresses = team.gather_json(transport.address)
         transport.connect([addresses[member] for member in members])

@@ -1,4 +1,4 @@
-"""Where a rank listens: an IP address, a port per receive thread, and the nonce of its listener."""
+"""Where a rank listens: an IP address, a port, and whether what is said there is encrypted."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from poseidon.errors import WireError
 from poseidon.job.interfaces import address_of
 from poseidon.wire.settings import WireSettings
 
+_ENCRYPTED = "/tls"
+
 
 @dataclass(frozen=True)
 class Address:
     """What other ranks need to connect to a rank; they get it as ``str()``."""
 
     ip: str
-    ports: tuple[int, ...]
-    nonce: str
+    port: int
+    is_encrypted: bool = False
 
     def __str__(self) -> str:
-        return f"{self.ip}:{','.join(map(str, self.ports))}#{self.nonce}"
+        return f"{self.ip}:{self.port}{_ENCRYPTED if self.is_encrypted else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Address:
         """Return the address in ``text``, or raise ``WireError``."""
         try:
-            place, nonce = text.split("#")
-            ip, ports = place.rsplit(":", 1)
-            return cls(socket.inet_ntoa(socket.inet_aton(ip)), tuple(map(int, ports.split(","))), nonce)
+            ip, port = text.removesuffix(_ENCRYPTED).rsplit(":", 1)
+            return cls(socket.inet_ntoa(socket.inet_aton(ip)), int(port), text.endswith(_ENCRYPTED))
         except (ValueError, OSError):
-            raise WireError(f"{text!r} is not an address; expected IP:PORT[,PORT]#NONCE") from None
-
-    def endpoint(self, sender: int, stream: int) -> str:
-        """Return the endpoint for a ``stream`` of rank ``sender``; senders are spread over the receive threads."""
-        return f"tcp://{self.ip}:{self.ports[(sender + stream) % len(self.ports)]}"
+            raise WireError(f"{text!r} is not an address; expected IP:PORT or IP:PORT{_ENCRYPTED}") from None
 
 
 def listening_ip(settings: WireSettings) -> str:

@@ -54,16 +54,6 @@ class SharedBucket:
         self._bucket = TokenBucket(rate_mbit, time.monotonic())
         self._lock = threading.Lock()
 
-    def wait_s(self) -> float:
-        """Return how long the next message must wait; 0 if it may leave."""
-        with self._lock:
-            return self._bucket.wait_s(time.monotonic())
-
-    def charge(self, size_bytes: int) -> None:
-        """Charge a message of ``size_bytes`` that leaves now."""
-        with self._lock:
-            self._bucket.charge(size_bytes, time.monotonic())
-
     def spend(self, size_bytes: int) -> None:
         """Block until a message of ``size_bytes`` may leave, and charge it."""
         while True:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from poseidon.errors import FrameError, WireError
-from poseidon.wire.handshake import challenge, claim
-from poseidon.wire.secret import JobSecret
+from poseidon.wire.handshake import Credentials
+from poseidon.wire.sending import shut
 
 MOST_WORDS = 1024
 """In one message: whatever else is under way, the kernel takes it at once, so sending never waits."""
@@ -55,18 +56,18 @@ class Mesh:
         ip, port = self._listener.getsockname()
         return str(ip), int(port)
 
-    def connect(self, addresses: Sequence[tuple[str, int]], secret: bytes, timeout_s: float) -> None:
+    def connect(self, addresses: Sequence[tuple[str, int]], credentials: Credentials, timeout_s: float) -> None:
         """Connect to all ranks, given their addresses by rank; ``WireError`` if that takes longer than ``timeout_s``.
 
         Of two ranks the higher one opens the connection; both prove that they know the secret.
         """
         deadline = time.monotonic() + timeout_s
-        known = JobSecret(secret)
+        announced = {ip for ip, _ in addresses}
         try:
             for peer in range(self._rank):
-                self._peers[peer] = _Peer(peer, self._open(peer, addresses[peer], known, deadline))
+                self._peers[peer] = _Peer(peer, self._open(peer, addresses[peer], credentials, deadline))
             while len(self._peers) < self._size - 1:
-                self._admit(known, deadline)
+                self._admit(credentials, announced, deadline)
         except (OSError, FrameError) as error:
             missing = [peer for peer in range(self._size) if peer != self._rank and peer not in self._peers]
             raise WireError(f"rank {self._rank} is not connected to ranks {missing}: {error}") from error
@@ -101,23 +102,31 @@ class Mesh:
         """Close all connections."""
         self._close()
 
-    def _open(self, peer: int, address: tuple[str, int], secret: JobSecret, deadline: float) -> socket.socket:
+    def _open(self, peer: int, address: tuple[str, int], credentials: Credentials, deadline: float) -> socket.socket:
         with contextlib.ExitStack() as undo:
             source = (self.address[0], 0)
             left_s = max(0.1, deadline - time.monotonic())
-            connection = undo.enter_context(socket.create_connection(address, left_s, source))
-            claim(connection, secret, self._rank, peer)
+            plain = undo.enter_context(socket.create_connection(address, left_s, source))
+            connection = undo.enter_context(credentials.wrap(plain, is_listener=False))
+            credentials.enter(connection, self._rank, peer, deadline)
             undo.pop_all()
         return connection
 
-    def _admit(self, secret: JobSecret, deadline: float) -> None:
+    def _admit(self, credentials: Credentials, announced: Collection[str], deadline: float) -> None:
         """Accept one connection; a stranger's is closed."""
-        self._listener.settimeout(max(0.1, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("they did not come in time")
+        self._listener.settimeout(left_s)
+        plain, (ip, _) = self._listener.accept()
         with contextlib.ExitStack() as undo:
-            connection = undo.enter_context(self._listener.accept()[0])
-            connection.settimeout(_HANDSHAKE_S)
+            undo.enter_context(plain)
+            if ip not in announced:
+                return
+            connection = undo.enter_context(credentials.wrap(plain, is_listener=True))
             with contextlib.suppress(FrameError, OSError):
-                sender = challenge(connection, secret, self._rank, self._size)
+                limit = min(deadline, time.monotonic() + _HANDSHAKE_S)
+                sender = credentials.welcome(connection, self._rank, self._size, limit)
                 if sender > self._rank and sender not in self._peers:
                     self._peers[sender] = _Peer(sender, connection)
                     undo.pop_all()
@@ -140,15 +149,16 @@ class _Peer:
         self._connection.close()
 
     def send(self, data: bytes) -> None:
-        # A connection that has ended is reported by whoever waits for the answer.
-        with contextlib.suppress(OSError):
+        # A connection that has ended is reported by whoever waits for the answer. An encrypted one cannot be read and
+        # written by two threads at a time.
+        with self._lock, contextlib.suppress(OSError):
             try:
                 is_whole = self._connection.send(data) == len(data)
-            except BlockingIOError:
+            except (BlockingIOError, ssl.SSLWantWriteError):
                 is_whole = False
             if not is_whole:
                 # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
-                self._connection.shutdown(socket.SHUT_RDWR)
+                shut(self._connection)
 
     def receive(self, number: int, deadline: float) -> list[int]:
         while True:
@@ -163,7 +173,7 @@ class _Peer:
         """Take what has come; return whether anything had."""
         try:
             data = self._connection.recv(_READ_BYTES)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             return False
         except OSError as error:
             raise MeshError(self._rank, str(error)) from error

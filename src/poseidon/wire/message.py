@@ -20,11 +20,11 @@ Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
 """What can be sent as a payload: anything contiguous in memory."""
 
 MAGIC = b"PW"
-VERSION = 2
+VERSION = 3
 CHECKED = 1
 """Flag: ``Header.checksum`` holds the payload's CRC-32."""
 
-_LAYOUT = struct.Struct("<2sBBBBHIIQQI")
+_LAYOUT = struct.Struct("<2sBBBBHIQQQI")
 _FRAME = struct.Struct(_LAYOUT.format + "I")
 """The layout, followed by the CRC-32 of its bytes."""
 SIZE = _FRAME.size
@@ -87,6 +87,13 @@ class Header(NamedTuple):
     checksum: int = 0
     """CRC-32 of the payload if ``flags`` contains ``CHECKED``."""
 
+    @property
+    def name(self) -> str:
+        """For errors: which message it is."""
+        return (
+            f"{self.kind.name} of rank {self.sender} (subject {self.subject}, number {self.number}, step {self.clock})"
+        )
+
 
 _KINDS = {int(kind): kind for kind in Kind}
 
@@ -144,6 +151,5 @@ def check_payload(header: Header, payload: bytes | memoryview) -> None:
     if header.flags & CHECKED and (seen := zlib.crc32(payload)) != header.checksum:
         raise FrameError(
             "payload checksum",
-            f"{header.kind.name} payload of rank {header.sender} (subject {header.subject}, number {header.number}) "
-            f"has checksum {seen:#x}, not {header.checksum:#x}",
+            f"{header.name} was damaged on its way: its payload has checksum {seen:#x}, not {header.checksum:#x}",
         )

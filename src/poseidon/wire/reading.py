@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 
 LOW_WATER_BYTES = 256 << 10
 """The kernel wakes a thread that waits for a large payload once this much has arrived, not for every packet."""
@@ -20,11 +21,24 @@ def widen(connection: socket.socket) -> None:
 
 def read_into(connection: socket.socket, view: memoryview) -> int:
     """Fill ``view`` from the connection; return how many bytes arrived before it ended."""
+    if isinstance(connection, ssl.SSLSocket):
+        return _read_records(connection, view)
     # One call for everything: the kernel collects the pieces while Python's other threads run.
     filled = connection.recv_into(view, 0, socket.MSG_WAITALL) if view.nbytes else 0
     while 0 < filled < view.nbytes:
         # Cut short by a signal, by the socket's timeout, or by the end of the connection, which the next call shows.
         count = connection.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+        if not count:
+            break
+        filled += count
+    return filled
+
+
+def _read_records(connection: ssl.SSLSocket, view: memoryview) -> int:
+    filled = 0
+    while filled < view.nbytes:
+        # One record of at most 16 KiB at a time: that is how OpenSSL decrypts.
+        count = connection.recv_into(view[filled:])
         if not count:
             break
         filled += count

@@ -1,173 +1,150 @@
-"""Sends messages to one peer over ZeroMQ by urgency, without a thread of its own.
-
-The thread that brings a message, and the one that learns that a connection has sent one, hand the next to ZeroMQ. They
-never wait for each other: a thread that finds the sender busy leaves its news there and returns.
-"""
+"""Sends to one peer: messages wait by urgency for the next free connection."""
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import queue
+import socket
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-
-import zmq
+from dataclasses import dataclass, field
 
 from poseidon.wire.cap import SharedBucket
 from poseidon.wire.message import SIZE
-from poseidon.wire.outbox import Outbox, Outgoing
+from poseidon.wire.share import BufferShare
+from poseidon.wire.writing import write_message
 
-COPY_BELOW = 16 << 10
-"""Payloads smaller than this are copied: cheaper than tracking when they are sent."""
+LAST = 1 << 62
+"""Priority of a goodbye: after everything else."""
+CUT_S = 1.0
+"""How long a thread whose connection was cut may take to notice."""
 
 
-class Sender:
-    """Sends to one peer over its sockets (PUSH, one per stream), which nothing else may use."""
+@dataclass(slots=True)
+class Outgoing:
+    """A message on its way out."""
+
+    head: bytes
+    payload: memoryview
+    priority: int = 0
+    on_sent: Callable[[], None] | None = field(default=None)
+
+
+class PeerSender:
+    """The connections to one peer, with a thread for each.
+
+    A thread hands over one message at a time, so an urgent one waits for the bytes in the kernel's buffer and for the
+    rest of one message. Whatever goes wrong on one connection ends all of them, and is told once.
+    """
 
     def __init__(
         self,
-        sockets: Sequence[zmq.Socket[bytes]],
-        in_flight_bytes: int,
-        pacer: Pacer | None,
-        on_idle: Callable[[], None],
+        peer: int,
+        connections: Sequence[socket.socket],
+        bucket: SharedBucket | None,
+        share: BufferShare,
+        on_broken: Callable[[int, str], None],
     ) -> None:
-        self._sockets = sockets
-        self._outbox = Outbox(len(sockets), in_flight_bytes)
-        self._pacer = pacer
-        self._on_idle = on_idle
+        self._peer = peer
+        self._connections = connections
+        self._bucket = bucket
+        self._share = share
+        self._buffer_bytes = dict.fromkeys(connections, 0)
+        self._on_broken = on_broken
+        self._is_broken = False
+        self._numbers = itertools.count()
+        self._heap: list[tuple[int, int, Outgoing]] = []
         self._lock = threading.Lock()
-        self._arrived: deque[Outgoing] = deque()
-        self._released: deque[_Hold] = deque()
-        self._holds: dict[int, _Hold] = {}
-        self._is_closed = False
+        # One token per message in the heap: a counter to wait on, a tenth as costly as a Semaphore or PriorityQueue.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(connection,), name=f"poseidon-wire-to-{peer}", daemon=True)
+            for connection in connections
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def send(self, message: Outgoing) -> None:
-        """Queue a message and send what may leave."""
-        self._arrived.append(message)
-        self.pump()
+    def put(self, message: Outgoing) -> None:
+        """Queue a message; drop it if the peer is gone."""
+        if not self._is_broken:
+            self._share.add(self._peer, message.payload.nbytes)
+            with self._lock:
+                heapq.heappush(self._heap, (message.priority, next(self._numbers), message))
+            self._tokens.put(None)
 
-    def pump(self) -> None:
-        """Hand over to the sockets what may leave, unless another thread does so already: it will see the news."""
-        while self._lock.acquire(blocking=False):
-            finished: list[Callable[[], None]] = []
-            try:
-                if self._is_closed:
-                    return
-                self._take_news(finished)
-                self._hand_over(finished)
-                is_idle = self._outbox.idle
-            finally:
-                self._lock.release()
-            # Outside the lock: callbacks may send again.
-            for on_sent in finished:
-                on_sent()
-            if not self._arrived and not self._released:
-                if is_idle:
-                    self._on_idle()
-                return
+    def finish(self, goodbye: bytes) -> None:
+        """End every connection with ``goodbye``, after what is queued."""
+        for _ in self._threads:
+            self.put(Outgoing(goodbye, memoryview(b""), LAST))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits and nothing is in flight."""
-        return not self._arrived and self._outbox.idle
+    def join(self, deadline: float) -> None:
+        """Wait for the threads to end; after ``deadline`` cut their connections."""
+        for thread in self._threads:
+            _join(thread, deadline - time.monotonic())
+        if any(thread.is_alive() for thread in self._threads):
+            self._cut()
+            for thread in self._threads:
+                _join(thread, CUT_S)
 
-    def close(self, linger_s: float) -> None:
-        """Close the sockets; ZeroMQ may still send what it has for ``linger_s``."""
+    def _cut(self) -> None:
+        """End all connections: wake the threads that are blocked in one, and those that wait for a message."""
         with self._lock:
-            self._is_closed = True
-            for socket in self._sockets:
-                socket.close(linger=int(linger_s * 1000))
+            self._is_broken = True
+            self._heap.clear()
+        for connection in self._connections:
+            shut(connection)
+        for _ in self._threads:
+            self._tokens.put(None)
 
-    def _take_news(self, finished: list[Callable[[], None]]) -> None:
-        while self._released:
-            hold = self._released.popleft()
-            self._outbox.release(hold.stream, hold.size_bytes)
-            if hold.on_sent is not None:
-                finished.append(hold.on_sent)
-        while self._arrived:
-            self._outbox.put(self._arrived.popleft())
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            with contextlib.closing(connection):
+                while self._send_next(connection):
+                    pass
+        except Exception as error:
+            with self._lock:
+                is_first = not self._is_broken
+            self._cut()
+            if is_first:
+                self._share.drop(self._peer)
+                why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                self._on_broken(self._peer, why)
 
-    def _hand_over(self, finished: list[Callable[[], None]]) -> None:
-        while self._outbox.waiting and (self._pacer is None or self._pacer.may_send()):
-            taken = self._outbox.take()
-            if taken is None:
-                return
-            stream, message = taken
-            size_bytes = message.payload.nbytes
-            if self._pacer is not None:
-                self._pacer.charge(SIZE + size_bytes)
-            socket = self._sockets[stream]
-            if size_bytes >= COPY_BELOW:
-                hold = _Hold(message.payload, self._let_go)
-                hold.stream, hold.size_bytes, hold.on_sent = stream, size_bytes, message.on_sent
-                self._holds[id(hold)] = hold
-                socket.send(message.head, zmq.SNDMORE)
-                socket.send(message.payload, copy=False)
-                continue
-            if size_bytes:
-                socket.send(message.head, zmq.SNDMORE)
-                socket.send(message.payload)
-            else:
-                socket.send(message.head)
-            self._outbox.release(stream, size_bytes)
-            if message.on_sent is not None:
-                finished.append(message.on_sent)
+    def _send_next(self, connection: socket.socket) -> bool:
+        """Send the most urgent message, waiting for one if necessary; return False after the last."""
+        self._tokens.get()
+        with self._lock:
+            if self._is_broken:
+                return False
+            priority, _, message = heapq.heappop(self._heap)
+        payload = message.payload
+        if self._bucket is not None:
+            self._bucket.spend(SIZE + payload.nbytes)
+        self._fit_buffer(connection)
+        write_message(connection, message.head, payload)
+        self._share.add(self._peer, -payload.nbytes)
+        if message.on_sent is not None:
+            message.on_sent()
+        return priority != LAST
 
-    def _let_go(self, hold: weakref.ref[memoryview]) -> None:
-        """Note that ZeroMQ dropped a payload: the kernel has it. Runs on any thread, even inside :meth:`pump`."""
-        self._released.append(self._holds.pop(id(hold)))
-        self.pump()
-
-
-class _Hold(weakref.ref[memoryview]):
-    """A payload that ZeroMQ still reads; that it drops the reference is the only sign that it was sent."""
-
-    __slots__ = ("on_sent", "size_bytes", "stream")
-
-    stream: int
-    size_bytes: int
-    on_sent: Callable[[], None] | None
+    def _fit_buffer(self, connection: socket.socket) -> None:
+        """Give a connection the share of the link that its peer should have for the next message."""
+        wanted = self._share.buffer_bytes(self._peer)
+        if wanted != self._buffer_bytes[connection]:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
+            self._buffer_bytes[connection] = wanted
 
 
-class Pacer:
-    """Keeps all senders of a rank under one cap: they ask before each message and are pumped when it may leave."""
+def shut(connection: socket.socket) -> None:
+    """Wake the thread that is blocked in a connection; closing alone would not."""
+    with contextlib.suppress(OSError):
+        # Not an encrypted socket's own method, which would make the socket a plain one.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
-    def __init__(self, rate_mbit: float) -> None:
-        self._bucket = SharedBucket(rate_mbit)
-        self._asked = threading.Event()
-        self._is_closed = False
-        self._senders: Sequence[Sender] = ()
-        self._thread = threading.Thread(target=self._run, name="poseidon-wire-pacer", daemon=True)
 
-    def start(self, senders: Sequence[Sender]) -> None:
-        """Start to pump ``senders``."""
-        self._senders = senders
-        self._thread.start()
-
-    def may_send(self) -> bool:
-        """Return whether a message may leave now; if not, all senders are pumped as soon as one may."""
-        if self._bucket.wait_s():
-            self._asked.set()
-            return False
-        return True
-
-    def charge(self, size_bytes: int) -> None:
-        """Charge a message that leaves now."""
-        self._bucket.charge(size_bytes)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._is_closed = True
-        self._asked.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        first = 0
-        while self._asked.wait() and not self._is_closed:
-            self._asked.clear()
-            time.sleep(self._bucket.wait_s())
-            # Another one first each time, so that all peers share a tight cap.
-            first = (first + 1) % len(self._senders)
-            for sender in (*self._senders[first:], *self._senders[:first]):
-                sender.pump()
+def _join(thread: threading.Thread, limit_s: float) -> None:
+    if thread is not threading.current_thread():
+        thread.join(max(0.0, limit_s))

@@ -10,7 +10,6 @@ from typing import Any
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.job.settings import NUMBER, SWITCH, TEXT, WHOLE, Notation, Variable, check_least
 
-CARRIERS = ("tcp", "zeromq")
 _NOTATIONS: Mapping[type, Notation[Any]] = {str: TEXT, int: WHOLE, float: NUMBER, bool: SWITCH}
 PREFIX = "POSEIDON_WIRE_"
 BUFFERED_S = 0.75e-3
@@ -25,38 +24,27 @@ BALANCED_BELOW = 2e8
 class WireSettings:
     """How one rank's transport uses the network."""
 
-    carrier: str = "tcp"
-    """What moves the bytes: "tcp" (least processor time) or "zeromq" (can encrypt)."""
     ip: str = ""
     """The address to listen on; empty: that of ``interface``."""
     interface: str = ""
     """The interface to listen on; empty, without ``ip``: this machine only (127.0.0.1)."""
     streams_per_peer: int = 1
     """Connections to each peer; more where one does not fill the link."""
-    io_threads: int = 2
-    """Threads that move bytes between memory and the kernel."""
-    receive_threads: int = 1
-    """Threads that run handlers; all messages of a peer with one stream arrive on one of them."""
-    in_flight_bytes: int = 1
-    """A connection gets its next message when fewer bytes than this are in flight on it. 1: one message at a time, with
-    the kernel's buffer to bridge the gap between two."""
     send_buffer_bytes: int = LARGEST_BUFFER_BYTES
     """The kernel's buffer per connection (SO_SNDBUF); bytes in it cannot be overtaken."""
     balance: bool = False
-    """Give connections with more left to send larger buffers, and so more of the link (tcp)."""
+    """Give connections with more left to send larger buffers, and so more of the link."""
     compact: bool = True
     """Compress float32 and bf16 gradients on CUDA devices, without loss."""
     congestion: str = "cubic"
-    """Congestion control for tcp connections, if the kernel has it; empty: the system's default. BBR sends at the rate
+    """Congestion control of connections, if the kernel has it; empty: the system's default. BBR sends at the rate
     it saw before, and is slow to notice that a link is free again when urgent messages go to ever different peers."""
-    receive_queue: int = 8
-    """Messages per connection that may wait for a handler; then the sender must wait (zeromq)."""
     max_message_bytes: int = 64 << 20
     """Larger payloads are neither sent nor received."""
     cap_mbit: float = 0.0
     """The most that this rank sends, in Mbit/s at the interface; 0: no limit."""
     encrypt: bool = False
-    """Encrypt and authenticate the wire's traffic (CURVE)."""
+    """Encrypt the wire's traffic (TLS 1.3), with keys made from the job's secret."""
     payload_checksum: bool = False
     """Send the CRC-32 of every payload, for the receiver to check."""
     connect_timeout_s: float = 30.0
@@ -69,11 +57,7 @@ class WireSettings:
     def __post_init__(self) -> None:
         for name, least in (
             ("streams_per_peer", 1),
-            ("io_threads", 1),
-            ("receive_threads", 1),
-            ("in_flight_bytes", 1),
             ("send_buffer_bytes", 4096),
-            ("receive_queue", 1),
             ("max_message_bytes", 1024),
             ("cap_mbit", 0),
             ("connect_timeout_s", 0),
@@ -81,8 +65,6 @@ class WireSettings:
             ("close_timeout_s", 0),
         ):
             check_least(getattr(self, name), least, f"wire setting {name}")
-        if self.carrier not in CARRIERS:
-            raise unknown_name("wire carrier", self.carrier, CARRIERS)
         if self.ip in ("0.0.0.0", "*", "::"):
             raise ConfigError(f"wire setting ip is {self.ip!r}, every interface; name the one address to listen on")
 

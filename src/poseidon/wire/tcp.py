@@ -1,59 +1,76 @@
-"""The wire between machines over plain TCP: the least work per byte that Python can do.
+"""The wire between machines over TCP: the least work per byte that Python can do.
 
 A thread per connection blocks in the kernel, which moves a whole payload in one call, directly between the socket and
-its memory. Nothing is encrypted; both ends of a connection prove that they know the job's secret.
+its memory. Both ends of a connection prove that they know the job's secret (``handshake.py``); with ``encrypt``, TLS
+carries everything (``tls.py``).
+
+Whatever a peer does wrong once it is known, a message that is damaged, unexpected or cannot be handled, ends its
+connection, and the peer counts as lost: what it sends next could not be trusted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
-import queue
+import logging
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
-from poseidon.errors import ConfigError, FrameError, WireError
+from poseidon.errors import FrameError, WireError
 from poseidon.wire.address import Address, listening_ip
 from poseidon.wire.cap import SharedBucket
-from poseidon.wire.handshake import challenge, claim
-from poseidon.wire.message import SIZE, Header, Kind, check_payload, pack, unpack
-from poseidon.wire.network import LAST, NetworkTransport
-from poseidon.wire.outbox import Outgoing
+from poseidon.wire.handshake import Credentials
+from poseidon.wire.message import CHECKED, SIZE, Header, Kind, check_payload, pack, unpack
 from poseidon.wire.pool import Pool
 from poseidon.wire.reading import read_into, read_large, widen
+from poseidon.wire.sending import CUT_S, Outgoing, PeerSender, shut
 from poseidon.wire.settings import LARGEST_BUFFER_BYTES, WireSettings
 from poseidon.wire.share import BufferShare
+from poseidon.wire.transport import Transport
+
+_log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+"""For a whole handshake, however slowly its bytes come."""
 RETRY_S = 0.2
 STRANGERS = 64
-"""Connections that may be in a handshake at a time; further ones are closed at once."""
+"""Connections that may be in a handshake at a time; a further one ends the oldest, which has had the most time."""
 
 
-class TcpTransport(NetworkTransport):
-    """One rank's connections over TCP, with a thread for each incoming and each outgoing one."""
+class TcpTransport(Transport):
+    """One rank's connections over TCP, with a thread for each incoming and each outgoing one.
+
+    It listens at ``address`` from construction on, and can send after ``connect``.
+    """
 
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
-        super().__init__(rank, size, secret, settings or WireSettings())
-        if self.settings.encrypt:
-            raise ConfigError("the tcp carrier does not encrypt; choose the zeromq carrier with encrypt")
+        super().__init__(rank, size)
+        self.settings = settings or WireSettings()
+        self._credentials = Credentials(secret, self.settings.encrypt)
         self.listen(Kind.BYE, self._hear_goodbye)
         cap_mbit = self.settings.cap_mbit
         self._bucket = SharedBucket(cap_mbit) if cap_mbit else None
         self._senders: list[PeerSender] = []
         self._pool = Pool()
         self._lock = threading.Lock()
+        self._departed: set[int] = set()
+        """Ranks that said goodbye or were reported lost."""
         self._incoming: dict[socket.socket, threading.Thread] = {}
-        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}
+        """Connections in a handshake, the oldest first."""
+        self._announced: frozenset[str] = frozenset()
+        """Addresses of the job's machines; once they are known, nobody else gets as far as a handshake."""
+        self._is_connected = False
+        self._is_closed = False
+        self._closing = threading.Event()
         ip = listening_ip(self.settings)
         try:
             self._listener = socket.create_server((ip, 0), backlog=size * self.settings.streams_per_peer + STRANGERS)
         except OSError as error:
             raise WireError(f"rank {rank} cannot listen on {ip}: {error}; is it this machine's address?") from None
-        self.address = str(Address(ip, (self._listener.getsockname()[1],), self._nonce))
+        self.address = str(Address(ip, self._listener.getsockname()[1], self.settings.encrypt))
         self._door = threading.Thread(target=self._admit, name="poseidon-wire-door", daemon=True)
         self._door.start()
 
@@ -63,6 +80,8 @@ class TcpTransport(NetworkTransport):
             raise WireError(f"rank {self.rank} was given {len(addresses)} addresses for {self.size} ranks")
         deadline = time.monotonic() + self.settings.connect_timeout_s
         parsed = [Address.parse(text) for text in addresses]
+        self._check_encryption(parsed)
+        self._announced = frozenset(address.ip for address in parsed)
         beyond = [peer for peer, address in enumerate(parsed) if address.ip != parsed[self.rank].ip]
         buffer_bytes = self.settings.send_buffer_bytes
         link = BufferShare(buffer_bytes, beyond if self.settings.balance else ())
@@ -74,8 +93,30 @@ class TcpTransport(NetworkTransport):
             self._senders.append(PeerSender(peer, streams, self._bucket, share, self._lose))
         self._is_connected = True
 
-    def _queue(self, peer: int, message: Outgoing) -> None:
-        self._senders[peer].put(message)
+    def _check_encryption(self, addresses: Sequence[Address]) -> None:
+        for peer, address in enumerate(addresses):
+            if address.is_encrypted != self.settings.encrypt:
+                one, other = ("encrypts", "does not") if self.settings.encrypt else ("does not encrypt", "does")
+                raise WireError(
+                    f"rank {self.rank} {one} and rank {peer} {other}; set POSEIDON_WIRE_ENCRYPT alike on all workers"
+                )
+
+    def _check_sendable(self, peer: int, header: Header) -> None:
+        if header.length > self.settings.max_message_bytes:
+            raise WireError(
+                f"{header.kind.name} payload has {header.length} bytes; the wire's limit is "
+                f"{self.settings.max_message_bytes} (setting max_message_bytes): send it in pieces"
+            )
+        if self._is_closed or not self._is_connected:
+            state = "is closed" if self._is_closed else "is not connected yet"
+            raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
+
+    def _send(
+        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+    ) -> None:
+        if self.settings.payload_checksum and payload.nbytes:
+            header = header._replace(flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
+        self._senders[peer].put(Outgoing(pack(header), payload, priority, on_sent))
 
     def close(self) -> None:
         """Queue a goodbye to all, wait until everything has left, and end all threads."""
@@ -87,32 +128,64 @@ class TcpTransport(NetworkTransport):
             sender.finish(pack(Header(Kind.BYE, self.rank, 0, 0, 0, 0)))
         for sender in self._senders:
             sender.join(deadline)
-        _end(self._listener)
-        self._door.join()
+        self._closing.set()
+        shut(self._listener)
+        self._listener.close()
         with self._lock:
-            incoming = dict(self._incoming)
-        for connection in incoming:
-            _end(connection)
-        for thread in incoming.values():
-            thread.join()
+            threads = [*self._incoming.values(), self._door]
+            for connection in self._incoming:
+                shut(connection)
+        # A handler that never returns ends with the process.
+        last = time.monotonic() + CUT_S
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, last - time.monotonic()))
 
     # Incoming.
 
     def _admit(self) -> None:
         """Accept connections until the listener is closed."""
-        while True:
+        while not self._closing.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._strangers.acquire(blocking=False):
-                self._refuse("too many strangers", f"more than {STRANGERS} connections are in a handshake")
+                connection, (ip, _) = self._listener.accept()
+            except OSError as error:
+                # Too many open files, or a connection that has ended already: others may fare better.
+                if not self._closing.wait(RETRY_S):
+                    self._refuse("accept", f"the listener could not accept a connection: {error}")
+                continue
+            if self._announced and ip not in self._announced:
+                self._refuse("stranger", f"a connection came from {ip}, where no worker of this job is")
                 connection.close()
                 continue
+            self._let_in(connection)
+
+    def _let_in(self, plain: socket.socket) -> None:
+        """Start a thread for a connection, which may still be anybody's."""
+        connection, is_crowded = plain, False
+        try:
+            connection = self._credentials.wrap(plain, is_listener=True)
             thread = threading.Thread(target=self._serve, args=(connection,), name="poseidon-wire-in", daemon=True)
             with self._lock:
+                if self._closing.is_set():
+                    connection.close()
+                    return
+                is_crowded = len(self._strangers) >= STRANGERS
+                if is_crowded:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    shut(oldest)
+                self._strangers[connection] = None
                 self._incoming[connection] = thread
-            thread.start()
+                thread.start()
+        except (OSError, RuntimeError) as error:
+            # It has ended already, or there can be no more threads.
+            connection.close()
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._incoming.pop(connection, None)
+            self._refuse("accept", f"a connection could not be served: {error}")
+        if is_crowded:
+            self._refuse("too many strangers", f"more than {STRANGERS} connections are in a handshake")
 
     def _serve(self, connection: socket.socket) -> None:
         """Receive on one connection until it ends."""
@@ -124,23 +197,26 @@ class TcpTransport(NetworkTransport):
                 self._receive(connection, sender)
         except FrameError as error:
             why = str(error)
-            self._refuse(error.reason, why)
+            if sender >= 0 or not self._is_closed:
+                self._refuse(error.reason, why)
         except OSError as error:
             why = str(error)
             if sender < 0 and not self._is_closed:
                 self._refuse("handshake", f"a connection ended inside its handshake: {error}")
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            _log.exception("rank %d cannot go on receiving from rank %d", self.rank, sender)
         finally:
             with self._lock:
+                self._strangers.pop(connection, None)
                 self._incoming.pop(connection, None)
         if sender >= 0:
             self._lose(sender, why)
 
     def _welcome(self, connection: socket.socket) -> int:
-        try:
-            connection.settimeout(HANDSHAKE_S)
-            sender = challenge(connection, self._secret, self.rank, self.size)
-        finally:
-            self._strangers.release()
+        sender = self._credentials.welcome(connection, self.rank, self.size, time.monotonic() + HANDSHAKE_S)
+        with self._lock:
+            self._strangers.pop(connection, None)
         connection.settimeout(None)
         self._set_patience(connection)
         widen(connection)
@@ -164,25 +240,14 @@ class TcpTransport(NetworkTransport):
             raise FrameError("truncated", f"the connection of rank {sender} ended inside a header")
 
     def _take(self, connection: socket.socket, header: Header) -> None:
-        """Read one payload and deliver it; a refused one is read too, to find the message after it."""
-        refusal: FrameError | None = None
-        payload: memoryview | None = None
-        try:
-            payload = self._place(header)
-        except FrameError as error:
-            refusal = error
+        """Read one payload and deliver it."""
+        payload = self._place(header)
         if payload is None:
             payload = self._pool.lend(header.length)
         if read_large(connection, payload) < header.length:
             raise FrameError("truncated", f"the connection of rank {header.sender} ended inside a payload")
-        try:
-            if refusal is not None:
-                raise refusal
-            check_payload(header, payload)
-        except FrameError as error:
-            self._refuse(error.reason, str(error))
-        else:
-            self._deliver(header, payload)
+        check_payload(header, payload)
+        self._deliver(header, payload)
 
     def _hear_goodbye(self, header: Header, _payload: memoryview) -> None:
         self._departed.add(header.sender)
@@ -191,20 +256,20 @@ class TcpTransport(NetworkTransport):
 
     def _open(self, peer: int, address: Address, deadline: float) -> socket.socket:
         """Return an authenticated connection to ``peer``."""
-        place = f"{address.ip}:{address.ports[0]}"
         while True:
             try:
                 return self._try_to_open(peer, address, deadline)
             except FrameError as error:
-                if error.reason != "handshake":
+                if error.reason not in ("handshake", "slow handshake"):
                     raise WireError(f"{error}; use the same on all workers") from None
                 problem: Exception = error
             except OSError as error:
                 problem = error
-            # Too many strangers are gone after HANDSHAKE_S; nothing else recovers sooner.
-            if isinstance(problem, OSError) or time.monotonic() + RETRY_S > deadline:
+            # Where many strangers are at the door, a connection may have to try again; nothing else recovers sooner.
+            is_hopeless = isinstance(problem, OSError) and not isinstance(problem, ConnectionResetError)
+            if is_hopeless or time.monotonic() + RETRY_S > deadline:
                 raise WireError(
-                    f"rank {self.rank} could not connect to rank {peer} at {place} within "
+                    f"rank {self.rank} could not connect to rank {peer} at {address.ip}:{address.port} within "
                     f"{self.settings.connect_timeout_s:g} s: {problem}; check that its machine is up and that no "
                     "firewall is in between"
                 ) from None
@@ -212,17 +277,18 @@ class TcpTransport(NetworkTransport):
 
     def _try_to_open(self, peer: int, address: Address, deadline: float) -> socket.socket:
         with contextlib.ExitStack() as undo:
-            connection = undo.enter_context(
+            plain = undo.enter_context(
                 socket.create_connection(
-                    (address.ip, address.ports[0]),
+                    (address.ip, address.port),
                     timeout=max(0.1, deadline - time.monotonic()),
                     source_address=(listening_ip(self.settings), 0),
                 )
             )
-            claim(connection, self._secret, self.rank, peer)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = undo.enter_context(self._credentials.wrap(plain, is_listener=False))
+            self._credentials.enter(connection, self.rank, peer, deadline)
             undo.pop_all()
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.settings.congestion:
             # A kernel that does not have it, or reserves it for privileged users, keeps its own.
             with contextlib.suppress(OSError):
@@ -246,104 +312,3 @@ class TcpTransport(NetworkTransport):
                 return
             self._departed.add(peer)
         self._tell_lost(peer, why)
-
-
-class PeerSender:
-    """Sends to one peer: messages wait by urgency for the next free connection.
-
-    A connection's thread hands over one message at a time, so an urgent one waits for the bytes in the kernel's buffer
-    and for the rest of one message.
-    """
-
-    def __init__(
-        self,
-        peer: int,
-        connections: Sequence[socket.socket],
-        bucket: SharedBucket | None,
-        share: BufferShare,
-        on_broken: Callable[[int, str], None],
-    ) -> None:
-        self._peer = peer
-        self._connections = connections
-        self._bucket = bucket
-        self._share = share
-        self._buffer_bytes = dict.fromkeys(connections, 0)
-        self._on_broken = on_broken
-        self._is_broken = False
-        self._numbers = itertools.count()
-        self._heap: list[tuple[int, int, Outgoing]] = []
-        self._lock = threading.Lock()
-        # One token per message in the heap: a counter to wait on, a tenth as costly as a Semaphore or PriorityQueue.
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, args=(connection,), name=f"poseidon-wire-to-{peer}", daemon=True)
-            for connection in connections
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, message: Outgoing) -> None:
-        """Queue a message; drop it if the peer is gone."""
-        if not self._is_broken:
-            self._share.add(self._peer, message.payload.nbytes)
-            with self._lock:
-                heapq.heappush(self._heap, (message.priority, next(self._numbers), message))
-            self._tokens.put(None)
-
-    def finish(self, goodbye: bytes) -> None:
-        """End every connection with ``goodbye``, after what is queued."""
-        for _ in self._threads:
-            self.put(Outgoing(goodbye, memoryview(b""), LAST))
-
-    def join(self, deadline: float) -> None:
-        """Wait for the threads to end; after ``deadline`` cut their connections."""
-        for connection, thread in zip(self._connections, self._threads, strict=True):
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                # It is blocked in the connection, or in the queue behind others that are.
-                _end(connection)
-                self.put(Outgoing(b"", memoryview(b""), LAST))
-                thread.join()
-
-    def _run(self, connection: socket.socket) -> None:
-        try:
-            with contextlib.closing(connection):
-                while self._send_next(connection):
-                    pass
-        except OSError as error:
-            self._is_broken = True
-            self._share.drop(self._peer)
-            self._on_broken(self._peer, str(error))
-
-    def _send_next(self, connection: socket.socket) -> bool:
-        """Send the most urgent message, waiting for one if necessary; return False after the last."""
-        self._tokens.get()
-        with self._lock:
-            priority, _, message = heapq.heappop(self._heap)
-        payload = message.payload
-        if self._bucket is not None:
-            self._bucket.spend(SIZE + payload.nbytes)
-        self._fit_buffer(connection)
-        sent = connection.sendmsg([message.head, payload], [], socket.MSG_NOSIGNAL) - len(message.head)
-        if sent < 0:
-            raise OSError("the connection was cut inside a header")
-        if sent < payload.nbytes:
-            connection.sendall(payload[sent:])
-        self._share.add(self._peer, -payload.nbytes)
-        if message.on_sent is not None:
-            message.on_sent()
-        return priority != LAST
-
-    def _fit_buffer(self, connection: socket.socket) -> None:
-        """Give a connection the share of the link that its peer should have for the next message."""
-        wanted = self._share.buffer_bytes(self._peer)
-        if wanted != self._buffer_bytes[connection]:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
-            self._buffer_bytes[connection] = wanted
-
-
-def _end(connection: socket.socket) -> None:
-    """Close a connection that a thread is blocked in; closing alone would not wake the thread."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

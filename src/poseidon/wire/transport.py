@@ -22,8 +22,8 @@ different threads. The view holds bytes and stays valid as long as it, or anythi
 
 Placer = Callable[[Header], memoryview | None]
 """Returns the memory for the payload of an incoming message, ``header.length`` writable bytes, or None to let the wire
-allocate it. Called on the receive thread before the payload is read. It may raise ``FrameError`` to refuse the
-message."""
+allocate it. Called on the receive thread before the payload is read. If it or the handler raises, the
+sender is lost."""
 
 LostHandler = Callable[[int, str], None]
 """Receives the rank of a peer whose connection ended without a goodbye, and why; on a wire thread."""
@@ -106,20 +106,27 @@ class Transport(ABC):
         if header.kind not in self._handlers:
             raise FrameError("unheard", f"rank {header.sender} sent {header.kind.name}, to which nothing listens here")
         placer = self._placers.get(header.kind)
-        place = None if placer is None else placer(header)
+        try:
+            place = None if placer is None else placer(header)
+        except FrameError:
+            raise
+        except Exception as error:
+            raise self._explain("placer", header, error) from error
         if place is not None and place.nbytes != header.length:
             raise FrameError("length", f"{header} came, but {place.nbytes} bytes were expected")
         return place
 
     def _deliver(self, header: Header, payload: memoryview) -> None:
-        """Pass a message that was checked to its handler."""
+        """Pass a message that was checked to its handler; ``FrameError`` if that fails, so that its sender is lost."""
         self.stats.count_received(payload.nbytes)
         try:
             self._handlers[header.kind](header, payload)
-        except Exception:
-            # One bad message, or a bug in one handler, must not end the thread that all others rely on.
-            self.stats.count_refused("handler")
-            _log.exception("rank %d could not handle %s", self.rank, header)
+        except Exception as error:
+            raise self._explain("handler", header, error) from error
+
+    def _explain(self, reason: str, header: Header, error: Exception) -> FrameError:
+        _log.error("rank %d could not handle %s", self.rank, header, exc_info=error)
+        return FrameError(reason, f"{header.name} failed here: {type(error).__name__}: {error}")
 
     def _refuse(self, reason: str, message: str) -> None:
         """Count a refusal, and log the first for each reason."""
@@ -128,7 +135,11 @@ class Transport(ABC):
 
     def _tell_lost(self, peer: int, why: str) -> None:
         for handler in self._lost_handlers:
-            handler(peer, why)
+            try:
+                handler(peer, why)
+            except Exception:
+                # The others must hear of it all the same.
+                _log.exception("rank %d could not handle the loss of rank %d (%s)", self.rank, peer, why)
 
 
 class WireStats:

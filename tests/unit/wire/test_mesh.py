@@ -7,16 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from poseidon.errors import WireError
+from poseidon.wire.handshake import Credentials
 from poseidon.wire.mesh import MOST_WORDS, Mesh, MeshError
 
 SECRET = b"sixteen bytes or more"
 
 
-def connected(size: int, secrets: list[bytes] | None = None, timeout_s: float = 10.0) -> list[Mesh]:
+def connected(
+    size: int, secrets: list[bytes] | None = None, timeout_s: float = 10.0, encrypt: bool = False
+) -> list[Mesh]:
     meshes = [Mesh(rank, size, "127.0.0.1") for rank in range(size)]
     addresses = [mesh.address for mesh in meshes]
     with ThreadPoolExecutor(size) as threads:
-        given = secrets or [SECRET] * size
+        given = [Credentials(secret, encrypt) for secret in secrets or [SECRET] * size]
         jobs = [threads.submit(mesh.connect, addresses, given[rank], timeout_s) for rank, mesh in enumerate(meshes)]
         try:
             for job in jobs:
@@ -28,9 +31,9 @@ def connected(size: int, secrets: list[bytes] | None = None, timeout_s: float = 
     return meshes
 
 
-@pytest.fixture
-def three() -> Iterator[list[Mesh]]:
-    meshes = connected(3)
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def three(request) -> Iterator[list[Mesh]]:
+    meshes = connected(3, encrypt=request.param)
     yield meshes
     for mesh in meshes:
         mesh.close()
@@ -93,9 +96,10 @@ def test_a_silent_rank_is_named(three) -> None:
         three[2].receive(number, [2], 0.05)
 
 
-def test_a_stranger_gets_no_connection() -> None:
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_stranger_gets_no_connection(encrypt) -> None:
     with pytest.raises(WireError, match="is not connected to ranks"):
-        connected(2, [SECRET, b"another secret, also long"], timeout_s=1.0)
+        connected(2, [SECRET, b"another secret, also long"], timeout_s=1.0, encrypt=encrypt)
 
 
 def test_a_stranger_does_not_keep_the_ranks_apart() -> None:
@@ -103,7 +107,9 @@ def test_a_stranger_does_not_keep_the_ranks_apart() -> None:
     addresses = [mesh.address for mesh in meshes]
     with socket.create_connection(addresses[0]) as stranger, ThreadPoolExecutor(2) as threads:
         stranger.sendall(b"GET / HTTP/1.1\r\n" * 8)
-        for job in [threads.submit(mesh.connect, addresses, SECRET, 10.0) for mesh in meshes]:
+        for job in [
+            threads.submit(mesh.connect, addresses, Credentials(SECRET, encrypt=False), 10.0) for mesh in meshes
+        ]:
             job.result()
     number = meshes[1].send([1])
     meshes[0].send([0])

@@ -15,7 +15,7 @@ headers = st.builds(
     kind=st.sampled_from(Kind),
     sender=st.integers(0, 2**16 - 1),
     subject=st.integers(0, 2**32 - 1),
-    number=st.integers(0, 2**32 - 1),
+    number=st.integers(0, 2**64 - 1),
     clock=st.integers(0, 2**64 - 1),
     length=st.integers(0, 2**64 - 1),
     detail=st.integers(0, 2**8 - 1),
@@ -56,7 +56,7 @@ def test_truncated_headers_are_refused(header, size):
 def repacked(**changes):
     """A header with fields no honest sender writes, but a right checksum."""
     fields = {"magic": message.MAGIC, "version": message.VERSION, "kind": Kind.PART} | changes
-    body = struct.pack("<2sBBBBHIIQQI", fields["magic"], fields["version"], fields["kind"], 0, 0, 3, 1, 2, 5, 8, 0)
+    body = struct.pack("<2sBBBBHIQQQI", fields["magic"], fields["version"], fields["kind"], 0, 0, 3, 1, 2, 5, 8, 0)
     return body + struct.pack("<I", zlib.crc32(body))
 
 
@@ -64,7 +64,7 @@ def repacked(**changes):
     ("data", "reason", "says"),
     [
         (repacked(magic=b"XX"), "magic", "not Poseidon"),
-        (repacked(version=9), "version", "version 9, not 2"),
+        (repacked(version=9), "version", "version 9, not 3"),
         (repacked(kind=200), "kind", "rank 3 sent a message of unknown kind 200"),
         (repacked()[:-4] + b"\0\0\0\0", "header checksum", "checksum is 0x0"),
     ],
@@ -94,5 +94,5 @@ def test_payload_checksum_is_checked_where_it_is_given():
     checked = Header(Kind.PART, 1, 2, 3, 4, payload.nbytes, 0, CHECKED, zlib.crc32(payload))
     check_payload(checked, payload.data)
     check_payload(Header(Kind.PART, 1, 2, 3, 4, payload.nbytes), payload.data)
-    with pytest.raises(FrameError, match=r"rank 1 \(subject 2, number 3\)"):
+    with pytest.raises(FrameError, match=r"rank 1 \(subject 2, number 3, step 4\)"):
         check_payload(checked, (payload + 1).data)
