@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from storm.jobs import TIMEOUT_S, Launcher, Plan
+from storm.jobs import HANG_S, TIMEOUT_S, Launcher, Plan
 from storm.network import Connection, network_of
 
 AGAIN_MOVES = 40
 """A fault that finds nothing to break yet tries again after so many moves."""
-LOST_AFTER_S = 6.0
 END_S = 15.0
 """From the moment at which a fault can be known to the end of the job."""
 NEVER = float("inf")
@@ -40,11 +39,11 @@ KINDS = {
         Kind("nap", NEVER),
         Kind("blink", NEVER, is_between=True),
         Kind("death", END_S),
-        Kind("freeze", TIMEOUT_S + 2 * END_S),
+        Kind("freeze", HANG_S + END_S),
         Kind("cut", 8.0 + END_S),
         Kind("reset", END_S, is_between=True),
-        Kind("silent reset", LOST_AFTER_S + END_S, is_between=True),
-        Kind("half-open", LOST_AFTER_S + END_S, is_between=True),
+        Kind("silent reset", TIMEOUT_S + END_S, is_between=True),
+        Kind("half-open", TIMEOUT_S + END_S, is_between=True),
         Kind("flip", END_S, is_between=True),
         Kind("descriptors", NEVER),
     )

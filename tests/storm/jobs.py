@@ -47,6 +47,10 @@ TIMEOUT_S = 20.0
 """How long workers wait for each other."""
 STORE_S = 30.0
 """How long the job's store may take to answer."""
+HANG_S = 70.0
+"""A job in which nothing moves for so long is ended: ``poseidon run --hang-timeout``."""
+_WAITS = ("Thread 0x1 (most recent call first):", '  File "/poseidon/team/team.py", line 1 in wait', "  File x in <module>")
+"""What a worker that waits for others prints when the launcher asks for its stack."""
 
 
 class SimulatedStore:
@@ -386,7 +390,7 @@ class Launcher:
         self.verdict_at = 0.0
         self.workers = [world.process(f"worker{rank}", f"10.0.0.{rank + 1}") for rank in range(plan.workers)]
         places = [Place(rank, rank, 0, 1, f"host{rank}") for rank in range(plan.workers)]
-        self._watching = Watching(places, hang_timeout_s=0.0, now=world.now)
+        self._watching = Watching(places, hang_timeout_s=HANG_S, now=world.now)
         self._store = SimulatedStore(self.workers[0])
         self._heard = [world.now] * plan.workers
         self._process = world.process("launcher", "10.0.0.100")
@@ -421,6 +425,13 @@ class Launcher:
 
         world.at(world.now + world.random.uniform(0.001, 0.1), tell)
 
+    def _show_stacks(self) -> None:
+        self._watching.note_hang(self.world.now)
+        for rank, process in enumerate(self.workers):
+            if not process.is_dead and not process.is_paused:
+                for line in _WAITS:
+                    self._watching.read_line(rank, line, True, self.world.now)
+
     def _watch(self) -> None:
         world, dark = self.world, network_of(self.world).dark
         while True:
@@ -429,6 +440,8 @@ class Launcher:
                     self._heard[rank] = world.now
                 elif world.now - self._heard[rank] > protocol.SILENCE_S:
                     self._watching.machine_lost(rank, "no heartbeat", world.now)
+            if self._watching.is_hung(world.now):
+                self._show_stacks()
             self.verdict = self._watching.verdict(world.now)
             if self.verdict is not None or self._watching.is_over:
                 break

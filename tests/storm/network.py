@@ -198,6 +198,10 @@ class Connection(Socket):
     def is_readable(self) -> bool:
         return bool(self.arrived or self.came_to_end or self.error or self.is_shut)
 
+    @property
+    def is_writable(self) -> bool:
+        return bool(self.out.held < self.out.capacity or self.error or self.is_shut)
+
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         view = memoryview(buffer).cast("B")
         wanted = nbytes or len(view)
@@ -281,6 +285,8 @@ class Connection(Socket):
 
     def close(self) -> None:
         # A thread that is blocked here is not woken: the kernel does not do that either.
+        if self.world.is_over:
+            return
         self.world.point()
         if not self.is_closed:
             self.is_closed = True
@@ -400,6 +406,8 @@ class Listener(Socket):
     def is_readable(self) -> bool:
         return bool(self.queue) or self.is_shut
 
+    is_writable = False
+
     def getsockname(self) -> tuple[str, int]:
         return self._address
 
@@ -424,6 +432,8 @@ class Listener(Socket):
         self.notify()
 
     def close(self) -> None:
+        if self.world.is_over:
+            return
         self.world.point()
         if not self.is_closed:
             self.is_closed = True
@@ -496,7 +506,6 @@ def create_server(address: tuple[str, int], *, backlog: int = 128, **_options: A
     process = world.running.process
     if ip != process.ip:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-    network.spend_descriptor(process)
     if not port:
         network.ports += 1
         port = network.ports
@@ -512,7 +521,6 @@ def create_connection(
     world.point()
     network = network_of(world)
     process = world.running.process
-    network.spend_descriptor(process)
     deadline = None if timeout is None else world.now + timeout
     world.sleep(world.random.uniform(50e-6, 500e-6))
     while True:
@@ -543,24 +551,27 @@ class Poll:
 
     def __init__(self) -> None:
         self._world = here()
-        self._sockets: list[Any] = []
+        self._wanted: list[tuple[Any, int]] = []
 
     def register(self, sock: Any, events: int) -> None:
-        assert events == real_select.POLLIN
-        self._sockets.append(sock)
+        self._wanted.append((sock, events))
 
     def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
         world = self._world
         world.point()
         deadline = None if timeout_ms is None or timeout_ms < 0 else world.now + timeout_ms / 1e3
-        while not (found := [sock for sock in self._sockets if sock.is_readable]):
+        while not (found := [(sock, ready) for sock, events in self._wanted if (ready := _ready(sock) & events)]):
             if deadline is not None and world.now >= deadline:
                 return []
             wait = world.next_wait()
-            for sock in self._sockets:
+            for sock, _ in self._wanted:
                 sock.waits.append(wait)
             world.block(deadline)
-        return [(sock.fileno(), real_select.POLLIN) for sock in found]
+        return [(sock.fileno(), ready) for sock, ready in found]
+
+
+def _ready(sock: Any) -> int:
+    return (real_select.POLLIN if sock.is_readable else 0) | (real_select.POLLOUT if sock.is_writable else 0)
 
 
 class Probe:
@@ -580,6 +591,11 @@ class Probe:
 
     def getsockname(self) -> tuple[str, int]:
         return here().running.process.ip, 0
+
+    @staticmethod
+    def shutdown(sock: Any, how: int) -> None:
+        """Serve who asks the class for a socket's method."""
+        sock.shutdown(how)
 
 
 _CONSTANTS = [name for name in dir(real) if name.isupper() and isinstance(getattr(real, name), int)]

@@ -68,7 +68,7 @@ def run_seed(seed: int, kinds: list[str] | None = None, keep_trace: bool = False
     chance = random.Random(seed)
     plan = draw_plan(chance)
     faults = [Fault(chance, plan, kinds or list(KINDS), MOST_MOVES[plan.kind])]
-    with quiet(), mock.patch.dict(os.environ, plan.wire), simulated(), World(seed, keep_trace=keep_trace) as world:
+    with quiet(keep_trace), mock.patch.dict(os.environ, plan.wire), simulated(), World(seed, keep_trace=keep_trace) as world:
         launcher = Launcher(world, plan)
         for fault in faults:
             fault.arm(launcher)
@@ -116,16 +116,28 @@ def check(launcher: Launcher, faults: list[Fault]) -> list[str]:
     return wrong
 
 
+class TraceHandler(logging.Handler):
+    """Writes what the simulated code logs into the trace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if World.current is not None:
+            World.current.trace.append(f"{'':12} {'':>8} {'log':<22} {record.getMessage()}")
+
+
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Log nothing, and collect garbage between seeds only: what it closes would depend on what ran before."""
+def quiet(keep_trace: bool) -> Iterator[None]:
+    """Log into the trace or nowhere, and collect garbage between seeds only: its finalizers would come at any time."""
     gc.disable()
+    log = logging.getLogger("poseidon")
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    handler = TraceHandler()
+    log.addHandler(handler)
+    logging.disable(logging.NOTSET if keep_trace else logging.CRITICAL)
     try:
         yield
     finally:
         logging.disable(before)
+        log.removeHandler(handler)
         gc.enable()
 
 

@@ -94,7 +94,11 @@ class Holder:
     def clock(self, header: Header, payload: memoryview) -> None:
         """Handle a CLOCK: a worker has finished a step, or all of its work."""
         if header.detail & TableFlag.LEAVE:
-            self._leave(header.sender)
+            if any(earlier.sender == header.sender for earlier, _ in self._postponed):
+                # What it did before it left counts.
+                self._postponed.append((header, payload))
+            else:
+                self._leave(header.sender)
             return
         place, _ = read_rows(payload)
         if not self._postpone(header, payload, place):
@@ -210,7 +214,9 @@ class Holder:
         self._places[key] = self._adoptions.pop(key).server
         postponed, self._postponed = self._postponed, []
         for header, payload in postponed:
-            {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
+            # A worker that was given up meanwhile cannot go on; whoever ended the adoption has no part in it.
+            if header.sender not in self.left:
+                {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
 
     def _postpone(self, header: Header, payload: memoryview, place: int) -> bool:
         if (header.subject, place) not in self._adoptions:

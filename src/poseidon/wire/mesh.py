@@ -32,9 +32,10 @@ _READ_BYTES = 1 << 16
 class MeshError(WireError):
     """No message came from ``rank``: its connection ended, or it was silent for too long."""
 
-    def __init__(self, rank: int, why: str) -> None:
+    def __init__(self, rank: int, why: str, is_broken: bool = True) -> None:
         super().__init__(f"no message from rank {rank}: {why}")
         self.rank = rank
+        self.is_broken = is_broken
 
 
 class Mesh:
@@ -194,7 +195,7 @@ class _Peer:
     def _wait(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise MeshError(self._rank, "it was silent for too long")
+            raise MeshError(self._rank, "it was silent for too long", is_broken=False)
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         # Not for too long: another thread may take what comes.
