@@ -105,10 +105,11 @@ class SimulatedTeam(Team):
         self.watch = Watch(store, name, rank, self.membership, TIMEOUT_S)
         mesh = open_mesh(rank, size)
         assert mesh is not None
-        store.set(f"{name}/mesh/{rank}", json.dumps(mesh.address))
         addresses = []
         for peer in range(size):
             try:
+                if not peer:
+                    store.set(f"{name}/mesh/{rank}", json.dumps(mesh.address))
                 addresses.append(json.loads(store.get(f"{name}/mesh/{peer}")))
             except RuntimeError as error:
                 raise self.watch.lost("its address", peer, error) from error

@@ -35,6 +35,8 @@ class Pipe:
         self.capacity = chance.choice((4 << 10, 64 << 10, 1 << 20))
         self.held = 0
         """Bytes that were sent and not acknowledged."""
+        self.unreported = 0
+        """Of these, bytes that have been read, but whose acknowledgement vanished."""
         self.is_dark = False
         """Whether what is sent this way vanishes, acknowledgements of the other direction included."""
         self.is_ended = False
@@ -285,7 +287,7 @@ class Connection(Socket):
 
     def close(self) -> None:
         # A thread that is blocked here is not woken: the kernel does not do that either.
-        if self.world.is_over:
+        if self.world.is_over or self.process.is_dead:
             return
         self.world.point()
         if not self.is_closed:
@@ -319,7 +321,9 @@ class Connection(Socket):
         self.notify()
 
     def _acknowledge(self, size: int) -> None:
-        if not self.other.out.is_dark:
+        if self.other.out.is_dark:
+            self.out.unreported += size
+        else:
             self.out.held -= size
             self.notify()
 
@@ -372,10 +376,10 @@ class Connection(Socket):
     def lighten(self) -> None:
         """Let packets through again."""
         self.out.lighten()
-        for end in (self, self.other):
-            unread = len(end.other.arrived)
-            end.out.held = min(end.out.held, unread + end.out.held)
-            end.notify()
+        reported = self.other.out
+        reported.held -= reported.unreported
+        reported.unreported = 0
+        self.other.notify()
 
     def reset(self, is_told: bool) -> None:
         """Break the connection here; the other end hears of it now, or when it next sends or asks."""
@@ -419,7 +423,8 @@ class Listener(Socket):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             self._check_open()
             self._wait(deadline)
-        network_of(self.world).spend_descriptor(self.process)
+        if self.timeout is None:
+            network_of(self.world).spend_descriptor(self.process)
         connection = self.queue.popleft()
         return connection, connection.getpeername()
 
@@ -432,7 +437,7 @@ class Listener(Socket):
         self.notify()
 
     def close(self) -> None:
-        if self.world.is_over:
+        if self.world.is_over or self.process.is_dead:
             return
         self.world.point()
         if not self.is_closed:

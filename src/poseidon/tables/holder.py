@@ -37,7 +37,6 @@ class Holder:
         """Worker, table and place of requests to be told when initial rows have arrived."""
         self.left: set[int] = set()
         """Workers that are done or dead."""
-        post.listen(Kind.HELLO, self._open)
         post.listen(Kind.INC, self._inc)
         post.listen(Kind.GET, self._get)
         post.listen_idle(self._send_early)
@@ -91,6 +90,22 @@ class Holder:
             self._saves.append((header, place))
             self._save_due()
 
+    def open(self, header: Header, payload: memoryview) -> None:
+        """Handle a HELLO: a worker has opened a table."""
+        spec = TableSpec.from_json(bytes(payload))
+        known = self._specs.setdefault(header.subject, spec)
+        if known != spec:
+            raise MismatchError(
+                f"rank {header.sender} opened table {spec.name!r} as {spec}, but other workers as {known}; "
+                "open it with the same arguments on all workers"
+            )
+        for place, rank in enumerate(self._servers):
+            if rank == self._post.rank and (header.subject, place) not in self._places:
+                server = TableServer(spec, self._workers, place, len(self._servers))
+                self._places[header.subject, place] = server
+                for worker in self.left:
+                    server.lose(worker)
+
     def clock(self, header: Header, payload: memoryview) -> None:
         """Handle a CLOCK: a worker has finished a step, or all of its work."""
         if header.detail & TableFlag.LEAVE:
@@ -105,21 +120,6 @@ class Holder:
             self._reply(header.subject, place, self._server_of(header, place).clock(header.sender, header.clock))
 
     # Messages.
-
-    def _open(self, header: Header, payload: memoryview) -> None:
-        spec = TableSpec.from_json(bytes(payload))
-        known = self._specs.setdefault(header.subject, spec)
-        if known != spec:
-            raise MismatchError(
-                f"rank {header.sender} opened table {spec.name!r} as {spec}, but other workers as {known}; "
-                "open it with the same arguments on all workers"
-            )
-        for place, rank in enumerate(self._servers):
-            if rank == self._post.rank and (header.subject, place) not in self._places:
-                server = TableServer(spec, self._workers, place, len(self._servers))
-                self._places[header.subject, place] = server
-                for worker in self.left:
-                    server.lose(worker)
 
     def _inc(self, header: Header, payload: memoryview) -> None:
         content = read_patch(self._spec_of(header), payload)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from poseidon.errors import PoseidonError
+from poseidon.errors import PoseidonError, WorkerLostError
 from poseidon.tables.inbox import Inbox
 from poseidon.wire.formats import Array
 from poseidon.wire.message import Header, Kind
@@ -101,6 +101,10 @@ class Post:
 
     def _receive(self, header: Header, payload: memoryview) -> None:
         with self.news:
+            if header.sender in self.gone and header.kind is not Kind.ERROR:
+                why = f"worker {header.sender} was given up by the others and cannot continue"
+                self._answer_error(header, WorkerLostError(why))
+                return
             try:
                 for message in self._inboxes[header.sender].put(header.number, (header, payload)):
                     self._deliver(*message)
