@@ -161,7 +161,10 @@ class Node:
     def _announce_loss(self, lost: int, clock: int) -> None:
         for rank in range(self._post.size):
             if rank != self.rank:
-                self._post.send(rank, Kind.LOST, 0, 0, np.array([lost, clock], np.int64).view(np.uint8))
+                self._tell_loss(rank, lost, clock)
+
+    def _tell_loss(self, rank: int, lost: int, clock: int) -> None:
+        self._post.send(rank, Kind.LOST, 0, 0, np.array([lost, clock], np.int64).view(np.uint8))
 
     # Losses.
 
@@ -192,6 +195,8 @@ class Node:
         is_needed = rank in self._holders or (rank in self.workers and rank not in self.holder.left)
         if rank in self._post.gone or self._is_over() or not is_needed:
             return
+        # If it lives after all, it must not go on: whoever gave it up first may be the one that cannot reach it.
+        self._tell_loss(rank, rank, clock)
         self._post.gone.add(rank)
         self.losses[rank] = clock
         text = f"worker {rank} is lost after clock {clock} ({why})"
