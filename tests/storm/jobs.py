@@ -7,10 +7,10 @@ Simulated: processes, threads, clocks, sockets, the job's store. Left out: gloo 
 from __future__ import annotations
 
 import contextlib
-import json
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
 from poseidon.engine.policy import UpdateNow
 from poseidon.engine.update import DeferredUpdates
-from poseidon.errors import WireError
 from poseidon.launch import protocol
 from poseidon.launch.cause import Death
 from poseidon.launch.places import Place
@@ -35,8 +34,8 @@ from poseidon.planning.route import Routes
 from poseidon.routes.catalogue import ShardedRoute
 from poseidon.routes.sharded import ShardedExchanger
 from poseidon.tables.node import Node
-from poseidon.team.gathering import connect_mesh, open_mesh
-from poseidon.team.membership import Member, Membership
+from poseidon.team.membership import Membership
+from poseidon.team import team as team_module
 from poseidon.team.team import Team
 from poseidon.team.watch import Watch
 from poseidon.team.wiring import connect_wire
@@ -96,42 +95,18 @@ class SimulatedStore:
 
 
 class SimulatedTeam(Team):
-    """A team whose workers meet in the simulated store; everything else is the real one's."""
+    """A team that is told its rank instead of asking torch.distributed for it; all else is the real one's."""
 
-    def __init__(self, rank: int, size: int, store: SimulatedStore, name: str = "team") -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, TIMEOUT_S
-        members = tuple(Member(each, f"host{each}", f"machine{each}") for each in range(size))
-        self.membership = Membership(0, members)
-        self.watch = Watch(store, name, rank, self.membership, TIMEOUT_S)
-        mesh = open_mesh(rank, size)
-        assert mesh is not None
-        addresses = []
-        for peer in range(size):
-            try:
-                if not peer:
-                    store.set(f"{name}/mesh/{rank}", json.dumps(mesh.address))
-                addresses.append(json.loads(store.get(f"{name}/mesh/{peer}")))
-            except RuntimeError as error:
-                raise self.watch.lost("its address", peer, error) from error
-        if not connect_mesh(mesh, addresses, "a secret that only this team knows", TIMEOUT_S):
-            raise self.watch.lost("the mesh of workers", None, WireError("it could not be connected"))
-        self.mesh = mesh
+        self._deadline = timedelta(seconds=TIMEOUT_S)
+        self.membership = Membership.unnamed(range(size))
+        self.watch = Watch(team_module._store(), "team", rank, self.membership, TIMEOUT_S)
+        self.watch.membership = self.membership = self._introduce("team/hello")
 
     @property
     def is_nccl(self) -> bool:
         return False
-
-    def gather_json(self, value: Any) -> list[Any]:
-        data = json.dumps(value).encode()
-        data += b" " * (-len(data) % 8)
-        longest = max(row[0] for row in self.gather_ints([len(data)]))
-        words = np.frombuffer(data.ljust(longest), np.int64).tolist()
-        return [json.loads(np.array(row, np.int64).tobytes()) for row in self.gather_ints(words)]
-
-    def close(self) -> None:
-        super().close()
-        if self.mesh is not None:
-            self.mesh.close()
 
 
 @dataclass(frozen=True)
@@ -155,6 +130,7 @@ def draw_plan(chance: Any) -> Plan:
     wire = {
         "POSEIDON_WIRE_STREAMS_PER_PEER": str(chance.choice((1, 1, 2, 3))),
         "POSEIDON_WIRE_PAYLOAD_CHECKSUM": "1",
+        "POSEIDON_SECRET": "a secret that all workers know",
         "POSEIDON_WIRE_BALANCE": chance.choice("01"),
         "POSEIDON_WIRE_CAP_MBIT": chance.choice(("0", "0", "200")),
         "POSEIDON_WIRE_LOST_AFTER_S": "6",
@@ -178,12 +154,12 @@ def sum_sizes(plan: Plan) -> list[int]:
     return [(5, 700, 3000)[(plan.detail + each) % 3] for each in range(1 + plan.detail % 3)]
 
 
-def do_sums(plan: Plan, rank: int, store: SimulatedStore) -> list[bytes]:
+def do_sums(plan: Plan, rank: int) -> list[bytes]:
     """Average gradients; return their bits."""
     sizes = sum_sizes(plan)
     found = []
     with closing_all() as opened:
-        team = opened(SimulatedTeam(rank, plan.workers, store))
+        team = opened(SimulatedTeam(rank, plan.workers))
         context = SimpleNamespace(team=team, is_cuda=False, cluster=Cluster(plan.workers))
         exchanger = opened(ShardedExchanger(context, chunk_bytes=1024))  # type: ignore[arg-type]
         slots = exchanger.book(sizes, [torch.float32] * len(sizes))
@@ -240,13 +216,13 @@ class FirstRoute(ShardedRoute):
     name = "first"
 
 
-def do_engine(plan: Plan, rank: int, store: SimulatedStore) -> list[bytes]:
+def do_engine(plan: Plan, rank: int) -> list[bytes]:
     """Train; return the bits of the parameters."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     defers = plan.detail % 2 == 1
     with closing_all() as opened:
-        team = opened(SimulatedTeam(rank, plan.workers, store))
+        team = opened(SimulatedTeam(rank, plan.workers))
         options = Options((1, 200, None)[plan.detail % 3], routes={"*": "sharded"}, defers=defers, check_interval=2)
         routes = Routes([FirstRoute(offered=True, chunk_bytes=64), ShardedRoute(chunk_bytes=64)])
         engine = Engine(find_units(net), team, Cluster(plan.workers), options, routes)
@@ -297,10 +273,10 @@ def change(rank: int, step: int, is_exact: bool) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, step]).standard_normal((ROWS, WIDTH)).astype(np.float32)
 
 
-def do_tables(plan: Plan, rank: int, store: SimulatedStore) -> list[bytes]:
+def do_tables(plan: Plan, rank: int) -> list[bytes]:
     """Add to a table in lockstep; return the bits of its rows after every clock."""
     found = []
-    with opened_tables(plan, rank, store) as job:
+    with opened_tables(plan, rank) as job:
         table = job.table("rows", ROWS, WIDTH, eager=plan.detail % 2 == 0, managed=plan.detail == 3)
         for step in range(plan.steps + 1):
             found.append(table.get(range(ROWS)).tobytes())
@@ -321,9 +297,9 @@ def expect_tables(plan: Plan) -> list[bytes]:
     return found
 
 
-def do_stale(plan: Plan, rank: int, store: SimulatedStore) -> list[bytes]:
+def do_stale(plan: Plan, rank: int) -> list[bytes]:
     """Add to a table with bounded staleness, which goes on without workers that die; return how often each added."""
-    with opened_tables(plan, rank, store) as job:
+    with opened_tables(plan, rank) as job:
         table = job.table("rows", ROWS, WIDTH, "float64", consistency="ssp", staleness=1, eager=plan.detail % 2 == 0)
         for step in range(plan.steps + 1):
             table.get(range(ROWS))
@@ -341,9 +317,9 @@ def expect_stale(_plan: Plan) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def opened_tables(plan: Plan, rank: int, store: SimulatedStore) -> Iterator[ps.TableJob]:
+def opened_tables(plan: Plan, rank: int) -> Iterator[ps.TableJob]:
     """Join the others as ``poseidon.ps.connect`` does."""
-    team = SimulatedTeam(rank, plan.workers, store)
+    team = SimulatedTeam(rank, plan.workers)
     try:
         transport = connect_wire(team, range(team.size))
         job = ps.TableJob(Node(transport, timeout_s=TIMEOUT_S), transport)
@@ -370,7 +346,7 @@ def closing_all() -> Iterator[Callable[[Any], Any]]:
         yield opened
 
 
-JOBS: dict[str, tuple[Callable[[Plan, int, SimulatedStore], list[bytes]], Callable[[Plan], list[bytes]]]] = {
+JOBS: dict[str, tuple[Callable[[Plan, int], list[bytes]], Callable[[Plan], list[bytes]]]] = {
     "sums": (do_sums, expect_sums),
     "engine": (do_engine, expect_engine),
     "tables": (do_tables, expect_tables),
@@ -392,7 +368,7 @@ class Launcher:
         self.workers = [world.process(f"worker{rank}", f"10.0.0.{rank + 1}") for rank in range(plan.workers)]
         places = [Place(rank, rank, 0, 1, f"host{rank}") for rank in range(plan.workers)]
         self._watching = Watching(places, hang_timeout_s=HANG_S, now=world.now)
-        self._store = SimulatedStore(self.workers[0])
+        world.store = SimulatedStore(self.workers[0])
         self._heard = [world.now] * plan.workers
         self._process = world.process("launcher", "10.0.0.100")
         for rank, process in enumerate(self.workers):
@@ -403,7 +379,7 @@ class Launcher:
     def _work(self, rank: int) -> None:
         work = JOBS[self.plan.kind][0]
         try:
-            self.results[rank] = work(self.plan, rank, self._store)
+            self.results[rank] = work(self.plan, rank)
         except Exception as error:
             self.errors[rank] = error
             self.world.note("".join(traceback.format_exception(error)))

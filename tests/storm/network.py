@@ -493,9 +493,10 @@ class Network:
 
 def network_of(world: World) -> Network:
     """Return a world's network."""
-    if not hasattr(world, "network"):
-        world.network = Network()  # type: ignore[attr-defined]
-    return world.network  # type: ignore[attr-defined, no-any-return]
+    if world.network is None:
+        world.network = Network()
+    found: Network = world.network
+    return found
 
 
 def next_number(world: World) -> int:

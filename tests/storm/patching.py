@@ -22,7 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from poseidon.job import closing
+from poseidon.team import team
 from storm import network, primitives
+from storm.world import here
 
 _STAND_INS: list[tuple[Any, Any]] = [
     (threading, primitives.threading),
@@ -33,6 +35,8 @@ _STAND_INS: list[tuple[Any, Any]] = [
     (select, network.select),
     (concurrent.futures.Future, primitives.Future),
     (closing.at_exit, primitives.at_exit),
+    (team._store, lambda: here().store),
+    (team.machine_name, lambda: here().running.process.name),
 ]
 ROOMS = ("wire", "team", "sums", "tables", "routes", "engine", "ps")
 """The rooms whose code runs in the simulation."""

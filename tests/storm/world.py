@@ -127,6 +127,8 @@ class World:
         self.running = Task(self, 0, "root", self.root)
         self._root_task = self.running
         self.processes: list[Process] = []
+        self.network: Any = None
+        self.store: Any = None
 
     def __enter__(self) -> World:
         assert World.current is None, "one world at a time"

@@ -62,8 +62,9 @@ def measure_cluster(team: Team, device: torch.device) -> Cluster:
     """Measure links and device. The slowest of each kind counts, and all workers get the same result. Collective."""
     machines = team.topology.machines
     leaders = [ranks[0] for ranks in machines]
-    between = _measure_links(team, leaders)
-    inside = _measure_links(team, max(machines, key=len))
+    group = team.new_group()
+    between = _measure_links(team, leaders, group)
+    inside = _measure_links(team, max(machines, key=len), group)
     everybody = team.gather_json({"between": between, "inside": inside, "flops": measure_flops(device)})
     defaults = Cluster(machines=1)
     return Cluster(
@@ -82,20 +83,20 @@ def _slowest(links: list[dict[str, float]], default: Link) -> Link:
     return Link(min(link["bits_per_s"] for link in links), max(link["latency_s"] for link in links))
 
 
-def _measure_links(team: Team, members: Sequence[int]) -> list[dict[str, float]]:
+def _measure_links(team: Team, members: Sequence[int], group: dist.ProcessGroup) -> list[dict[str, float]]:
     """Ping between neighbours, so that every member's link is used: (0, 1), (2, 3), ... together, then the rest."""
     results = []
     for start in (0, 1):
         pairs = list(zip(members[start::2], members[start + 1 :: 2], strict=False))
         for first, second in pairs:
             if team.rank in (first, second):
-                results.append(_ping(team, first, second))
+                results.append(_ping(team, first, second, group))
         if pairs:
             team.gather_ints([0], "the measurement of links")
     return results
 
 
-def _ping(team: Team, first: int, second: int) -> dict[str, float]:
+def _ping(team: Team, first: int, second: int, group: dist.ProcessGroup) -> dict[str, float]:
     """Time round trips of a tiny and of a large message between two workers."""
     peer = team.global_rank(second if team.rank == first else first)
 
@@ -103,7 +104,7 @@ def _ping(team: Team, first: int, second: int) -> dict[str, float]:
         start = time.perf_counter()
         steps = [dist.isend, dist.irecv] if team.rank == first else [dist.irecv, dist.isend]
         for step in steps:
-            work: Any = step(buffer, peer, group=team.control, tag=1)
+            work: Any = step(buffer, peer, group=group, tag=1)
             team.wait(work, "the measurement of links", second if team.rank == first else first)
         return time.perf_counter() - start
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import secrets
 import socket
 import time
 from collections import Counter
@@ -18,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.errors import PoseidonError
+from poseidon.errors import PoseidonError, WireError
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
-from poseidon.team.gathering import PendingGather, connect_mesh, open_mesh
+from poseidon.team.gathering import Entrance, PendingGather, start_gather_bytes
 from poseidon.team.membership import Member, Membership
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
-from poseidon.wire.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -93,30 +91,31 @@ class Team:
         name = self.group.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
-        self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, self.membership, timeout_s)
-        self.control = self.new_group()
-        self.mesh: Mesh | None = None
-        """Carries gathers once all workers are connected to it."""
-        self.watch.membership = self.membership = self._introduce()
+        prefix = f"poseidon/{name}/{_SERIAL[name]}"
+        self.watch = Watch(_store(), prefix, self.rank, self.membership, timeout_s)
+        self.watch.membership = self.membership = self._introduce(f"{prefix}/hello")
 
-    def _introduce(self) -> Membership:
-        """Exchange names and addresses with the other workers, and connect the mesh. Collective."""
-        mesh = open_mesh(self.rank, self.size)
-        mine = {
-            "host": socket.gethostname(),
-            "machine": machine_name(),
-            "address": None if mesh is None else mesh.address,
-            "secret": secrets.token_hex(32) if self.rank == 0 else "",
-        }
-        everybody = self.gather_json(mine)
-        addresses, drawn = [names["address"] for names in everybody], everybody[0]["secret"]
-        is_connected = mesh is not None and all(addresses) and connect_mesh(mesh, addresses, drawn, self.timeout_s)
-        if all(row[0] for row in self.gather_ints([is_connected], "the mesh of workers")):
-            self.mesh = mesh
-        members = zip(self.membership.members, everybody, strict=True)
+    def _introduce(self, prefix: str) -> Membership:
+        """Meet the other workers, connect to them, and exchange names. Collective."""
+        entrance = Entrance(self.rank, self.size, socket.gethostname())
+        try:
+            store = _store()
+            if hasattr(store, "set_timeout"):
+                store.set_timeout(self._deadline)
+            greetings = entrance.meet(store, prefix, self.size)
+        except RuntimeError as error:
+            raise self.watch.lost("all workers to start", None, error) from error
+        self.encrypts = entrance.greeting.encrypts
+        """Whether everything between the workers must be encrypted."""
+        try:
+            self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
+        except WireError as error:
+            raise self.watch.lost("the connections of all workers", None, error) from error
+        names = self.gather_json({"host": socket.gethostname(), "machine": machine_name()})
+        members = zip(self.membership.members, names, strict=True)
         return Membership(
             self.membership.epoch,
-            tuple(Member(member.global_rank, names["host"], names["machine"]) for member, names in members),
+            tuple(Member(member.global_rank, each["host"], each["machine"]) for member, each in members),
         )
 
     @property
@@ -184,16 +183,15 @@ class Team:
         """Start to collect every worker's integers; call the result to wait for them."""
         return PendingGather(self, values)
 
+    def gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """Return every worker's bytes, by rank."""
+        return start_gather_bytes(self, data)(what)
+
     def gather_json(self, value: Any) -> list[Any]:
         """Return every worker's plain data, by rank. It travels as text, never as pickled objects."""
-        data = json.dumps(value).encode()
-        sizes = [row[0] for row in self.gather_ints([len(data)], "the workers' introductions")]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everybody = [torch.empty_like(mine) for _ in range(self.size)]
-        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "the workers' introductions")
-        pairs = zip(everybody, sizes, strict=True)
-        return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
+        return [
+            json.loads(data) for data in self.gather_bytes(json.dumps(value).encode(), "the workers' introductions")
+        ]
 
     def close(self) -> None:
         """Stop the heartbeat. The private channels stay open: see :data:`_CHANNELS`."""
