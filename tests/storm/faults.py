@@ -87,6 +87,9 @@ class Fault:
             if self.kind.name == "flip":
                 # Only what has checksums: messages, not handshakes, nor the mesh, whose sockets never block.
                 ends = [end for end in ends if end.timeout is None and end.other.timeout is None]
+            if self.kind.name == "half-open":
+                # Not inside a handshake, whose silence is still taken for another secret (wire/handshake.py).
+                ends = [end for end in ends if not end.timeout and not end.other.timeout]
             if not ends:
                 world.at_move(world.moves + AGAIN_MOVES, lambda: self._strike(launcher))
                 return

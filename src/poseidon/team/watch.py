@@ -142,11 +142,12 @@ class Watch:
             else:
                 text = f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}"
                 alive.append((_progress(beat), rank, text))
+        for _, rank, text in alive:
+            # Whoever is dead may only have been the first to end because of it.
+            if rank == peer and is_broken(cause):
+                return f"{text}, but its connection with rank {self.rank} broke"
         if dead:
             return "; ".join(dead)
-        if peer is not None and is_broken(cause):
-            text = next(text for _, rank, text in alive if rank == peer)
-            return f"nobody is dead, but {text}, and its connection with rank {self.rank} broke"
         last = min(progress for progress, _, _ in alive)
         behind = {rank: text for progress, rank, text in alive if progress == last}
         # Of several that are equally far behind, the one whose message is missing.

@@ -1,0 +1,122 @@
+"""Defects that were mended, put back one at a time: the simulation must find each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from poseidon.errors import FrameError
+from poseidon.launch import cause
+from poseidon.tables.node import Node
+from poseidon.tables.post import Post
+from poseidon.tables.worker import Worker
+from poseidon.team.watch import Watch
+from poseidon.wire.message import Kind
+from poseidon.wire.sending import PeerSender
+from poseidon.wire.tcp import TcpTransport, read_large
+from poseidon.wire.transport import Transport
+
+
+def _take(self: TcpTransport, connection: Any, header: Any) -> None:
+    payload = self._place(header)
+    payload = self._pool.lend(header.length) if payload is None else payload
+    read_large(connection, payload)
+    try:
+        from poseidon.wire.tcp import check_payload
+
+        check_payload(header, payload)
+    except FrameError as error:
+        self._refuse(error.reason, str(error))
+    else:
+        self._deliver(header, payload)
+
+
+def _admit(self: TcpTransport) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            self._let_in(self._listener.accept()[0])
+
+
+def _cut(self: PeerSender) -> None:
+    self._is_broken = True
+
+
+def _join(self: PeerSender, _deadline: float) -> None:
+    for thread in self._threads:
+        thread.join()
+
+
+def _listen_lost(self: Transport, handler: Any) -> None:
+    self._lost_handlers.append(handler)
+
+
+def _verdict(self: Watch, _peer: int | None, error: BaseException) -> str:
+    return _REAL_VERDICT(self, None, error)
+
+
+_REAL_VERDICT = Watch._verdict
+
+
+def _answer_error(self: Post, header: Any, error: Any) -> None:
+    if header.kind is not Kind.ERROR:
+        self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
+
+
+def _open_without_handing_over(self: Worker, spec: Any) -> Any:
+    with mock.patch.object(Worker, "_hand_over", lambda *_: None):
+        return _REAL_OPEN(self, spec)
+
+
+_REAL_OPEN = Worker.open
+
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Put old code in the place of new."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in changes:
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a damaged payload is counted, and nobody is told": ("flip", lambda: replaced((TcpTransport, "_take", _take))),
+    "one accept that fails ends the door": ("descriptors", lambda: replaced((TcpTransport, "_admit", _admit))),
+    "close waits for a thread that waits for messages": (
+        "death",
+        lambda: replaced((PeerSender, "_cut", _cut), (PeerSender, "join", _join)),
+    ),
+    "nothing limits the silence of a connection": (
+        "half-open",
+        lambda: replaced((TcpTransport, "_set_patience", lambda *_: None)),
+    ),
+    "a loss before anybody listens is forgotten": (
+        "reset",
+        lambda: replaced((Transport, "listen_lost", _listen_lost)),
+    ),
+    "a broken connection is blamed on the slowest worker": ("reset", lambda: replaced((Watch, "_verdict", _verdict))),
+    "the launcher names the first to complain": (
+        "reset",
+        lambda: replaced((cause, "accused", lambda _deaths: None)),
+    ),
+    "a table in lockstep goes on without a worker that was lost before": (
+        "reset",
+        lambda: replaced((Node, "_receive_hello", lambda self, *args: self.holder.open(*args))),
+    ),
+    "a place without a server stays so for tables opened later": (
+        "reset",
+        lambda: replaced((Worker, "open", _open_without_handing_over)),
+    ),
+    "nobody tells a worker that it was given up": (
+        "silent reset",
+        lambda: replaced(
+            (Node, "_tell_loss", lambda self, rank, lost, clock: None if rank == lost else _REAL_TELL(self, rank, lost, clock)),
+            (Post, "_answer_error", _answer_error),
+        ),
+    ),
+}  # fmt: skip
+"""By name: the kind of fault that shows it, and how to bring it back."""
+
+_REAL_TELL = Node._tell_loss
