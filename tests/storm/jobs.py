@@ -34,8 +34,8 @@ from poseidon.planning.route import Routes
 from poseidon.routes.catalogue import ShardedRoute
 from poseidon.routes.sharded import ShardedExchanger
 from poseidon.tables.node import Node
-from poseidon.team.membership import Membership
 from poseidon.team import team as team_module
+from poseidon.team.membership import Membership
 from poseidon.team.team import Team
 from poseidon.team.watch import Watch
 from poseidon.team.wiring import connect_wire
@@ -48,7 +48,11 @@ STORE_S = 30.0
 """How long the job's store may take to answer."""
 HANG_S = 70.0
 """A job in which nothing moves for so long is ended: ``poseidon run --hang-timeout``."""
-_WAITS = ("Thread 0x1 (most recent call first):", '  File "/poseidon/team/team.py", line 1 in wait', "  File x in <module>")
+_WAITS = (
+    "Thread 0x1 (most recent call first):",
+    '  File "/poseidon/team/team.py", line 1 in wait',
+    "  File x in <module>",
+)
 """What a worker that waits for others prints when the launcher asks for its stack."""
 
 

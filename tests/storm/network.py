@@ -238,7 +238,7 @@ class Connection(Socket):
 
     # Writing.
 
-    def send(self, data: Any, flags: int = 0) -> int:  # noqa: ARG002
+    def send(self, data: Any, flags: int = 0) -> int:
         """Hand bytes to the kernel: all of them, or on a socket with a timeout as many as it takes."""
         view = memoryview(data).cast("B")
         sent = 0

@@ -245,7 +245,7 @@ class SimpleQueue:
         self._items: deque[Any] = deque()
         self._waiting: deque[Wait] = deque()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:  # noqa: ARG002
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         self._world.point()
         self._add(item)
         if self._waiting:
@@ -367,9 +367,13 @@ time = _module(
     **dict.fromkeys(("monotonic", "time", "perf_counter", "process_time", "thread_time"), _now),
 )  # fmt: skip
 
+
+def _token(size: int = 32) -> bytes:
+    return here().random.randbytes(size)
+
+
 secrets = _module(
-    "secrets", real_secrets, ("compare_digest",),
-    token_bytes=lambda size=32: here().random.randbytes(size), token_hex=lambda size=32: here().random.randbytes(size).hex(),
-)  # fmt: skip
+    "secrets", real_secrets, ("compare_digest",), token_bytes=_token, token_hex=lambda size=32: _token(size).hex()
+)
 
 __all__ = ["Future", "World", "at_exit", "queue", "secrets", "threading", "time"]

@@ -11,11 +11,9 @@ from poseidon.errors import FrameError
 from poseidon.launch import cause
 from poseidon.tables.node import Node
 from poseidon.tables.post import Post
-from poseidon.tables.worker import Worker
 from poseidon.team.watch import Watch
 from poseidon.wire.message import Kind
-from poseidon.wire.sending import PeerSender
-from poseidon.wire.tcp import TcpTransport, read_large
+from poseidon.wire.tcp import TcpTransport, check_payload, read_large
 from poseidon.wire.transport import Transport
 
 
@@ -24,8 +22,6 @@ def _take(self: TcpTransport, connection: Any, header: Any) -> None:
     payload = self._pool.lend(header.length) if payload is None else payload
     read_large(connection, payload)
     try:
-        from poseidon.wire.tcp import check_payload
-
         check_payload(header, payload)
     except FrameError as error:
         self._refuse(error.reason, str(error))
@@ -37,15 +33,6 @@ def _admit(self: TcpTransport) -> None:
     with contextlib.suppress(OSError):
         while True:
             self._let_in(self._listener.accept()[0])
-
-
-def _cut(self: PeerSender) -> None:
-    self._is_broken = True
-
-
-def _join(self: PeerSender, _deadline: float) -> None:
-    for thread in self._threads:
-        thread.join()
 
 
 def _listen_lost(self: Transport, handler: Any) -> None:
@@ -64,12 +51,12 @@ def _answer_error(self: Post, header: Any, error: Any) -> None:
         self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
 
 
-def _open_without_handing_over(self: Worker, spec: Any) -> Any:
-    with mock.patch.object(Worker, "_hand_over", lambda *_: None):
-        return _REAL_OPEN(self, spec)
+def _tell_others(self: Node, rank: int, lost: int, clock: int) -> None:
+    if rank != lost:
+        _REAL_TELL(self, rank, lost, clock)
 
 
-_REAL_OPEN = Worker.open
+_REAL_TELL = Node._tell_loss
 
 
 @contextlib.contextmanager
@@ -84,10 +71,6 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
     "a damaged payload is counted, and nobody is told": ("flip", lambda: replaced((TcpTransport, "_take", _take))),
     "one accept that fails ends the door": ("descriptors", lambda: replaced((TcpTransport, "_admit", _admit))),
-    "close waits for a thread that waits for messages": (
-        "death",
-        lambda: replaced((PeerSender, "_cut", _cut), (PeerSender, "join", _join)),
-    ),
     "nothing limits the silence of a connection": (
         "half-open",
         lambda: replaced((TcpTransport, "_set_patience", lambda *_: None)),
@@ -105,18 +88,9 @@ RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
         "reset",
         lambda: replaced((Node, "_receive_hello", lambda self, *args: self.holder.open(*args))),
     ),
-    "a place without a server stays so for tables opened later": (
-        "reset",
-        lambda: replaced((Worker, "open", _open_without_handing_over)),
-    ),
     "nobody tells a worker that it was given up": (
         "silent reset",
-        lambda: replaced(
-            (Node, "_tell_loss", lambda self, rank, lost, clock: None if rank == lost else _REAL_TELL(self, rank, lost, clock)),
-            (Post, "_answer_error", _answer_error),
-        ),
+        lambda: replaced((Node, "_tell_loss", _tell_others), (Post, "_answer_error", _answer_error)),
     ),
-}  # fmt: skip
+}
 """By name: the kind of fault that shows it, and how to bring it back."""
-
-_REAL_TELL = Node._tell_loss

@@ -182,7 +182,9 @@ class World:
         """
         deadline = self.now + limit_s
         while not all(task.is_done or task.process.is_dead for task in tasks):
-            if self.problem is not None or self.now >= deadline:
+            if self.now >= deadline:
+                self.problem = self.problem or f"a hang: no end after {limit_s:g} s"
+            if self.problem is not None:
                 return False
             self.block(deadline)
         return True
