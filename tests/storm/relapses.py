@@ -14,7 +14,6 @@ from poseidon.tables.post import Post
 from poseidon.team.watch import Watch
 from poseidon.wire.message import Kind
 from poseidon.wire.tcp import TcpTransport, check_payload, read_large
-from poseidon.wire.transport import Transport
 
 
 def _take(self: TcpTransport, connection: Any, header: Any) -> None:
@@ -33,10 +32,6 @@ def _admit(self: TcpTransport) -> None:
     with contextlib.suppress(OSError):
         while True:
             self._let_in(self._listener.accept()[0])
-
-
-def _listen_lost(self: Transport, handler: Any) -> None:
-    self._lost_handlers.append(handler)
 
 
 def _verdict(self: Watch, _peer: int | None, error: BaseException) -> str:
@@ -74,10 +69,6 @@ RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
     "nothing limits the silence of a connection": (
         "half-open",
         lambda: replaced((TcpTransport, "_set_patience", lambda *_: None)),
-    ),
-    "a loss before anybody listens is forgotten": (
-        "reset",
-        lambda: replaced((Transport, "listen_lost", _listen_lost)),
     ),
     "a broken connection is blamed on the slowest worker": ("reset", lambda: replaced((Watch, "_verdict", _verdict))),
     "the launcher names the first to complain": (

@@ -15,6 +15,11 @@ PARTS = 8
 FOUND_BY: dict[str, int] = {
     "a damaged payload is counted, and nobody is told": 0,
     "one accept that fails ends the door": 0,
+    "nothing limits the silence of a connection": 30,
+    "a broken connection is blamed on the slowest worker": 25,
+    "the launcher names the first to complain": 62,
+    "a table in lockstep goes on without a worker that was lost before": 136,
+    "nobody tells a worker that it was given up": 12,
 }
 
 
@@ -31,12 +36,10 @@ def test_a_seed_runs_the_same_way_again_and_another_one_differently() -> None:
     assert first.digest != other.digest
 
 
-def test_every_kind_of_fault_comes_and_most_strike() -> None:
-    struck = set()
-    for kind in KINDS:
-        outcomes = [run_seed(seed, [kind]) for seed in (1, 2, 5)]
-        struck |= {kind for outcome in outcomes if outcome.faults[0].struck_at is not None}
-    assert struck == set(KINDS) - {"nothing"}
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nothing"])
+def test_every_kind_of_fault_strikes(kind: str) -> None:
+    outcomes = (run_seed(seed, [kind]) for seed in (0, 16, 25))
+    assert any(outcome.faults[0].struck_at is not None for outcome in outcomes)
 
 
 @pytest.mark.parametrize("name", FOUND_BY)
