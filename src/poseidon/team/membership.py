@@ -62,6 +62,8 @@ class Membership:
 class PeerLostError(PoseidonError):
     """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""
 
+    is_broken = True
+
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
         self.rank = rank

@@ -35,7 +35,8 @@ def connect_wire(
         transport.connect([addresses[member] for member in members])
     except WireError as error:
         transport.close()
-        raise team.watch.lost("the wire's connections", None, error) from error
+        peer = None if error.peer is None else members[error.peer]
+        raise team.watch.lost("the wire's connections", peer, error) from error
     except BaseException:
         transport.close()
         raise

@@ -32,9 +32,10 @@ _READ_BYTES = 1 << 16
 class MeshError(WireError):
     """No message came from ``rank``: its connection ended, or it was silent for too long."""
 
-    def __init__(self, rank: int, why: str) -> None:
+    def __init__(self, rank: int, why: str, is_broken: bool = True) -> None:
         super().__init__(f"no message from rank {rank}: {why}")
         self.rank = rank
+        self.is_broken = is_broken
 
 
 class Mesh:
@@ -113,7 +114,7 @@ class Mesh:
         """Wait until ``source`` has sent something, or any rank has read; until the deadline for ``rank``."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise MeshError(rank, complaint)
+            raise MeshError(rank, complaint, is_broken=False)
         poll = select.poll()
         if source is not None:
             poll.register(source.connection, select.POLLIN)
