@@ -40,7 +40,14 @@ CORE_FLOPS = 60e9
 """The same of one core."""
 SLOWEST_OFF = 0.05
 """A spread of repetitions beyond this share is shown: such a cell cannot be predicted better than it repeats."""
-OUTDATED = ("gpu_25gbe_x4", "gpu_25gbe_x8", "cpu_1gbe_dlrm", "predict_dlrm", "predict_dlrm_250mbit", "predict_dlrm_small")
+OUTDATED = (
+    "gpu_25gbe_x4",
+    "gpu_25gbe_x8",
+    "cpu_1gbe_dlrm",
+    "predict_dlrm",
+    "predict_dlrm_250mbit",
+    "predict_dlrm_small",
+)
 """Files in which the recommender's rows still travelled table by table, over gloo: what Poseidon took in them cannot be
 compared with predictions of what it does now."""
 TICKS_MS = (20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)

@@ -156,7 +156,8 @@ def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], l
 
 @pytest.mark.parametrize(("layout", "packs_aside"), [("abc", False), ("aab", True)])
 def test_parcels_that_share_messages_give_the_mean(layout: str, packs_aside: bool) -> None:
-    run_ranks(_shared_messages, 3, ord(layout[1]), packs_aside, env=[{"POSEIDON_MACHINE": machine} for machine in layout])
+    machines = [{"POSEIDON_MACHINE": machine} for machine in layout]
+    run_ranks(_shared_messages, 3, ord(layout[1]), packs_aside, env=machines)
 
 
 class _Bags(nn.Module):

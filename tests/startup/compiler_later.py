@@ -25,7 +25,10 @@ class _Later(ModuleType):
         return getattr(import_compiler(), name)
 
     @staticmethod
-    def disable(function, *arguments, **options):
+    def disable(function=None, *arguments, **options):
+        if function is None:  # a decorator's arguments
+            return functools.partial(_Later.disable, **options)
+
         @functools.wraps(function)
         def call(*args, **kwargs):
             compiler = sys.modules[COMPILER]

@@ -28,6 +28,7 @@ from poseidon.planning.candidates import Candidate, shortlist
 from poseidon.planning.planner import Plan, Tried
 from poseidon.planning.profile import Profile
 from poseidon.planning.route import Routes
+from poseidon.planning.transfers import SentBits
 from poseidon.sim.ranking import Equipment, predict_s
 from poseidon.team.team import Team
 
@@ -93,11 +94,11 @@ class Choosing:
                 self._is_ranked = True
         return chosen
 
-    def rank(self, profile: Profile) -> None:
-        """Predict each plan's step, given the times of the first, and decide what to try. Collective."""
+    def rank(self, profile: Profile, sent_bits: SentBits) -> None:
+        """Predict each plan's step, given times and bits of the first, and decide what to try. Collective."""
         answer = None
         if self._team.rank == 0:
-            predicted_s = [predict_s(one, profile, self._equipment) for one in self._candidates]
+            predicted_s = [predict_s(one, profile, self._equipment, sent_bits) for one in self._candidates]
             order = shortlist(self._candidates, predicted_s)
             laps = math.ceil(TRIAL_S / max(min(predicted_s), 1e-6))
             answer = {"predicted_s": predicted_s, "order": order, "laps": min(max(laps, FEWEST_LAPS), MOST_LAPS)}

@@ -62,6 +62,16 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class SentBits:
+    """How many bits a value took through the parameter server: as a part, and as what came back; None: not known."""
+
+    compacted: tuple[float, float] | None = None
+    """Where devices compact."""
+    plain: tuple[float, float] | None = None
+    """Elsewhere."""
+
+
+@dataclass(frozen=True)
 class Conditions:
     """What a transfer depends on besides its item: the cluster, and the software that moves the bytes."""
 
@@ -78,6 +88,8 @@ class Conditions:
     """What gradients are computed in: autocast, "bf16" or "fp16", leaves fewer bits in them than their dtype has."""
     loads: Mapping[str, Load] = field(default_factory=dict)
     """By unit: in a table's gradient only the rows that a step touched have values."""
+    sent_bits: SentBits = SentBits()
+    """What was measured, in place of what is expected of the precision."""
     rounds: int = 400
     """About the most rounds of chunks to cut a model into: finer ones change little and cost much."""
     model_bytes: int = 0

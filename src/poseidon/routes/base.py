@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.schedule import Item
+from poseidon.planning.transfers import SentBits
 from poseidon.routes.buckets import Bucket
 from poseidon.team.team import Team
 from poseidon.units import Unit
@@ -215,6 +216,10 @@ class Exchanger(ABC):
         Called at most once, and only for routes to which a front end delivers a head.
         """
         raise NotImplementedError
+
+    def sent_bits(self) -> SentBits:
+        """Return how many bits the values of full gradients have taken, as far as that varies."""
+        return SentBits()
 
     def close(self) -> None:  # noqa: B027 - most have no threads
         """Flush what is queued, and stop the exchanger's threads."""

@@ -51,9 +51,10 @@ def is_rounded(unit: Unit, precision: str) -> bool:
     """Return whether only the bf16 form of a unit's weights is used under autocast.
 
     The first forward shows it in training; here it follows from the shapes. Autocast rounds what products read,
-    matrices and kernels with their biases; tables and the vectors of norms are read as they are.
+    matrices and kernels with their biases; tables and the vectors of norms are read as they are, but of a table that is
+    a linear layer's weight too, look-ups fetch just their rows.
     """
-    if precision != "bf16" or unit.kind in ("embedding", "tied"):
+    if precision != "bf16" or unit.kind == "embedding":
         return False
     return any(len(parameter.shape) > 1 and parameter.itemsize == 4 for parameter in unit.parameters)
 

@@ -94,10 +94,13 @@ class ShardedRoute(Route):
     """Workers of a machine combine before anything travels between machines, which requires one order."""
     chunk_bytes: int | None = None
     """Size of a chunk; None: chosen for the link."""
+    is_alone: bool = False
+    """No other route carries full gradients, whatever the cluster."""
 
     name = "sharded"
     summary = "full gradients, cut into chunks that their owners among the workers sum; the most urgent first"
     note = "fewer hops than a ring"
+    uses_wire = True
 
     @property
     def awaits_step(self) -> bool:
@@ -118,8 +121,8 @@ class ShardedRoute(Route):
         return sharded_cost(unit, load, cluster)
 
     def is_offered(self, cluster: Cluster) -> bool:
-        """Return whether there are several machines and ``offered`` is set."""
-        return self.offered and cluster.machines > 1
+        """Return whether there are several machines and ``offered`` is set, or there is no other way."""
+        return self.is_alone or (self.offered and cluster.machines > 1)
 
     def owners(self, cluster: Cluster) -> int:
         """Return how many workers share the sums of one bucket."""
@@ -157,6 +160,9 @@ class ShardedRoute(Route):
             owners = self.owners(conditions.cluster)
             bits = gradient_bits(item.specs, conditions.loads, conditions.precision, owners)
             part, total = bits[0] / 32, bits[1] / 32
+        seen = conditions.sent_bits.compacted if is_compacted else conditions.sent_bits.plain
+        if seen is not None and item.itemsize == 4 and conditions.wire_share == 1:
+            part, total = seen[0] / 32, seen[1] / 32
         return part, self._weight_share(item, is_compacted, conditions) if self.awaits_step else total
 
     def _weight_share(self, item: Item, is_compacted: bool, conditions: Conditions) -> float:
@@ -234,6 +240,7 @@ class BroadcastRoute(Route):
     """Every worker's part of one unit to every other, by direct messages: the base of factors and rows."""
 
     has_flags = True
+    uses_wire = True
 
     @property
     def is_collective(self) -> bool:
@@ -398,13 +405,14 @@ class SplitRoute(ShardedRoute):
         return part, super()._shares(item, is_compacted, conditions)[1]
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
-        """Send the head's parts early; at the end the rows, and sums back."""
+        """Send the head's parts early; at the end the rows, and sums back, or weights and the rows to look up."""
         rounds = super().transfers(item, conditions)
         machines = conditions.cluster.machines
         touched = 0.0 if item.load is None else touched_bytes(item.specs[0], item.load)
         rows = Leg(touched * (machines - 1) / machines / max(len(rounds), 1))
         early = [replace(one, name=f"{one.name} head", legs=one.legs[:1], is_early=True) for one in rounds]
-        return early + [replace(one, legs=(rows, *one.legs[1:])) for one in rounds]
+        fetched = rows.out_bytes if self.awaits_step and conditions.precision == "bf16" else 0.0
+        return early + [replace(one, legs=(rows, Leg(one.legs[1].out_bytes + fetched))) for one in rounds]
 
 
 _ADDED: list[Route] = []
@@ -423,7 +431,8 @@ def unregister(name: str) -> None:
 
 def served_routes(chunk_bytes: int | None = None) -> Routes:
     """Return the routes of ``update="server"``."""
-    return Routes([ServedRoute(chunk_bytes=chunk_bytes), SplitRoute(False, False, chunk_bytes, ServedRoute.name)])
+    split = SplitRoute(chunk_bytes=chunk_bytes, exchanger=ServedRoute.name)
+    return Routes([ServedRoute(chunk_bytes=chunk_bytes), split])
 
 
 def standard_routes(
@@ -432,8 +441,14 @@ def standard_routes(
     gathers_factors: bool = False,
     combines_first: bool = False,
     chunk_bytes: int | None = None,
+    encrypts: bool = False,
 ) -> Routes:
-    """Return all routes for these conditions; equal on all workers."""
+    """Return all routes for these conditions; equal on all workers. In a job that ``encrypts``: those that can."""
+    if encrypts:
+        whole = ShardedRoute(offered=True, chunk_bytes=chunk_bytes, is_alone=True)
+        added = [route for route in _ADDED if route.uses_wire]
+        split = SplitRoute(offered=True, chunk_bytes=chunk_bytes)
+        return Routes([whole, FactorsRoute(), RowsRoute(), TiedRoute(), split, *added])
     built_in = (
         AllreduceRoute(),
         ShardedRoute(offers_server, combines_first, chunk_bytes),

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from poseidon.planning.cluster import Link
 from poseidon.routes.parcels import Gathered, Opened, Parcel, join_opened, open_message, write_message
-from poseidon.team.team import CLOSE_S, PeerLostError, Team
+from poseidon.team.membership import PeerLostError
+from poseidon.team.team import CLOSE_S, Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.message import Header, Kind
 

@@ -31,6 +31,9 @@ from poseidon.sums.events import record
 from poseidon.team.team import Team
 from poseidon.wire.pool import Pool
 
+_URGENT = -1
+"""The device runs this stream first: all workers wait for the rows."""
+
 
 class RowsExchanger(Exchanger):
     """Exchanges the touched rows of embedding units; calls may come in any order."""
@@ -113,8 +116,8 @@ class RowsExchanger(Exchanger):
         device = group.weight.device
         if device.type == "cuda":
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            with torch.cuda.stream(self._streams[device]):
+                self._streams[device] = torch.cuda.Stream(device, priority=_URGENT)
+            with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
                 host, distinct, settle = group.pack(gradients, flags)
                 if settle is not None:
                     settle()  # on a thread that may wait; then the gradients' memory is free

@@ -24,8 +24,8 @@ that share 2 cores at 500 Mbit/s.
 Python runs one thread of a worker at a time, so what handles messages and what issues work to a device take turns:
 
 * A message takes :data:`HANDLING_S` at either end: half of the processor time per message above. Where a device
-  compacts it, which takes a dozen calls into PyTorch, it takes :data:`DEVICE_HANDLING_S`: fitted to ViT-B/16 and GPT-2
-  with the server's step on 8 machines at 10 Gbit/s.
+  compacts it, which takes a dozen calls into PyTorch, it takes :data:`DEVICE_HANDLING_S`: fitted to ResNet-50,
+  ViT-B/16 and GPT-2 in bf16 on 8 machines at 10 Gbit/s, as is the next.
 * A device runs dry while the next forward waits for its weights. From then on a unit's forward takes at least as long
   as the host needs to issue it: measured with the profile on a device, else :data:`ISSUE_S`.
 

@@ -9,6 +9,7 @@ from poseidon.planning.candidates import Candidate
 from poseidon.planning.profile import Profile, UnitProfile
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Schedule
+from poseidon.planning.transfers import SentBits
 from poseidon.sim.media import transports_of
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
@@ -64,8 +65,8 @@ def observed_profile(
     return Profile("observed", "", 1, units, tuple(reversed(order)), tuple(order), 0.0, source="observed")
 
 
-def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> float:
-    """Return the time of one step with a plan."""
+def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment, sent_bits: SentBits | None = None) -> float:
+    """Return the time of one step with a plan; ``sent_bits``: what values took in the steps so far."""
     cluster = candidate.plan.cluster
     transports = transports_of(equipment.is_nccl, equipment.cores, equipment.uses_cores)
     setting = Setting(
@@ -80,6 +81,7 @@ def predict_s(candidate: Candidate, profile: Profile, equipment: Equipment) -> f
         payload=1.0,  # programs measured the rate
         compacts=equipment.compacts,
         precision=_precision_of(profile),
+        sent_bits=sent_bits or SentBits(),
         steps=_STEPS,
     )
     route_of = list(candidate.plan.routes.values())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.profile import Profile
+from poseidon.planning.transfers import SentBits
 from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA, Medium
 from poseidon.sim.systems import System
 from poseidon.sums.slots import chunk_bytes_for
@@ -44,6 +45,8 @@ class Setting:
     """Devices compact what goes through the parameter server, without loss."""
     precision: str = "float32"
     """What gradients are computed in, which is what compacting depends on; or "bf16" or "fp16", under autocast."""
+    sent_bits: SentBits = field(default_factory=SentBits)
+    """What values took through the parameter server, where that was measured; else it follows from the precision."""
     contention: float = 0.0
     """Seconds by which a second of processor time for exchanges delays computation: 0 on a GPU or with spare cores."""
     issue_s: float = 0.0

@@ -135,6 +135,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         compacts=setting.compacts,
         precision=setting.precision,
         loads=setting.profile.loads,
+        sent_bits=setting.sent_bits,
         rounds=MOST_ROUNDS if setting.is_symmetric else MOST_ROUNDS // 8,
     )
     sizes: Counter[str] = Counter()

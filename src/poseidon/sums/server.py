@@ -18,16 +18,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from poseidon.errors import FrameError, ServerError
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Encoding, Payload
+from poseidon.sums.encodings import Payload
 from poseidon.sums.ledger import SlotLedger
 from poseidon.sums.messages import make_header, wrong_content, wrong_size
 from poseidon.sums.slots import Slot
-from poseidon.sums.touched import TouchedRows, add_up, check_size, read_rows
+from poseidon.sums.tally import Tally
+from poseidon.sums.touched import TouchedRows, check_size, read_rows
 from poseidon.sums.turns import PartRoll, in_turn
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.transport import Transport
@@ -50,6 +49,7 @@ class SumServer:
         self._retiring: set[int] = set()
         """Slots of an earlier plan that have not landed."""
         self._failure: BaseException | None = None
+        self.tally = Tally()
         transport.listen(Kind.PART, self._receive_part, self._place_part)
         transport.listen(Kind.SUM, self._receive_sum, self._place_sum)
         transport.listen(Kind.TOUCHED, self._receive_touched, self._check_touched)
@@ -130,6 +130,7 @@ class SumServer:
                 self._enter(ledger, roll, self._rank, adder.own(chunk))
             else:
                 encoded = adder.part(chunk)
+                self.tally.note(adder, chunk, encoded, is_part=True)
                 header = make_header(Kind.PART, self._rank, chunk, ledger.step, encoded)
                 self._transport.send(chunk.owner, header, encoded.payload, priority=priority)
 
@@ -188,16 +189,13 @@ class SumServer:
     def _enter_touched(self, ledger: SlotLedger, chunk: Chunk, rank: int, clock: int, payload: memoryview) -> None:
         try:
             rows = read_rows(payload, chunk, ledger.slot.width, rank)
-            last, roll, adder = self._transport.size, ledger.rolls[chunk.index], ledger.adder
+            last, roll = self._transport.size, ledger.rolls[chunk.index]
             with self._lock:
                 everybody = ledger.touched[chunk.index].enter(rank, clock, rows)
                 if not everybody:
                     return
                 roll.expect(last, clock)
-            size_bytes = chunk.length * rows.values.itemsize
-            room = adder.place_part(chunk, last, size_bytes) or memoryview(bytearray(size_bytes))
-            add_up(everybody, chunk, np.frombuffer(room, rows.values.dtype))
-            self._enter(ledger, roll, last, adder.decode(chunk, Encoding.PLAIN, room))
+            self._enter(ledger, roll, last, ledger.adder.touch(chunk, everybody))
         except BaseException as error:
             self.fail(error)
             raise
@@ -217,6 +215,7 @@ class SumServer:
 
     def _answer(self, ledger: SlotLedger, chunk: Chunk, total: Any) -> None:
         encoded = ledger.adder.encode(chunk, total)
+        self.tally.note(ledger.adder, chunk, encoded, is_part=False)
         header = make_header(Kind.SUM, self._rank, chunk, ledger.step, encoded)
         for worker in self._others:
             self._transport.send(worker, header, encoded.payload, priority=ledger.slot.priority)
