@@ -21,6 +21,7 @@ from poseidon.routes.rows import RowsExchanger
 from poseidon.routes.table_groups import TableGroup, group_tables
 
 SIZE = 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 FAST, SLOW = 1e10, 1e7
 
 
@@ -118,7 +119,8 @@ def _gradient(table: nn.Module, seed: int) -> Tensor | None:
     count = 0 if seed % 7 == 5 else 24
     indices = torch.randint(0, weight.shape[0], (1, count), generator=generator)
     few = torch.randn(6, weight.shape[1], generator=generator).to(weight.dtype)
-    gradient = torch.sparse_coo_tensor(indices, few.repeat(count // 6, 1), weight.shape, check_invariants=True)
+    values = few.repeat(count // 6, 1).to(weight.device)
+    gradient = torch.sparse_coo_tensor(indices.to(weight.device), values, weight.shape, check_invariants=True)
     return gradient.coalesce() if seed % 7 == 1 else gradient
 
 
@@ -126,7 +128,9 @@ def _mean(weight: Tensor, gradients: list[Tensor | None], is_sparse: bool, kept:
     """Return the mean of one table's gradients, by itself."""
     parts = [one.coalesce() for one in gradients if one is not None]
     if is_sparse:
-        indices = torch.cat([torch.empty(1, 0, dtype=torch.long), *(part.indices() for part in parts)], 1)
+        indices = torch.cat(
+            [torch.empty(1, 0, dtype=torch.long, device=weight.device), *(part.indices() for part in parts)], 1
+        )
         values = torch.cat([weight.new_empty(0, weight.shape[1]), *(part.values() for part in parts)]) / SIZE
         return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=True).coalesce()
     total = torch.zeros_like(weight) if kept is None else kept.clone()
@@ -165,11 +169,14 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TableGroup, "_sums_together", True)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("aside", [False, True], ids=["at once", "on another thread"])
 @pytest.mark.parametrize("bytes_per_s", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("keeps", [(), (1,), range(len(MIXED))], ids=["fresh", "one kept", "all kept"])
-def test_tables_that_travel_together_have_the_bits_of_each_alone(keeps: Any, bytes_per_s: float, aside: bool) -> None:
-    _compare(keeps, bytes_per_s, aside, _same)
+def test_tables_that_travel_together_have_the_bits_of_each_alone(
+    keeps: Any, bytes_per_s: float, aside: bool, device: str
+) -> None:
+    _compare(keeps, bytes_per_s, aside, _same, device)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -177,15 +184,17 @@ def test_duplicates_of_all_tables_can_be_summed_in_one_call() -> None:
     _compare((), FAST, True, _close)
 
 
-def _compare(keeps: Any, bytes_per_s: float, aside: bool, compare: Callable[[Tensor, Tensor], None]) -> None:
-    tables = [_table(*spec) for spec in MIXED]  # type: ignore[arg-type]
+def _compare(
+    keeps: Any, bytes_per_s: float, aside: bool, compare: Callable[[Tensor, Tensor], None], device: str = "cpu"
+) -> None:
+    tables = [_table(*spec).to(device) for spec in MIXED]  # type: ignore[arg-type]
     unused = (0, 3)
     desk = Desk()
     workers = [Worker(tables, desk, bytes_per_s, aside) for _ in range(SIZE)]
     weights = [unit.weight.detach() for unit in workers[0].units]
     sparse = [unit.spec.is_sparse for unit in workers[0].units]
     kept = [
-        torch.randn(weight.shape).to(weight.dtype) if number in keeps and not sparse[number] else None
+        torch.randn(weight.shape).to(weight) if number in keeps and not sparse[number] else None
         for number, weight in enumerate(weights)
     ]
     gradients = [[_gradient(table, 31 * rank + place) for place, table in enumerate(tables)] for rank in range(SIZE)]

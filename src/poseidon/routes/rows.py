@@ -18,6 +18,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,24 +85,24 @@ class RowsExchanger(Exchanger):
             mine = [tables[unit.index] for unit in group.units]
             joint = _Joint(self._team, group, [table.exchange for table in mine], self._room)
             loads.append((joint, [table.gradient for table in mine]))
-        if not self._packs_aside:
-            self._send(loads, step)
-            return
         streams = {table.stream for table in tables.values() if table.stream is not None}
         ready = [record(stream) for stream in streams]
-
-        def send() -> None:
-            # Once they are, any stream may read the gradients.
-            for event in ready:
-                event.synchronize()
+        if ready or self._packs_aside:
+            self._pairs.call_later(partial(self._send, loads, step, ready))
+        else:
             self._send(loads, step)
 
-        self._pairs.call_later(send)
-
-    def _send(self, loads: Sequence[tuple[_Joint, Sequence[Tensor | None]]], step: int) -> None:
+    def _send(
+        self,
+        loads: Sequence[tuple[_Joint, Sequence[Tensor | None]]],
+        step: int,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         firsts = tuple(joint.group.units[0].index for joint, _ in loads)
         shipment = firsts if len(firsts) > 1 else ()
         try:
+            for event in ready:  # then any stream may read the gradients
+                event.synchronize()
             parcels = [self._pack(joint, gradients, step, shipment) for joint, gradients in loads]
         except BaseException as error:
             for joint, _ in loads:
