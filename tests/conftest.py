@@ -44,6 +44,8 @@ def pytest_configure():
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
     # Which plan is fastest depends on the host; tests of the choice itself turn it on.
     os.environ.setdefault("POSEIDON_TRIALS", "0")
+    # Without it, workers would share a secret in the home of whoever runs the tests.
+    os.environ.setdefault("POSEIDON_SECRET", "the secret of all tests")
 
 
 def pytest_collection_modifyitems(items):

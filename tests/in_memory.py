@@ -63,6 +63,7 @@ class ThreadTeam:
     meeting: Meeting
     watch: Quiet = field(default_factory=Quiet)
     is_nccl: bool = False
+    encrypts: bool = False
     timeout_s: float = DEADLINE_S
     is_closed: bool = False
     _calls: int = 0

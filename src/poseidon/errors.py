@@ -40,6 +40,9 @@ class ServerError(PoseidonError, RuntimeError):
 class WireError(PoseidonError, RuntimeError):
     """A message cannot be sent, or a peer cannot be reached."""
 
+    peer: int | None = None
+    """The rank that cannot be reached."""
+
 
 class FrameError(WireError):
     """Received bytes are not a valid message; ``reason`` is the short name they are counted under."""

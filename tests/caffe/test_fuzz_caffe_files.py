@@ -139,6 +139,22 @@ def test_hdf5_of_data(folder):
     check()
 
 
+@pytest.mark.parametrize(("number", "is_read"), [(1, True), (5, False), (6, False)])
+def test_hdf5_filters_that_trust_their_file_are_refused(folder, number, is_read):
+    with h5py.File("good.h5", "w") as file:
+        file.create_dataset("data", data=np.ones((10, 10)), chunks=(5, 5), compression="gzip")
+    content = (folder / "good.h5").read_bytes()
+    # The message that names the filter: its number, the length of its name, flags, one parameter, the name.
+    place = content.index(b"deflate\0") - 8
+    assert content[place : place + 2] == b"\x01\0"
+    (folder / "bad.h5").write_bytes(content[:place] + bytes([number]) + content[place + 1 :])
+    if is_read:
+        assert read_arrays("bad.h5", ["data"])[0].sum() == 100
+    else:
+        with pytest.raises(ConfigError, match=rf"filters \[{number}\], expected any of 1 \(deflate\)"):
+            read_arrays("bad.h5", ["data"])
+
+
 def databases(backend):
     with new_database(backend, "good") as database:
         for number in range(40):

@@ -46,9 +46,10 @@ def assemble_engine(
     if not _computes_alike(team, device):
         linear = [unit.name for unit in units if unit.spec.kind in ("linear", "tied")]
         known = standard_routes()
+        whole = next(iter(standard_routes(encrypts=team.encrypts)))
         asked = (options.routes or {}).items()
         wanted = {pattern: route for pattern, route in asked if "factors" not in known[route].delivers}
-        options = dataclasses.replace(options, routes={**dict.fromkeys(linear, "allreduce"), **wanted})
+        options = dataclasses.replace(options, routes={**dict.fromkeys(linear, whole), **wanted})
     # Inside one machine, full gradients have only one route, whatever the speeds.
     needs_speeds = len(team.topology.machines) > 1 or any(unit.spec.kind != "dense" for unit in units)
     return Engine(units, team, find_cluster(team, device, cluster, needs_speeds), options)

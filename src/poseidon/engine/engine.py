@@ -375,6 +375,11 @@ class Engine:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
         if self.options.serves:
             raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
+        if self.team.encrypts and not route.uses_wire:
+            raise UnsupportedError(
+                f"{route.name!r} sends by torch.distributed, which does not encrypt, but this job must be encrypted "
+                "(POSEIDON_WIRE_ENCRYPT); train without it"
+            )
         self._check_at_rest(f"the route {route.name!r}")
         self._schedules.close()
         options = replace(self.options, routes=None, tries=False)

@@ -7,7 +7,7 @@ collective where they say so.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -20,6 +20,7 @@ from poseidon.engine.options import Options
 from poseidon.engine.replanning import Replanning
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.engine.trial import WARM_BACKWARDS
+from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
@@ -40,6 +41,24 @@ from poseidon.version import __version__
 _is_joined, _batch = operator.attrgetter("is_joined"), operator.attrgetter("batch")
 
 
+def check_encryptable(units: Sequence[LiveUnit], forced: Mapping[str, str]) -> None:
+    """Refuse what could only travel unencrypted, in a job that encrypts. Pure."""
+    known = standard_routes(encrypts=True)
+    for pattern, route in forced.items():
+        if route not in known:
+            raise ConfigError(
+                f"routes={{{pattern!r}: {route!r}}}: {route!r} is not encrypted, but this job must be "
+                f"(POSEIDON_WIRE_ENCRYPT); choose from {', '.join(known)}"
+            )
+    for unit in units:
+        for parameter in unit.parameters:
+            if not can_be_served(parameter):
+                raise UnsupportedError(
+                    f"{unit.name} has parameters of {parameter.dtype}, whose gradients only gloo and NCCL can sum, "
+                    "which do not encrypt, but this job must be encrypted (POSEIDON_WIRE_ENCRYPT)"
+                )
+
+
 class Schedules:
     """How the units of one model travel, before and after the first plan.
 
@@ -57,6 +76,8 @@ class Schedules:
         is_cuda = any(parameter.is_cuda for parameter in self._parameters)
         self._context = Context(team, cluster, is_cuda)
         self._exchangers: dict[str, Exchanger] = {}
+        if team.encrypts:
+            check_encryptable(units, options.routes or {})
         self._can_serve = self._find_server()
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = open_choosing(team, self.routes, options.tries, self._parameters[0].device)
@@ -81,6 +102,7 @@ class Schedules:
         """A new plan is due as soon as a backward has landed before the next forward begins."""
         self.dense = self._bind(self._pack([self.routes.first_for(spec).name for spec in specs], self._packing))
         """Full gradients only."""
+        self._prepare(self.dense)
         self.planned: LiveSchedule | None = None
         self._adopted: Schedule | None = None
         """That of :attr:`planned`, before its collectives were reordered."""
@@ -155,13 +177,15 @@ class Schedules:
     def _choose_routes(self, is_cuda: bool) -> Routes:
         if self._options.serves:
             # The first backward travels by the first route that accepts everything.
-            return Routes([standard_routes()["allreduce"], *served_routes().values()])
+            whole = next(iter(standard_routes(encrypts=self._team.encrypts).values()))
+            return Routes([whole, *served_routes().values()])
         topology, gathers = self._team.topology, self._options.gather_factors
         return standard_routes(
             offers_server=self._offers_server(),
             gathers_factors=is_cuda and self._team.is_nccl if gathers is None else gathers,
             combines_first=topology.has_levels and topology.is_even and not is_cuda,
             chunk_bytes=chunk_bytes_for(self._cluster.between.bytes_per_s, lands_whole=not self._options.defers),
+            encrypts=self._team.encrypts,
         )
 
     def _offers_server(self) -> bool:
@@ -260,6 +284,7 @@ class Schedules:
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
         route_of = self.dense.schedule.route_of
         self.dense = self.planned if self._options.serves else self._bind(self._pack(route_of, candidate.packing))
+        self._prepare(self.planned, *(() if self.dense is self.planned else (self.dense,)))
 
     def _release_losers(self) -> None:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
@@ -275,16 +300,18 @@ class Schedules:
         )
 
     def _bind(self, schedule: Schedule) -> LiveSchedule:
-        """Bind a schedule to tensors and exchangers. Collective."""
+        """Bind a schedule to tensors and exchangers. Collective; :meth:`_prepare` must follow."""
         items = tuple(self._make_item(schedule, number) for number in range(len(schedule.items)))
-        exchangers = {}
-        for name in self.routes:
-            mine = [item for item in items if self.routes[item.item.route].exchanger == name]
-            if mine:
-                exchanger = self._exchanger(name)
-                exchanger.prepare(mine)
-                exchangers.update(dict.fromkeys((item.item.route for item in mine), exchanger))
+        used = {item.item.route for item in items}
+        exchangers = {name: self._exchanger(self.routes[name].exchanger) for name in self.routes if name in used}
         return LiveSchedule(schedule, items, exchangers, [self.routes[name].delivers for name in schedule.route_of])
+
+    def _prepare(self, *schedules: LiveSchedule) -> None:
+        """Let exchangers prepare for the schedules in force, which may share a route. Collective."""
+        for name in self.routes:
+            mine = [item for live in schedules for item in live.items if self.routes[item.item.route].exchanger == name]
+            if mine:
+                self._exchanger(name).prepare(mine)
 
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options

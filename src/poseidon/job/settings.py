@@ -143,9 +143,17 @@ SECRET = Variable(
     "POSEIDON_SECRET",
     TEXT,
     "",
-    "team/wiring.py",
-    "The job's secret, at least 16 bytes, with which workers open connections. `poseidon run` draws one for every "
-    "start; without a launcher worker 0 does.",
+    "job/secret.py",
+    "The job's secret, at least 16 bytes, equal on all workers. `poseidon run` draws one for every start. Without it "
+    "and `POSEIDON_SECRET_FILE`: the user's own, `poseidon/secret` in the user's configuration folder, made when first "
+    "needed.",
+)
+SECRET_FILE = Variable(
+    "POSEIDON_SECRET_FILE",
+    TEXT,
+    "",
+    "job/secret.py",
+    "A file with the job's secret, which only its owner may read (mode 600), for Slurm, Kubernetes and torchrun.",
 )
 AUTO = Variable(
     "POSEIDON_AUTO", WORDS, (), "auto/__main__.py", "More options for `--auto`, before those of the command line."
@@ -232,6 +240,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MACHINE,
     SHARED_MEMORY,
     SECRET,
+    SECRET_FILE,
     CHECK_REPLICAS,
     RESTART,
     SSH_OPTIONS,
@@ -298,6 +307,7 @@ FOREIGN = (
     ForeignVariables(("SSH_CONNECTION",), "launch/agent.py", "The address at which ssh reached a machine."),
     ForeignVariables(("NO_COLOR", "TERM"), "launch/output.py", "Whether the terminal shows colours."),
     ForeignVariables(("XDG_CACHE_HOME",), "engine/choices.py", "The user's cache folder."),
+    ForeignVariables(("XDG_CONFIG_HOME", "HOME"), "job/secret.py", "The user's configuration folder."),
     ForeignVariables(("XDG_RUNTIME_DIR",), "lab/state.py", "The user's runtime folder."),
     ForeignVariables(("GLOG_minloglevel",), "caffe/glog.py", "Caffe's log level."),
 )

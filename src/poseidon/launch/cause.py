@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from poseidon.team.watch import EXIT_STATUS as BLAMES_ANOTHER
@@ -74,8 +74,12 @@ _SYMPTOMS = re.compile(
 _EXCHANGES = re.compile(r"/torch/distributed/|/poseidon/(?:team|engine|routes|wire|sums|tables|job/world)")
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
 _ACCUSED = re.compile(
-    r"rank (\d+) \([^)]*\) (is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*)"
+    r"(?:rank|worker) (\d+)(?: \([^)]*\))? "
+    r"(is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*"
+    r"|is lost after clock \d+|was given up by the others)"
 )
+_SUSPECTED = re.compile(r"rank (\d+) \([^)]*\) (is probably gone)")
+"""Said where the store is gone; it also goes with a worker that another one's failure ended."""
 
 
 def describe_status(status: int) -> str:
@@ -98,20 +102,22 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
 
 def accused(deaths: Sequence[Death]) -> tuple[int, str] | None:
     """Return the worker that most others accuse, and of what; None if they accuse nobody."""
-    votes: dict[int, list[str]] = {}
-    for death in deaths:
-        for rank, what in _ACCUSED.findall("\n".join(death.tail)):
-            votes.setdefault(int(rank), []).append(what)
-    if not votes:
-        return None
-    rank = max(votes, key=lambda rank: len(votes[rank]))
-    return rank, votes[rank][0]
+    for accusation in (_ACCUSED, _SUSPECTED):
+        votes: dict[int, list[str]] = {}
+        for death in deaths:
+            for rank, what in accusation.findall("\n".join(death.tail)):
+                votes.setdefault(int(rank), []).append(what)
+        if votes:
+            first = max(votes, key=lambda rank: len(votes[rank]))
+            return first, votes[first][0]
+    return None
 
 
 def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Sequence[int]) -> Death | None:
     """Return the cause of a job's end; ``running`` maps the ranks that are alive to their hosts.
 
-    If there are only symptoms, name the accused worker if it still runs (it hangs), or one that finished early.
+    If there are only symptoms, name the accused worker: it hangs if it still runs; if it reports another one itself,
+    their connection broke. Otherwise name one that finished early.
     """
     cause = first_cause(deaths)
     if cause is None or not cause.is_symptom:
@@ -122,12 +128,13 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
         return Death(
             rank, running[rank], DeathKind.HANG, note=f"the others gave up waiting for it and report: it {what}"
         )
+    ended = {death.rank: death for death in deaths}
+    if found is not None and found[0] in ended:
+        return replace(ended[found[0]], note=f"the others report: it {found[1]}")
     if finished:
         early = ", ".join(map(str, finished))
-        return Death(
-            cause.rank, cause.host, cause.kind, cause.status, cause.tail,
-            note=f"worker {early} had already ended with status 0: did it do fewer steps than the others?",
-        )  # fmt: skip
+        note = f"worker {early} had already ended with status 0: did it do fewer steps than the others?"
+        return replace(cause, note=note)
     return cause
 
 

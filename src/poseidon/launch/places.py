@@ -13,7 +13,14 @@ PASSED_ON = ("POSEIDON_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_
 
 _PRIVATE = {
     variable.name
-    for variable in (settings.SSH_OPTIONS, settings.LAB, settings.LAB_FOLDER, settings.TRACEBACK, settings.SECRET)
+    for variable in (
+        settings.SSH_OPTIONS,
+        settings.LAB,
+        settings.LAB_FOLDER,
+        settings.TRACEBACK,
+        settings.SECRET,
+        settings.SECRET_FILE,
+    )
 }
 
 

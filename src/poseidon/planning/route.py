@@ -40,6 +40,8 @@ class Route(ABC):
     """Items carry a flag word that all workers must know before any item lands (:class:`routes.base.Flag`)."""
     shares_messages: bool = False
     """Small units may leave in one message per peer (``shipments.py``); their exchanger then sends parcels."""
+    uses_wire: bool = False
+    """Whether all that it sends goes over the wire (``team.mail``, ``connect_wire``), as a job that encrypts needs."""
     note: str = ""
     """Why the planner prefers it to the first route that accepts the same units, if it saves no bytes."""
 

@@ -35,7 +35,8 @@ from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
 from poseidon.sums.stepping import StepAdder, StepThread
 from poseidon.sums.touched import rows_in_chunk
-from poseidon.team.team import PeerLostError, Team
+from poseidon.team.membership import PeerLostError
+from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array, find_format
 

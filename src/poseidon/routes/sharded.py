@@ -27,7 +27,8 @@ from poseidon.sums.device import DeviceAdder, DeviceArithmetic, find_compactor, 
 from poseidon.sums.host import host_adders
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.team.team import PeerLostError, Team
+from poseidon.team.membership import PeerLostError
+from poseidon.team.team import Team
 from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import Array
 from poseidon.wire.settings import WireSettings
@@ -48,7 +49,7 @@ class ShardedExchanger(Exchanger):
         team = self._team = context.team
         is_cuda, link = context.is_cuda, context.cluster.between
         topology = team.topology
-        use_levels = topology.has_levels and topology.is_even and not is_cuda
+        use_levels = topology.has_levels and topology.is_even and not is_cuda and not team.encrypts
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
         self._chunk_bytes = chunk_bytes or chunk_bytes_for(link.bytes_per_s)
         self._transport = connect_wire(team, self._members, link=link)

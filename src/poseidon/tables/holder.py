@@ -37,7 +37,6 @@ class Holder:
         """Worker, table and place of requests to be told when initial rows have arrived."""
         self.left: set[int] = set()
         """Workers that are done or dead."""
-        post.listen(Kind.HELLO, self._open)
         post.listen(Kind.INC, self._inc)
         post.listen(Kind.GET, self._get)
         post.listen_idle(self._send_early)
@@ -91,18 +90,8 @@ class Holder:
             self._saves.append((header, place))
             self._save_due()
 
-    def clock(self, header: Header, payload: memoryview) -> None:
-        """Handle a CLOCK: a worker has finished a step, or all of its work."""
-        if header.detail & TableFlag.LEAVE:
-            self._leave(header.sender)
-            return
-        place, _ = read_rows(payload)
-        if not self._postpone(header, payload, place):
-            self._reply(header.subject, place, self._server_of(header, place).clock(header.sender, header.clock))
-
-    # Messages.
-
-    def _open(self, header: Header, payload: memoryview) -> None:
+    def open(self, header: Header, payload: memoryview) -> None:
+        """Handle a HELLO: a worker has opened a table."""
         spec = TableSpec.from_json(bytes(payload))
         known = self._specs.setdefault(header.subject, spec)
         if known != spec:
@@ -116,6 +105,21 @@ class Holder:
                 self._places[header.subject, place] = server
                 for worker in self.left:
                     server.lose(worker)
+
+    def clock(self, header: Header, payload: memoryview) -> None:
+        """Handle a CLOCK: a worker has finished a step, or all of its work."""
+        if header.detail & TableFlag.LEAVE:
+            if any(earlier.sender == header.sender for earlier, _ in self._postponed):
+                # What it did before it left counts.
+                self._postponed.append((header, payload))
+            else:
+                self._leave(header.sender)
+            return
+        place, _ = read_rows(payload)
+        if not self._postpone(header, payload, place):
+            self._reply(header.subject, place, self._server_of(header, place).clock(header.sender, header.clock))
+
+    # Messages.
 
     def _inc(self, header: Header, payload: memoryview) -> None:
         content = read_patch(self._spec_of(header), payload)
@@ -210,7 +214,9 @@ class Holder:
         self._places[key] = self._adoptions.pop(key).server
         postponed, self._postponed = self._postponed, []
         for header, payload in postponed:
-            {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
+            # A worker that was given up meanwhile cannot go on; whoever ended the adoption has no part in it.
+            if header.sender not in self.left:
+                {Kind.INC: self._inc, Kind.GET: self._get, Kind.CLOCK: self.clock}[header.kind](header, payload)
 
     def _postpone(self, header: Header, payload: memoryview, place: int) -> bool:
         if (header.subject, place) not in self._adoptions:

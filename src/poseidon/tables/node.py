@@ -54,6 +54,7 @@ class Node:
         self.holder = Holder(self._post, self.workers, self.servers)
         self.worker = Worker(self._post, self._holders, timeout_s, self._doubt)
         self._post.listen_all(self._hear)
+        self._post.listen(Kind.HELLO, self._receive_hello)
         self._post.listen(Kind.CLOCK, self._receive_clock)
         self._post.listen(Kind.STATE, self._receive_state)
         self._post.listen(Kind.LOST, self._receive_lost)
@@ -121,6 +122,11 @@ class Node:
             # A rank that complains is alive, but two that wait for each other must not keep each other alive.
             self._doubts.hear(header.sender)
 
+    def _receive_hello(self, header: Header, payload: memoryview) -> None:
+        self.holder.open(header, payload)
+        for lost, clock in self.losses.items():
+            self._ends_without(f"worker {lost} is lost after clock {clock}, before every worker had opened its tables")
+
     def _receive_clock(self, header: Header, payload: memoryview) -> None:
         if header.detail & TableFlag.LAST:
             self._departed.add(header.sender)
@@ -155,7 +161,10 @@ class Node:
     def _announce_loss(self, lost: int, clock: int) -> None:
         for rank in range(self._post.size):
             if rank != self.rank:
-                self._post.send(rank, Kind.LOST, 0, 0, np.array([lost, clock], np.int64).view(np.uint8))
+                self._tell_loss(rank, lost, clock)
+
+    def _tell_loss(self, rank: int, lost: int, clock: int) -> None:
+        self._post.send(rank, Kind.LOST, 0, 0, np.array([lost, clock], np.int64).view(np.uint8))
 
     # Losses.
 
@@ -186,19 +195,27 @@ class Node:
         is_needed = rank in self._holders or (rank in self.workers and rank not in self.holder.left)
         if rank in self._post.gone or self._is_over() or not is_needed:
             return
+        # If it lives after all, it must not go on: whoever gave it up first may be the one that cannot reach it.
+        self._tell_loss(rank, rank, clock)
         self._post.gone.add(rank)
         self.losses[rank] = clock
         text = f"worker {rank} is lost after clock {clock} ({why})"
-        if not self.holder.survives_loss:
-            self._post.fail(
-                WorkerLostError(f"{text}; under BSP the others cannot continue without it: restart from a snapshot")
-            )
+        if self._ends_without(text):
             return
         _log.warning("rank %d: %s; the others continue without it", self.rank, text)
         if rank in self.workers:
             self.holder.lose(rank)
         self._replace_holder(rank)
         self._post.news.notify_all()
+
+    def _ends_without(self, text: str) -> bool:
+        """Fail because of a loss, if some table cannot do without the lost worker."""
+        if self.holder.survives_loss:
+            return False
+        self._post.fail(
+            WorkerLostError(f"{text}; under BSP the others cannot continue without it: restart from a snapshot")
+        )
+        return True
 
     def _replace_holder(self, lost: int) -> None:
         for place in [place for place, rank in enumerate(self._holders) if rank == lost]:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from poseidon.errors import PoseidonError
+from poseidon.errors import PoseidonError, WorkerLostError
 from poseidon.tables.inbox import Inbox
 from poseidon.wire.formats import Array
 from poseidon.wire.message import Header, Kind
@@ -66,7 +66,12 @@ class Post:
     def send(self, peer: int, kind: Kind, table: int, clock: int, payload: Array | bytes = b"", flags: int = 0) -> None:
         """Send a message; one to this rank is delivered before the call returns. The payload must not change."""
         with self.news:
-            if peer in self.gone or self._is_closed:
+            if peer not in self.gone:
+                self._send(peer, kind, table, clock, payload, flags)
+
+    def _send(self, peer: int, kind: Kind, table: int, clock: int, payload: Array | bytes, flags: int = 0) -> None:
+        with self.news:
+            if self._is_closed:
                 return
             view = memoryview(payload) if isinstance(payload, bytes) else payload.data
             if peer == self.rank:
@@ -96,6 +101,10 @@ class Post:
 
     def _receive(self, header: Header, payload: memoryview) -> None:
         with self.news:
+            if header.sender in self.gone and header.kind is not Kind.ERROR:
+                why = f"worker {header.sender} was given up by the others and cannot continue"
+                self._answer_error(header, WorkerLostError(why))
+                return
             try:
                 for message in self._inboxes[header.sender].put(header.number, (header, payload)):
                     self._deliver(*message)
@@ -113,7 +122,8 @@ class Post:
         """Report an error to the sender of a message, whose calls then raise it."""
         _log.warning("rank %d refused %s of rank %d: %s", self.rank, header.kind.name, header.sender, error)
         if header.kind is not Kind.ERROR:
-            self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
+            # Even to one that was given up: it is alive after all, and must not wait for answers that never come.
+            self._send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
 
     def _note_sent(self, peer: int) -> None:
         with self.news:

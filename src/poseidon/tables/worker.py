@@ -28,6 +28,8 @@ class Worker:
         self._post = post
         self._doubt = doubt
         self._holders = holders
+        self._servers = list(holders)
+        """Who held each place at first."""
         self._timeout_s = timeout_s
         self._caches: dict[int, TableCache] = {}
         self._saved: dict[int, list[Patch]] = {}
@@ -50,6 +52,10 @@ class Worker:
             for rank in self._all_ranks():
                 # To every rank: any may have to take over a place.
                 self._post.send(rank, Kind.HELLO, spec.ident, 0, spec.to_json())
+            for place, rank in enumerate(self._holders):
+                # A server died before this table was opened; who took its place waits for every worker's copies.
+                if rank != self._servers[place]:
+                    self._hand_over(self._caches[spec.ident], place)
             return self._caches[spec.ident]
 
     def get(self, cache: TableCache, rows: Index) -> Patch:
@@ -111,19 +117,7 @@ class Worker:
     def hand_over(self, place: int) -> None:
         """Send this worker's copies of ``place`` to its new holder."""
         for cache in self._caches.values():
-            for fresh, patch in cache.hand_over(place):
-                for piece in patch.split(PIECE_BYTES):
-                    content = write_patch(place, 0, piece)
-                    self._post.send(
-                        self._holders[place],
-                        Kind.STATE,
-                        cache.spec.ident,
-                        fresh,
-                        content,
-                        TableFlag.ADOPT | TableFlag.PUT,
-                    )
-            nothing = write_patch(place, 0, cache.spec.make_rows().take(NO_ROWS))
-            self._send(cache, place, Kind.STATE, nothing, TableFlag.ADOPT | TableFlag.LAST)
+            self._hand_over(cache, place)
 
     def receive_state(self, header: Header, payload: memoryview) -> None:
         """Handle a server's answer to :meth:`save` or :meth:`start_from`."""
@@ -136,6 +130,15 @@ class Worker:
             self._saved_clock[header.subject][content.place] = header.clock
 
     # Inside.
+
+    def _hand_over(self, cache: TableCache, place: int) -> None:
+        flags = TableFlag.ADOPT | TableFlag.PUT
+        for fresh, patch in cache.hand_over(place):
+            for piece in patch.split(PIECE_BYTES):
+                content = write_patch(place, 0, piece)
+                self._post.send(self._holders[place], Kind.STATE, cache.spec.ident, fresh, content, flags)
+        nothing = write_patch(place, 0, cache.spec.make_rows().take(NO_ROWS))
+        self._send(cache, place, Kind.STATE, nothing, TableFlag.ADOPT | TableFlag.LAST)
 
     def _all_ranks(self) -> Iterable[int]:
         return range(self._post.size)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from poseidon.errors import WireError
 from poseidon.job import settings
-from poseidon.team.gathering import connect_mesh, open_mesh
+from poseidon.team.gathering import CONNECT_S
 from poseidon.team.team import Team
+from poseidon.wire.handshake import Credentials
 from poseidon.wire.mesh import Mesh, MeshError
+from poseidon.wire.secret import JobSecret
 from poseidon.wire.shared import SharedBlock
 
 ALIGNMENT = 64
@@ -57,12 +59,12 @@ class Board:
 
     def post(self) -> int:
         """Tell the others that something is written; return the post's number."""
-        return self._mesh.send(())
+        return self._mesh.send(b"")
 
     def wait(self, number: int, what: str) -> None:
         """Wait for all posts with this number; raises ``WorkerLostError`` if one does not come in time."""
         try:
-            self._mesh.receive(number, (), self._team.timeout_s)
+            self._mesh.receive(number, b"", self._team.timeout_s)
         except MeshError as error:
             raise self._team.watch.lost(what, self.members[error.rank], error) from error
 
@@ -151,15 +153,18 @@ def _share_block(team: Team, members: Sequence[int], strip_bytes: int) -> Shared
 
 def _connect(team: Team, members: Sequence[int]) -> Mesh | None:
     """Return a mesh between the workers of each machine; None if some machine has none. Collective."""
-    mesh = open_mesh(members.index(team.rank), len(members))
-    mine = {"address": None if mesh is None else mesh.address, "secret": secrets.token_hex(32)}
-    everybody = team.gather_json(mine)
-    addresses, secret = [everybody[rank]["address"] for rank in members], everybody[members[0]]["secret"]
-    is_connected = mesh is not None and all(addresses) and connect_mesh(mesh, addresses, secret, team.timeout_s)
+    mesh = Mesh(members.index(team.rank), len(members), team.mesh.address[0])
+    everybody = team.gather_json({"address": mesh.address, "nonce": secrets.token_hex(16)})
+    addresses = [(str(ip), int(port)) for ip, port in (everybody[rank]["address"] for rank in members)]
+    secret = JobSecret(team.secret).derive("board", everybody[members[0]]["nonce"])
+    try:
+        mesh.connect(addresses, Credentials(secret, team.encrypts), min(team.timeout_s, CONNECT_S))
+        is_connected = True
+    except WireError:
+        is_connected = False
     if _agree(team, is_connected):
         return mesh
-    if mesh is not None:
-        mesh.close()
+    mesh.close()
     if not is_connected and team.rank == members[0]:
         raise _CannotShareError("the workers cannot connect to each other")
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from poseidon.errors import ConfigError
 from poseidon.job import settings
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.team.board import Rounds, open_board
+from poseidon.team.mail import Tag
 from poseidon.team.team import Team
 
 D = TypeVar("D")
@@ -27,6 +28,10 @@ D = TypeVar("D")
 _PROBE_BYTES = 2 * 2**20
 _PINGS = 6
 _LATENCY_FLOOR_S = 1e-6
+_WHAT = "the measurement of links"
+
+Trip = Callable[[torch.Tensor, int, bool], None]
+"""Sends values to another worker and back; the last argument says whether this worker begins."""
 
 
 def find_cluster(
@@ -65,8 +70,9 @@ def measure_cluster(team: Team, device: torch.device) -> Cluster:
     """Measure links and device. The slowest of each kind counts, and all workers get the same result. Collective."""
     machines = team.topology.machines
     leaders = [ranks[0] for ranks in machines]
-    between = _measure_links(team, leaders)
-    near = _measure_links(team, max(machines, key=len))
+    trip = _by_mail(team) if team.encrypts else _by_gloo(team)
+    between = _measure_links(team, leaders, trip)
+    near = _measure_links(team, max(machines, key=len), trip)
     sums = [] if device.type == "cuda" else _measure_sums(team)
     mine = {"between": between, "inside": near, "shared": sums, "flops": measure_flops(device)}
     everybody = team.gather_json(mine)
@@ -95,29 +101,55 @@ def _better(shared: Link, inside: Link) -> Link:
     return Link(max(shared.bits_per_s, inside.bits_per_s), min(shared.latency_s, inside.latency_s))
 
 
-def _measure_links(team: Team, members: Sequence[int]) -> list[dict[str, float]]:
+def _by_gloo(team: Team) -> Trip:
+    group = team.new_group()
+
+    def trip(buffer: torch.Tensor, peer: int, is_first: bool) -> None:
+        for step in [dist.isend, dist.irecv] if is_first else [dist.irecv, dist.isend]:
+            work: Any = step(buffer, team.global_rank(peer), group=group, tag=1)
+            team.wait(work, _WHAT, peer)
+
+    return trip
+
+
+def _by_mail(team: Team) -> Trip:
+    numbers = dict.fromkeys(range(team.size), 0)
+    subject = team.mail.new_channel()
+
+    def trip(buffer: torch.Tensor, peer: int, is_first: bool) -> None:
+        tag = Tag(subject, numbers[peer])
+        numbers[peer] += 1
+        data = buffer.view(torch.uint8).numpy().data
+        if is_first:
+            sent = team.mail.send(peer, tag, data)
+        team.result(team.mail.expect(peer, tag, data if not is_first else memoryview(bytearray(data.nbytes))), _WHAT)
+        if not is_first:
+            sent = team.mail.send(peer, tag, data)
+        team.result(sent, _WHAT)
+
+    return trip
+
+
+def _measure_links(team: Team, members: Sequence[int], trip: Trip) -> list[dict[str, float]]:
     """Ping between neighbours, so that every member's link is used: (0, 1), (2, 3), ... together, then the rest."""
     results = []
     for start in (0, 1):
         pairs = list(zip(members[start::2], members[start + 1 :: 2], strict=False))
         for first, second in pairs:
             if team.rank in (first, second):
-                results.append(_ping(team, first, second))
+                results.append(_ping(team, first, second, trip))
         if pairs:
             team.gather_ints([0], "the measurement of links")
     return results
 
 
-def _ping(team: Team, first: int, second: int) -> dict[str, float]:
+def _ping(team: Team, first: int, second: int, trip: Trip) -> dict[str, float]:
     """Time round trips of a tiny and of a large message between two workers."""
-    peer = team.global_rank(second if team.rank == first else first)
+    peer, is_first = (second, True) if team.rank == first else (first, False)
 
     def round_trip(buffer: torch.Tensor) -> float:
         start = time.perf_counter()
-        steps = [dist.isend, dist.irecv] if team.rank == first else [dist.irecv, dist.isend]
-        for step in steps:
-            work: Any = step(buffer, peer, group=team.control, tag=1)
-            team.wait(work, "the measurement of links", second if team.rank == first else first)
+        trip(buffer, peer, is_first)
         return time.perf_counter() - start
 
     tiny, large = (torch.zeros(count, device="cpu") for count in (1, _PROBE_BYTES // 4))

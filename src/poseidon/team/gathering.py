@@ -1,76 +1,154 @@
-"""A few integers from every worker to every worker: roll calls, flags, and whatever else all must agree on.
+"""Bytes from every worker to every worker: roll calls, flags, and whatever else all must agree on.
 
-They travel over a mesh of their own (``wire/mesh.py``), which costs a fraction of a collective; over gloo where the
-mesh could not be connected, or is too narrow.
+They travel over a mesh of their own (``wire/mesh.py``), which costs a fraction of a collective. Before there is one,
+the workers meet in the job's store, which anybody may read and change: what they put there is public, and somebody who
+changes it keeps them apart but gets nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-import torch.distributed as dist
-
-from poseidon.errors import PoseidonError, WireError
-from poseidon.job.settings import SECRET
+from poseidon.errors import ConfigError, PoseidonError, WireError
+from poseidon.job.secret import find_secret
+from poseidon.job.settings import SECRET, SECRET_FILE
 from poseidon.wire.address import default_place, listening_ip
 from poseidon.wire.handshake import Credentials
-from poseidon.wire.mesh import MOST_WORDS, Mesh, MeshError
+from poseidon.wire.mesh import Mesh, MeshError
+from poseidon.wire.secret import JobSecret
 from poseidon.wire.settings import WireSettings
 
 if TYPE_CHECKING:
     from poseidon.team.team import Team
 
-_CONNECT_S = 10.0
+CONNECT_S = 30.0
 
 
 class PendingGather:
     """Integers on their way from every worker to every worker."""
 
     def __init__(self, team: Team, values: Sequence[int]) -> None:
-        self._team = team
-        self._values = list(values)
-        self._number = -1
-        self._work: Any = None
-        # All workers have equally many values, so all choose alike.
-        if team.mesh is not None and len(self._values) <= MOST_WORDS:
-            self._number = team.mesh.send(self._values)
-            return
-        mine = torch.tensor(self._values, dtype=torch.int64, device="cpu")
-        self._everybody = [torch.empty_like(mine) for _ in range(team.size)]
-        self._work = dist.all_gather(self._everybody, mine, group=team.control, async_op=True)
+        self._count = len(values)
+        self._receive = start_gather_bytes(team, struct.pack(f"<{self._count}q", *values))
 
     def __call__(self, what: str) -> list[list[int]]:
         """Wait for and return the integers, by rank."""
-        team = self._team
-        if self._work is not None:
-            team.wait(self._work, what)
-            return [row.tolist() for row in self._everybody]
-        assert team.mesh is not None
+        return [list(struct.unpack(f"<{self._count}q", data)) for data in self._receive(what)]
+
+
+def start_gather_bytes(team: Team, data: bytes) -> Callable[[str], list[bytes]]:
+    """Start to collect every worker's bytes; call the result, with what is awaited, to get them by rank."""
+    number = team.mesh.send(data)
+
+    def receive(what: str) -> list[bytes]:
         try:
-            return team.mesh.receive(self._number, self._values, team.timeout_s)
+            return team.mesh.receive(number, data, team.timeout_s)
         except MeshError as error:
             raise team.watch.lost(what, error.rank, error) from error
 
-
-def open_mesh(rank: int, size: int) -> Mesh | None:
-    """Return a mesh that listens for the other workers; None if this one has no address for them."""
-    with contextlib.suppress(OSError, PoseidonError):
-        settings = WireSettings.from_environment(os.environ, **default_place())
-        return Mesh(rank, size, listening_ip(settings))
-    return None
+    return receive
 
 
-def connect_mesh(mesh: Mesh, addresses: Sequence[Sequence[Any]], drawn: str, timeout_s: float) -> bool:
-    """Connect to the others, given their addresses and a secret drawn for this team; return whether that succeeded."""
-    encrypt = WireSettings.from_environment().encrypt
-    credentials = Credentials((SECRET.read() + drawn).encode(), encrypt)
+class MeetingStore(Protocol):
+    """The part of torch's key-value stores in which workers meet."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key, waiting until it exists."""
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a worker tells the others before they know each other; public."""
+
+    host: str
+    address: tuple[str, int] | None
+    fingerprint: str
+    """Equal for equal secrets."""
+    encrypts: bool
+    nonce: str
+    """Drawn by this worker; rank 0's makes the team's secret differ from that of other teams."""
+    problem: str = ""
+    """Why this worker cannot take part."""
+
+
+class Entrance:
+    """One worker at the start of a team: what it has, and how it meets the others."""
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self._rank = rank
+        self._mesh: Mesh | None = None
+        self._secret = JobSecret(secrets.token_bytes(32))
+        problem, encrypts, fingerprint = "", False, ""
+        try:
+            settings = WireSettings.from_environment(os.environ, **default_place())
+            encrypts = settings.encrypt
+            if size > 1:
+                self._secret = JobSecret(find_secret())
+            fingerprint = self._secret.derive("fingerprint").hex()[:16]
+            self._mesh = Mesh(rank, size, listening_ip(settings))
+        except (OSError, PoseidonError) as error:
+            problem = str(error)
+        address = None if self._mesh is None else self._mesh.address
+        self.greeting = Greeting(host, address, fingerprint, encrypts, secrets.token_hex(16), problem)
+
+    def meet(self, store: MeetingStore, prefix: str, size: int) -> list[Greeting]:
+        """Return the greetings of all workers, by rank; raises what the store does if one does not come."""
+        store.set(f"{prefix}/{self._rank}", json.dumps(asdict(self.greeting)))
+        return [_parse(store.get(f"{prefix}/{rank}")) for rank in range(size)]
+
+    def connect(self, greetings: Sequence[Greeting], timeout_s: float) -> tuple[Mesh, bytes]:
+        """Return the connected mesh and the team's secret.
+
+        ``ConfigError`` if the workers do not fit together; ``WireError`` if they cannot reach each other.
+        """
+        try:
+            check_greetings(greetings)
+            assert self._mesh is not None
+            secret = self._secret.derive("team", greetings[0].nonce)
+            credentials = Credentials(secret, self.greeting.encrypts)
+            addresses = [greeting.address for greeting in greetings if greeting.address is not None]
+            self._mesh.connect(addresses, credentials, min(timeout_s, CONNECT_S))
+        except BaseException:
+            if self._mesh is not None:
+                self._mesh.close()
+            raise
+        return self._mesh, secret
+
+
+def _parse(data: bytes) -> Greeting:
     try:
-        mesh.connect([(ip, port) for ip, port in addresses], credentials, min(timeout_s, _CONNECT_S))
-    except WireError:
-        mesh.close()
-        return False
-    return True
+        fields: dict[str, Any] = json.loads(data)
+        if fields["address"] is not None:
+            ip, port = fields["address"]
+            fields["address"] = (str(ip), int(port))
+        return Greeting(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WireError(f"what a worker left in the job's store is no greeting: {error!r}") from None
+
+
+def check_greetings(greetings: Sequence[Greeting]) -> None:
+    """Refuse workers that cannot be a team, all with the same words: who differs, and what to do. Pure."""
+    first = greetings[0]
+    for rank, greeting in enumerate(greetings):
+        if greeting.problem or greeting.address is None:
+            raise ConfigError(f"rank {rank} ({greeting.host}) cannot join: {greeting.problem}")
+    for rank, greeting in enumerate(greetings):
+        both = f"rank {rank} ({greeting.host})", f"rank 0 ({first.host})"
+        if greeting.fingerprint != first.fingerprint:
+            raise ConfigError(
+                f"{both[0]} has another secret than {both[1]}; give all workers the same {SECRET.name} or "
+                f"{SECRET_FILE.name} (without one, each user has a secret in the home folder, which may differ "
+                "between machines)"
+            )
+        if greeting.encrypts != first.encrypts:
+            one, other = both if greeting.encrypts else reversed(both)
+            raise ConfigError(f"{one} encrypts and {other} does not; set POSEIDON_WIRE_ENCRYPT alike on all workers")

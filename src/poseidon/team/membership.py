@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from poseidon.errors import PoseidonError
 from poseidon.team.topology import Topology
 
 
@@ -56,3 +57,13 @@ class Membership:
     def rank_of(self, global_rank: int) -> int:
         """Return the rank in the team of a worker of the job."""
         return self._rank_of[global_rank]
+
+
+class PeerLostError(PoseidonError):
+    """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""
+
+    is_broken = True
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank

@@ -39,11 +39,26 @@ class Mirror:
         """Start to make the tensors equal to ``source``'s present ones; call the result to complete it. Collective."""
         if team.rank == source:
             self._copy(is_packing=True)
+        if team.encrypts:
+            return self._start_by_mail(team, source, what)
         work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
 
         def complete() -> None:
             team.wait_for(work, self._message, what, source)
             if team.rank != source:
+                self._copy(is_packing=False)
+
+        return complete
+
+    def _start_by_mail(self, team: Team, source: int, what: str) -> Callable[[], None]:
+        host = self._message.cpu()
+        done = team.start_broadcast(host.numpy().data, source)
+
+        def complete() -> None:
+            for future in done:
+                team.result(future, what)
+            if team.rank != source:
+                self._message.copy_(host)
                 self._copy(is_packing=False)
 
         return complete

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.errors import PoseidonError
+from poseidon.errors import ConfigError, PoseidonError, WireError
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
-from poseidon.team.gathering import PendingGather, connect_mesh, open_mesh
-from poseidon.team.membership import Member, Membership
+from poseidon.team.gathering import Entrance, PendingGather, start_gather_bytes
+from poseidon.team.mail import Mail, Tag, open_mail
+from poseidon.team.membership import Member, Membership, PeerLostError
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
-from poseidon.wire.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -39,6 +38,9 @@ finds their stale addresses."""
 
 _SERIAL: Counter[str] = Counter()
 """Numbers the teams of each group; equal on all its workers, because they make their teams in the same order."""
+
+_EXCHANGE, _BROADCAST = (1 << 32) - 1, (1 << 32) - 2
+"""Subjects of the messages of a team's own."""
 
 SETTLE_S = 0.1
 """How long gloo's threads have at exit to drop the tensors of the last operations."""
@@ -81,42 +83,49 @@ class Team:
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         whole = dist.group.WORLD if group is None else group
         assert whole is not None
-        self.group: dist.ProcessGroup = whole
+        self._group: dist.ProcessGroup = whole
         self.timeout_s = timeout_s
+        self.encrypts = False
+        """Whether everything between the workers must be encrypted."""
+        self._mail: Mail | None = None
+        self._tags: Counter[int] = Counter()
+        self._cancel_exit: Callable[[], None] = lambda: None
         self._deadline = timedelta(seconds=timeout_s)
         # Known before anything blocks, so that the workers that arrive can name one that does not.
-        self.membership = Membership.unnamed(dist.get_process_group_ranks(self.group))
+        self.membership = Membership.unnamed(dist.get_process_group_ranks(whole))
         self.rank = self.membership.rank_of(dist.get_rank())
         """Rank of this worker in the team."""
         self.size = self.membership.size
         """Number of workers in the team."""
-        name = self.group.group_name
+        name = whole.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
-        self.watch = Watch(_store(), f"poseidon/{name}/{_SERIAL[name]}", self.rank, self.membership, timeout_s)
-        self.control = self.new_group()
-        self.mesh: Mesh | None = None
-        """Carries gathers once all workers are connected to it."""
-        self.watch.membership = self.membership = self._introduce()
+        prefix = f"poseidon/{name}/{_SERIAL[name]}"
+        self.watch = Watch(_store(), prefix, self.rank, self.membership, timeout_s)
+        self.watch.membership = self.membership = self._introduce(f"{prefix}/hello")
 
-    def _introduce(self) -> Membership:
-        """Exchange names and addresses with the other workers, and connect the mesh. Collective."""
-        mesh = open_mesh(self.rank, self.size)
-        mine = {
-            "host": socket.gethostname(),
-            "machine": machine_name(),
-            "address": None if mesh is None else mesh.address,
-            "secret": secrets.token_hex(32) if self.rank == 0 else "",
-        }
-        everybody = self.gather_json(mine)
-        addresses, drawn = [names["address"] for names in everybody], everybody[0]["secret"]
-        is_connected = mesh is not None and all(addresses) and connect_mesh(mesh, addresses, drawn, self.timeout_s)
-        if all(row[0] for row in self.gather_ints([is_connected], "the mesh of workers")):
-            self.mesh = mesh
-        members = zip(self.membership.members, everybody, strict=True)
+    def _introduce(self, prefix: str) -> Membership:
+        """Meet the other workers, connect to them, and exchange names. Collective."""
+        entrance = Entrance(self.rank, self.size, socket.gethostname())
+        try:
+            store = _store()
+            if hasattr(store, "set_timeout"):
+                store.set_timeout(self._deadline)
+            greetings = entrance.meet(store, prefix, self.size)
+        except RuntimeError as error:
+            raise self.watch.lost("all workers to start", None, error) from error
+        self.encrypts = entrance.greeting.encrypts
+        try:
+            self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
+        except WireError as error:
+            raise self.watch.lost("the connections of all workers", None, error) from error
+        if self.encrypts:
+            assert self.mail is not None  # opened while all workers are here
+        names = self.gather_json({"host": socket.gethostname(), "machine": machine_name()})
+        members = zip(self.membership.members, names, strict=True)
         return Membership(
             self.membership.epoch,
-            tuple(Member(member.global_rank, names["host"], names["machine"]) for member, names in members),
+            tuple(Member(member.global_rank, each["host"], each["machine"]) for member, each in members),
         )
 
     @property
@@ -125,12 +134,40 @@ class Team:
         return self.membership.topology
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, for collectives. In a job that encrypts there are none: gloo and NCCL cannot."""
+        self._refuse_clear("a collective of torch.distributed")
+        return self._group
+
+    def _refuse_clear(self, what: str) -> None:
+        if self.encrypts:
+            raise ConfigError(
+                f"rank {self.rank} would start {what}, which is not encrypted, in a job that must be "
+                "(POSEIDON_WIRE_ENCRYPT); poseidon.DistributedDataParallel and poseidon.distribute, "
+                "without communication hooks, and poseidon.ps are encrypted in full"
+            )
+
+    @property
     def is_nccl(self) -> bool:
-        """Whether the group reduces CUDA tensors with NCCL."""
-        return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(self.group))
+        """Whether collectives reduce CUDA tensors with NCCL."""
+        return not self.encrypts and torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(self._group))
+
+    @property
+    def mail(self) -> Mail:
+        """Messages between the workers. The first access connects them and is collective."""
+        if self._mail is None:
+            from poseidon.team.wiring import connect_wire
+
+            self._mail = open_mail(
+                lambda: connect_wire(self, range(self.size)),
+                lambda: self.gather_ints([0], "the start of messages between workers"),
+            )
+            self._cancel_exit = at_exit(Stage.WATCHES, self._mail.close)
+        return self._mail
 
     def new_group(self, members: Sequence[int] | None = None) -> dist.ProcessGroup:
         """Make a gloo group of ``members`` (ranks in this team; default all). Collective among them."""
+        self._refuse_clear("a group of gloo")
         ranks = [self.global_rank(rank) for rank in (range(self.size) if members is None else members)]
         try:
             group: dist.ProcessGroup = dist.new_group(
@@ -184,28 +221,47 @@ class Team:
         """Start to collect every worker's integers; call the result to wait for them."""
         return PendingGather(self, values)
 
+    def gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """Return every worker's bytes, by rank."""
+        return start_gather_bytes(self, data)(what)
+
     def gather_json(self, value: Any) -> list[Any]:
         """Return every worker's plain data, by rank. It travels as text, never as pickled objects."""
-        data = json.dumps(value).encode()
-        sizes = [row[0] for row in self.gather_ints([len(data)], "the workers' introductions")]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everybody = [torch.empty_like(mine) for _ in range(self.size)]
-        self.wait(dist.all_gather(everybody, mine, group=self.control, async_op=True), "the workers' introductions")
-        pairs = zip(everybody, sizes, strict=True)
-        return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in pairs]
+        return [
+            json.loads(data) for data in self.gather_bytes(json.dumps(value).encode(), "the workers' introductions")
+        ]
+
+    def exchange(self, data: memoryview, what: str) -> list[bytearray]:
+        """Return every worker's bytes, by rank, over the wire; all must give equally many. Collective."""
+        tag = self._next_tag(_EXCHANGE)
+        parts = [bytearray(data.nbytes) for _ in range(self.size)]
+        parts[self.rank][:] = data
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = [self.mail.expect(rank, tag, memoryview(parts[rank])) for rank in others]
+        leaving = [self.mail.send(rank, tag, data) for rank in others]
+        for arrival in coming:
+            self.result(arrival, what)
+        for send in leaving:
+            self.result(send, what)
+        return parts
+
+    def start_broadcast(self, data: memoryview, source: int) -> list[Future[Any]]:
+        """Fill ``data`` with that of ``source``, over the wire, once the futures are done. Collective."""
+        tag = self._next_tag(_BROADCAST)
+        if self.rank != source:
+            return [self.mail.expect(source, tag, data)]
+        return [self.mail.send(rank, tag, data) for rank in range(self.size) if rank != source]
+
+    def _next_tag(self, subject: int) -> Tag:
+        self._tags[subject] += 1
+        return Tag(subject, self._tags[subject])
 
     def close(self) -> None:
-        """Stop the heartbeat. The private channels stay open: see :data:`_CHANNELS`."""
+        """Stop the heartbeat and the messages. The private groups stay open: see :data:`_CHANNELS`."""
+        if self._mail is not None:
+            self._cancel_exit()
+            self._mail.close()
         self.watch.close()
-
-
-class PeerLostError(PoseidonError):
-    """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(why)
-        self.rank = rank
 
 
 def _store() -> Any:

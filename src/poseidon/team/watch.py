@@ -104,7 +104,7 @@ class Watch:
         if peer is not None:
             head += f" from rank {peer} ({self.hosts[peer]})"
         try:
-            verdict = self._verdict()
+            verdict = self._verdict(peer, cause)
         except Exception as error:
             verdict = (
                 f"the job's store does not answer, so rank 0 ({self.hosts[0]}) is probably gone ({_first_line(error)})"
@@ -124,7 +124,7 @@ class Watch:
                 _, _, what = self._guarded.popleft()
                 self._give_up(self.lost(what, None, TimeoutError(f"not done after {self.timeout_s:g} s")))
 
-    def _verdict(self) -> str:
+    def _verdict(self, peer: int | None, cause: BaseException) -> str:
         before = self._read()
         time.sleep(2.5 * BEAT_S)
         after = self._read()
@@ -140,14 +140,19 @@ class Watch:
                     f"rank {rank} ({host}) is dead or cut off; last seen at step {beat['step']}, {beat['doing']}"
                 )
             else:
-                alive.append(
-                    (_progress(beat), f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}")
-                )
+                text = f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}"
+                alive.append((_progress(beat), rank, text))
+        for _, rank, text in alive:
+            # Whoever is dead may only have been the first to end because of it.
+            if rank == peer and is_broken(cause):
+                return f"{text}, but its connection with rank {self.rank} broke"
         if dead:
             return "; ".join(dead)
-        last = min(progress for progress, _ in alive)
-        behind = "; ".join(text for progress, text in alive if progress == last)
-        return f"nobody is dead, but {behind} (waited {self.timeout_s:g} s; timeout_s= changes that)"
+        last = min(progress for progress, _, _ in alive)
+        behind = {rank: text for progress, rank, text in alive if progress == last}
+        # Of several that are equally far behind, the one whose message is missing.
+        found = behind[peer] if peer in behind else "; ".join(behind.values())
+        return f"nobody is dead, but {found} (waited {self.timeout_s:g} s; timeout_s= changes that)"
 
     def _read(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -167,6 +172,11 @@ class Watch:
             self._beats += 1
             if self._stop.wait(BEAT_S):
                 return
+
+
+def is_broken(cause: BaseException) -> bool:
+    """Return whether a wait ended because a connection did, and not because time was up."""
+    return bool(getattr(cause, "is_broken", False))
 
 
 def _progress(beat: dict[str, Any]) -> tuple[int, int]:

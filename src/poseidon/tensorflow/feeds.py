@@ -14,10 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from poseidon.engine.outside import as_tensor
 from poseidon.team.team import Team
 
 Array = np.ndarray[Any, Any]
@@ -86,7 +83,7 @@ def join_results(
         for i, column in zip(scalars, zip(*words, strict=True), strict=True):
             joined[i] = results[i].dtype.type(mean_of([_from_word(word) for word in column], counts))
     for i in _divided(team, results, has_open_rows, division):
-        joined[i] = _collect(team, results[i], division)
+        joined[i] = _collect(team, results[i])
     return joined
 
 
@@ -105,15 +102,10 @@ def _divided(team: Team, results: Sequence[Any], has_open_rows: Sequence[bool], 
     return [i for i, column in enumerate(zip(*everybody, strict=True)) if all(column) and results[i].dtype != object]
 
 
-def _collect(team: Team, mine: Array, division: Division) -> Array:
+def _collect(team: Team, mine: Array) -> Array:
     """Return all workers' rows in order."""
-    width = mine.dtype.itemsize * int(np.prod(mine.shape[1:]))
-    padded = torch.zeros(max(division.shares) * width, dtype=torch.uint8)
-    padded[: mine.nbytes] = as_tensor(np.ascontiguousarray(mine).reshape(-1).view(np.uint8))
-    parts = [torch.empty_like(padded) for _ in division.shares]
-    team.wait(dist.all_gather(parts, padded, group=team.control, async_op=True), "the others' rows")
-    pieces = [part[: share * width].numpy() for part, share in zip(parts, division.shares, strict=True)]
-    return np.concatenate(pieces).view(mine.dtype).reshape(-1, *mine.shape[1:])
+    parts = team.gather_bytes(np.ascontiguousarray(mine).tobytes(), "the others' rows")
+    return np.frombuffer(bytearray(b"".join(parts)), mine.dtype).reshape(-1, *mine.shape[1:])
 
 
 def _is_scalar(result: Any) -> bool:

@@ -1,8 +1,8 @@
-"""A few integers from every rank to every rank, with the least work: one connection per pair, and no threads.
+"""A few bytes from every rank to every rank, with the least work: one connection per pair, and no threads.
 
 A collective wakes several threads on every machine and passes its values around in as many hops as there are ranks.
-Here a rank writes to each connection and goes on; whoever needs the values reads them later, when the kernel usually
-has them already.
+Here a rank writes to each connection and goes on; whoever needs the bytes reads them later, when the kernel usually has
+them already. What the kernel does not take at once leaves while this rank waits for others.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from poseidon.errors import FrameError, WireError
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.sending import shut
 
-MOST_WORDS = 1024
-"""In one message: whatever else is under way, the kernel takes it at once, so sending never waits."""
+MOST_BYTES = 64 << 20
+"""In one message, and waiting for a rank that does not read."""
 _HANDSHAKE_S = 2.0
 _LOOK_S = 0.1
-_HEAD = struct.Struct("<QI")
+_HEAD = struct.Struct("<QQ")
 _READ_BYTES = 1 << 16
 
 
 class MeshError(WireError):
     """No message came from ``rank``: its connection ended, or it was silent for too long."""
 
-    def __init__(self, rank: int, why: str) -> None:
+    def __init__(self, rank: int, why: str, is_broken: bool = True) -> None:
         super().__init__(f"no message from rank {rank}: {why}")
         self.rank = rank
+        self.is_broken = is_broken
 
 
 class Mesh:
@@ -44,6 +45,8 @@ class Mesh:
         self._rank = rank
         self._size = size
         self._listener = socket.create_server((ip, 0), backlog=size)
+        name, port = self._listener.getsockname()
+        self._address = (str(name), int(port))
         self._peers: dict[int, _Peer] = {}
         self._number = 0
         self._lock = threading.Lock()
@@ -53,8 +56,7 @@ class Mesh:
     @property
     def address(self) -> tuple[str, int]:
         """Where the other ranks find this one."""
-        ip, port = self._listener.getsockname()
-        return str(ip), int(port)
+        return self._address
 
     def connect(self, addresses: Sequence[tuple[str, int]], credentials: Credentials, timeout_s: float) -> None:
         """Connect to all ranks, given their addresses by rank; ``WireError`` if that takes longer than ``timeout_s``.
@@ -73,30 +75,54 @@ class Mesh:
             raise WireError(f"rank {self._rank} is not connected to ranks {missing}: {error}") from error
         self._listener.close()
 
-    def send(self, words: Sequence[int]) -> int:
-        """Send integers of 64 bits to all ranks, at most :data:`MOST_WORDS`; return the message's number.
+    def send(self, data: bytes) -> int:
+        """Send bytes to all ranks, at most :data:`MOST_BYTES`, without waiting; return the message's number.
 
         Ranks must send equally often; the messages with one number belong together. The connection to a rank that has
-        not read for so long that the kernel takes no more ends, so that both hear of it.
+        not read for too long ends, so that both hear of it.
         """
-        body = struct.pack(f"<{len(words)}q", *words)
+        if len(data) > MOST_BYTES:
+            raise WireError(
+                f"rank {self._rank} cannot send {len(data)} bytes at once to all; {MOST_BYTES} are the most"
+            )
         with self._lock:
             number, self._number = self._number, self._number + 1
-            data = _HEAD.pack(number, len(words)) + body
+            message = _HEAD.pack(number, len(data)) + data
             for peer in self._peers.values():
-                peer.send(data)
+                peer.send(message)
         return number
 
-    def receive(self, number: int, mine: Sequence[int], timeout_s: float) -> list[list[int]]:
-        """Return the words of all ranks in the messages with this number, ``mine`` among them.
+    def receive(self, number: int, mine: bytes, timeout_s: float) -> list[bytes]:
+        """Return the bytes of all ranks in the messages with this number, ``mine`` among them.
 
         Raises :class:`MeshError` if one does not come in time.
         """
         deadline = time.monotonic() + timeout_s
-        peers = self._peers
-        return [
-            list(mine) if rank == self._rank else peers[rank].receive(number, deadline) for rank in range(self._size)
-        ]
+        data = [mine if rank == self._rank else self._receive(rank, number, deadline) for rank in range(self._size)]
+        # The others wait for what is left here, and this rank may not come back for long.
+        while full := [rank for rank, peer in self._peers.items() if peer.is_full and peer.flush()]:
+            self._wait(None, full[0], "it does not read", deadline)
+        return data
+
+    def _receive(self, rank: int, number: int, deadline: float) -> bytes:
+        peer = self._peers[rank]
+        while (data := peer.take(number)) is None:
+            self._wait(peer, rank, "it was silent for too long", deadline)
+        return data
+
+    def _wait(self, source: _Peer | None, rank: int, complaint: str, deadline: float) -> None:
+        """Wait until ``source`` has sent something, or any rank has read; until the deadline for ``rank``."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise MeshError(rank, complaint, is_broken=False)
+        poll = select.poll()
+        if source is not None:
+            poll.register(source.connection, select.POLLIN)
+        for other in self._peers.values():
+            if other.is_full and other.flush():
+                poll.register(other.connection, select.POLLOUT | (select.POLLIN if other is source else 0))
+        # Not for too long: another thread may take what comes.
+        poll.poll(min(left_s, _LOOK_S) * 1e3)
 
     def close(self) -> None:
         """Close all connections."""
@@ -133,46 +159,64 @@ class Mesh:
 
 
 class _Peer:
-    """The connection to one rank, and what has come from it."""
+    """The connection to one rank, what has come from it, and what still has to leave."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
         self._rank = rank
-        self._connection = connection
         self._data = bytearray()
-        self._words: dict[int, list[int]] = {}
+        self._unsent = b""
+        self._messages: dict[int, bytes] = {}
         """By number, what nobody has asked for yet."""
+        # An encrypted connection cannot be read and written by two threads at a time.
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the kernel has not taken everything."""
+        return bool(self._unsent)
 
     def send(self, data: bytes) -> None:
-        # A connection that has ended is reported by whoever waits for the answer. An encrypted one cannot be read and
-        # written by two threads at a time.
-        with self._lock, contextlib.suppress(OSError):
-            try:
-                is_whole = self._connection.send(data) == len(data)
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                is_whole = False
-            if not is_whole:
-                # It is full: nothing reads at the other end. What came next would be misread, so nothing does.
-                shut(self._connection)
+        with self._lock:
+            self._unsent += data
+            self._flush()
+            if len(self._unsent) > MOST_BYTES:
+                # Nothing reads at the other end. What came next would be misread, so nothing does.
+                self._unsent = b""
+                shut(self.connection)
 
-    def receive(self, number: int, deadline: float) -> list[int]:
-        while True:
-            with self._lock:
-                while number not in self._words and self._read():
-                    pass
-                if number in self._words:
-                    return self._words.pop(number)
-            self._wait(deadline)
+    def flush(self) -> bool:
+        """Send what is left, as far as the kernel takes it; return whether anything is left."""
+        with self._lock:
+            self._flush()
+            return self.is_full
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self.connection.send(self._unsent) :]
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            pass
+        except OSError:
+            # Whoever waits for an answer reports that the connection has ended.
+            self._unsent = b""
+
+    def take(self, number: int) -> bytes | None:
+        """Return the message with this number, None if it has not come."""
+        with self._lock:
+            while number not in self._messages and self._read():
+                pass
+            return self._messages.pop(number, None)
 
     def _read(self) -> bool:
         """Take what has come; return whether anything had."""
         try:
-            data = self._connection.recv(_READ_BYTES)
+            data = self.connection.recv(_READ_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
         except OSError as error:
@@ -181,24 +225,15 @@ class _Peer:
             raise MeshError(self._rank, "its connection ended")
         self._data += data
         while len(self._data) >= _HEAD.size:
-            number, count = _HEAD.unpack_from(self._data)
-            end = _HEAD.size + 8 * count
-            if count > MOST_WORDS:
-                raise MeshError(self._rank, f"it sent {count} words at once; {MOST_WORDS} are the most")
+            number, size = _HEAD.unpack_from(self._data)
+            if size > MOST_BYTES:
+                raise MeshError(self._rank, f"it sent {size} bytes at once; {MOST_BYTES} are the most")
+            end = _HEAD.size + size
             if len(self._data) < end:
                 break
-            self._words[number] = list(struct.unpack_from(f"<{count}q", self._data, _HEAD.size))
+            self._messages[number] = bytes(self._data[_HEAD.size : end])
             del self._data[:end]
         return True
-
-    def _wait(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise MeshError(self._rank, "it was silent for too long")
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        # Not for too long: another thread may take what comes.
-        poll.poll(min(left_s, _LOOK_S) * 1e3)
 
 
 def _close_all(listener: socket.socket, peers: dict[int, _Peer]) -> None:

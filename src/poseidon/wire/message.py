@@ -65,6 +65,8 @@ class Kind(IntEnum):
     """The touched rows of a worker's part of a chunk, for the chunk's owner: ``PART`` has the rest."""
     PARCELS = 17
     """A worker's rows and factors, for every worker."""
+    MAIL = 18
+    """A piece of a tagged message: whatever else goes from worker to worker (``team/mail.py``)."""
 
 
 class Header(NamedTuple):

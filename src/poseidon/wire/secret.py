@@ -5,21 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from poseidon.errors import ConfigError
-
-SHORTEST_SECRET = 16
+from poseidon.job.secret import check_secret
 
 
 class JobSecret:
     """The secret that all workers of a job share; never sent, never printed."""
 
     def __init__(self, secret: bytes) -> None:
-        if len(secret) < SHORTEST_SECRET:
-            raise ConfigError(
-                f"the job's secret has {len(secret)} bytes; at least {SHORTEST_SECRET} are needed "
-                "(secrets.token_bytes(32) makes a good one)"
-            )
-        self._secret = secret
+        self._secret = check_secret(secret, "given")
 
     def __repr__(self) -> str:
         return "JobSecret(...)"

@@ -268,11 +268,13 @@ class TcpTransport(Transport):
             # Where many strangers are at the door, a connection may have to try again; nothing else recovers sooner.
             is_hopeless = isinstance(problem, OSError) and not isinstance(problem, ConnectionResetError)
             if is_hopeless or time.monotonic() + RETRY_S > deadline:
-                raise WireError(
+                failure = WireError(
                     f"rank {self.rank} could not connect to rank {peer} at {address.ip}:{address.port} within "
                     f"{self.settings.connect_timeout_s:g} s: {problem}; check that its machine is up and that no "
                     "firewall is in between"
-                ) from None
+                )
+                failure.peer = peer
+                raise failure from None
             time.sleep(RETRY_S)
 
     def _try_to_open(self, peer: int, address: Address, deadline: float) -> socket.socket:

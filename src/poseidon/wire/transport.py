@@ -39,6 +39,8 @@ class Transport(ABC):
         self._handlers: dict[Kind, Handler] = {}
         self._placers: dict[Kind, Placer] = {}
         self._lost_handlers: list[LostHandler] = []
+        self._losing = threading.Lock()
+        self._lost: list[tuple[int, str]] = []
 
     def listen(self, kind: Kind, handler: Handler, placer: Placer | None = None) -> None:
         """Pass every message of ``kind`` to ``handler``; call it before the first such message can arrive.
@@ -52,8 +54,12 @@ class Transport(ABC):
         self._handlers[kind] = handler
 
     def listen_lost(self, handler: LostHandler) -> None:
-        """Also call ``handler`` when a peer vanishes without closing its transport."""
-        self._lost_handlers.append(handler)
+        """Also call ``handler`` when a peer vanishes without closing its transport, or has vanished already."""
+        with self._losing:
+            self._lost_handlers.append(handler)
+            lost = list(self._lost)
+        for peer, why in lost:
+            handler(peer, why)
 
     def send(
         self,
@@ -134,7 +140,10 @@ class Transport(ABC):
             _log.warning("rank %d refused: %s (counted from now on, not shown again)", self.rank, message)
 
     def _tell_lost(self, peer: int, why: str) -> None:
-        for handler in self._lost_handlers:
+        with self._losing:
+            self._lost.append((peer, why))
+            handlers = list(self._lost_handlers)
+        for handler in handlers:
             try:
                 handler(peer, why)
             except Exception:

@@ -19,6 +19,8 @@ def write_message(connection: socket.socket, head: bytes, payload: memoryview) -
         return
     sent = connection.sendmsg([head, payload], [], socket.MSG_NOSIGNAL) - len(head)
     if sent < 0:
-        raise OSError("the connection was cut inside a header")
+        # A process that was stopped and continued may find that less was sent.
+        connection.sendall(head[sent:])
+        sent = 0
     if sent < payload.nbytes:
         connection.sendall(payload[sent:])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
+import pytest
+
+from poseidon.errors import WorkerLostError
 from poseidon.tables.doubts import COMPLAINTS, Doubts
 from poseidon.tables.node import Node
 from poseidon.tables.tables import TableSpec
@@ -76,3 +80,36 @@ def test_a_worker_that_moves_on_between_complaints_is_not_given_up() -> None:
         nodes[1].worker.clock(slow)
         network.pump()
     assert nodes[0].losses == nodes[1].losses == {}
+
+
+def lose_before_opening(size: int) -> tuple[MemoryNetwork, list[Node]]:
+    """Return nodes of which the first dies before any table is open."""
+    transports = make_memory_network(size, first_urgent)
+    nodes = [Node(transport, timeout_s=60) for transport in transports]
+    transports[0].die()
+    transports[1].network.pump()
+    return transports[1].network, nodes[1:]
+
+
+def test_a_table_opened_after_a_server_died_has_somebody_for_each_place() -> None:
+    network, nodes = lose_before_opening(3)
+    caches = [node.worker.open(SPEC) for node in nodes]
+    network.pump()
+    for node, cache in zip(nodes, caches, strict=True):
+        node.worker.clock(cache)
+    network.pump()
+    for node in nodes:
+        node._post.check()
+    held = {place for node in nodes for _, place in node.holder._places}
+    assert held == {0, 1, 2}
+
+
+def test_a_table_in_lockstep_is_not_opened_without_a_worker_that_died() -> None:
+    network, nodes = lose_before_opening(3)
+    for node in nodes:
+        with contextlib.suppress(WorkerLostError):
+            node.worker.open(TableSpec("t", 16, 4))
+    network.pump()
+    for node in nodes:
+        with pytest.raises(WorkerLostError, match="worker 0 is lost"):
+            node._post.check()

@@ -87,3 +87,12 @@ def test_a_dead_rank_takes_its_messages_along_and_the_others_are_told():
     transports[0].network.pump()
     assert [chunk for chunk, _ in got] == [0]
     assert lost == [(0, 2, "pulled the plug")]
+
+
+def test_a_loss_is_told_to_who_listens_only_later() -> None:
+    transports = make_memory_network(2)
+    transports[1].die()
+    transports[0].network.pump()
+    told: list[int] = []
+    transports[0].listen_lost(lambda peer, _why: told.append(peer))
+    assert told == [1]

@@ -20,6 +20,8 @@ from poseidon import files
 from poseidon.caffe.extras import require
 from poseidon.errors import ConfigError
 
+_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
+"""The others believe parameters in the file, and a wrong one ends the process with a segmentation fault."""
 _BEST_RATIO = 1100
 """No filter of HDF5's own packs values more tightly: deflate reaches 1032 to 1."""
 
@@ -103,7 +105,14 @@ def reserve(path: files.StrPath, count: int, what: str) -> None:
 
 def _check_size(dataset: Any, place: str, origin: str) -> None:
     stored = dataset.id.get_storage_size()
-    packed = dataset.id.get_create_plist().get_nfilters() > 0
+    settings = dataset.id.get_create_plist()
+    filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
+    if not set(filters) <= _FILTERS.keys():
+        raise ConfigError(
+            f"{origin}: data set {place} is packed by HDF5's filters {filters}, expected any of "
+            f"{', '.join(f'{number} ({name})' for number, name in _FILTERS.items())}; write it with one of these"
+        )
+    packed = bool(filters)
     bound = min(stored, Path(dataset.file.filename).stat().st_size) * (_BEST_RATIO if packed else 1)
     if dataset.nbytes > bound or dataset.nbytes > files.memory_bytes():
         raise ConfigError(

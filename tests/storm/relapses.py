@@ -1,0 +1,87 @@
+"""Defects that were mended, put back one at a time: the simulation must find each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from poseidon.errors import FrameError
+from poseidon.launch import cause
+from poseidon.tables.node import Node
+from poseidon.tables.post import Post
+from poseidon.team.watch import Watch
+from poseidon.wire.message import Kind
+from poseidon.wire.tcp import TcpTransport, check_payload, read_large
+
+
+def _take(self: TcpTransport, connection: Any, header: Any) -> None:
+    payload = self._place(header)
+    payload = self._pool.lend(header.length) if payload is None else payload
+    read_large(connection, payload)
+    try:
+        check_payload(header, payload)
+    except FrameError as error:
+        self._refuse(error.reason, str(error))
+    else:
+        self._deliver(header, payload)
+
+
+def _admit(self: TcpTransport) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            self._let_in(self._listener.accept()[0])
+
+
+def _verdict(self: Watch, _peer: int | None, error: BaseException) -> str:
+    return _REAL_VERDICT(self, None, error)
+
+
+_REAL_VERDICT = Watch._verdict
+
+
+def _answer_error(self: Post, header: Any, error: Any) -> None:
+    if header.kind is not Kind.ERROR:
+        self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
+
+
+def _tell_others(self: Node, rank: int, lost: int, clock: int) -> None:
+    if rank != lost:
+        _REAL_TELL(self, rank, lost, clock)
+
+
+_REAL_TELL = Node._tell_loss
+
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Put old code in the place of new."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in changes:
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a damaged payload is counted, and nobody is told": ("flip", lambda: replaced((TcpTransport, "_take", _take))),
+    "one accept that fails ends the door": ("descriptors", lambda: replaced((TcpTransport, "_admit", _admit))),
+    "nothing limits the silence of a connection": (
+        "half-open",
+        lambda: replaced((TcpTransport, "_set_patience", lambda *_: None)),
+    ),
+    "a broken connection is blamed on the slowest worker": ("reset", lambda: replaced((Watch, "_verdict", _verdict))),
+    "the launcher names the first to complain": (
+        "reset",
+        lambda: replaced((cause, "accused", lambda _deaths: None)),
+    ),
+    "a table in lockstep goes on without a worker that was lost before": (
+        "reset",
+        lambda: replaced((Node, "_receive_hello", lambda self, *args: self.holder.open(*args))),
+    ),
+    "nobody tells a worker that it was given up": (
+        "silent reset",
+        lambda: replaced((Node, "_tell_loss", _tell_others), (Post, "_answer_error", _answer_error)),
+    ),
+}
+"""By name: the kind of fault that shows it, and how to bring it back."""
