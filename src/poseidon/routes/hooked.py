@@ -155,7 +155,7 @@ def _sparse_gradient(weight: nn.Parameter) -> Tensor:
         return weight.grad
     indices = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
     values = torch.empty(0, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
-    return torch.sparse_coo_tensor(indices, values, weight.shape)
+    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
 
 
 def check_hook(hook: Any) -> None:
