@@ -103,6 +103,7 @@ class SimulatedTeam(Team):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, TIMEOUT_S
+        self._mail = None
         self._deadline = timedelta(seconds=TIMEOUT_S)
         self.membership = Membership.unnamed(range(size))
         self.watch = Watch(team_module._store(), "team", rank, self.membership, TIMEOUT_S)
