@@ -36,10 +36,12 @@ _READ_BYTES = 1 << 16
 class MeshError(WireError):
     """No message came from ``rank``: its connection ended, or it was silent for too long."""
 
-    def __init__(self, rank: int, why: str, is_broken: bool = True) -> None:
+    def __init__(self, rank: int, why: str, is_broken: bool = True, is_damaged: bool = False) -> None:
         super().__init__(f"no message from rank {rank}: {why}")
         self.rank = rank
         self.is_broken = is_broken
+        self.is_damaged = is_damaged
+        """Whether bytes of it came, and were wrong: then nobody else can be the cause."""
 
 
 class Mesh:
@@ -237,7 +239,7 @@ class _Peer:
     def _read(self) -> bool:
         """Take what has come; return whether anything had."""
         if self._damage:
-            raise MeshError(self._rank, self._damage)
+            raise MeshError(self._rank, self._damage, is_damaged=True)
         try:
             data = self.connection.recv(_READ_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
