@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found_and_both_ends_hear_of_it(pair, bit) -> None:
     far.setblocking(True)  # the bytes may be on their way
     assert peer.take(0) == b"before"
     for _ in range(2):
-        with pytest.raises(MeshError, match="rank 5.*damaged") as caught:
+        with pytest.raises(MeshError, match=r"rank 5.*damaged") as caught:
             peer.take(1)
         assert (caught.value.rank, caught.value.is_broken, caught.value.is_damaged) == (5, True, True)
     near.settimeout(5)
