@@ -327,9 +327,11 @@ def opened_tables(plan: Plan, rank: int) -> Iterator[ps.TableJob]:
     team = SimulatedTeam(rank, plan.workers)
     try:
         transport = connect_wire(team, range(team.size))
-        job = ps.TableJob(Node(transport, timeout_s=TIMEOUT_S), transport)
+        node = Node(transport, timeout_s=TIMEOUT_S, is_started=False)
+        job = ps.TableJob(node, transport)
         try:
             team.gather_ints([0], "the start of the tables")
+            node.start()
         except BaseException as error:
             job.__exit__(type(error), error, None)
             raise
