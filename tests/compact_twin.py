@@ -16,6 +16,7 @@ from poseidon.sums.compact import ChunkRows, CompactLayout
 from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.packed import HERE
+from poseidon.sums.touched import NOWHERE, PackedRows
 from poseidon.wire.formats import FORMATS
 
 Array = np.ndarray[Any, Any]
@@ -33,7 +34,8 @@ class Rows:
 
     def copy(self, row: int, into: Tensor, start: int, stop: int) -> None:
         piece = bytearray(self._rows[row][start:stop])
-        into[start : start + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
+        if piece:
+            into[start : start + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
 
     def fetch(self, row: int, into: Tensor, start: int, stop: int) -> None:
         self._owner.fetched += 1
@@ -72,6 +74,22 @@ class HostCompactor:
         if own.dtype == torch.bfloat16:
             total = total / np.float32(divisor)
         _narrow(total, own)
+        compacted = Rows([compact(_widen(own), layout)], self)
+        self._copy_out(compacted, 0, into, length)
+        return compacted
+
+    def add_rows(
+        self, packed: Tensor, rows: PackedRows, own: Tensor, layout: CompactLayout, into: Tensor, length: int
+    ) -> Rows:
+        assert len(packed) == rows.used_bytes
+        self.moved_bytes += len(packed)
+        places = packed[: rows.values_at].view(torch.int32).numpy().reshape(rows.rows, rows.workers)
+        values = packed[rows.values_at :].view(torch.float32).numpy().reshape(rows.count, rows.width)
+        total = np.zeros((rows.rows, rows.width), np.float32)
+        for column in places.T:
+            (touched,) = np.nonzero(column != NOWHERE)
+            total[touched] += values[column[touched]]
+        _narrow(own.numpy() + total.reshape(-1)[rows.skipped :][: len(own)], own)
         compacted = Rows([compact(_widen(own), layout)], self)
         self._copy_out(compacted, 0, into, length)
         return compacted

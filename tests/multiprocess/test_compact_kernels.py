@@ -20,6 +20,7 @@ from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import ChunkRows, CompactLayout, align
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.packed import ChunkTable, table_bytes
+from poseidon.sums.touched import TouchedRows, add_up, most_packed_bytes, pack
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; scripts/setup kernels installs it")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,6 +157,34 @@ def _add(place: int, length: int) -> None:
     assert size == len(compact_codec.compact(expected, layout))
 
 
+def _add_rows(counts: list[int]) -> None:
+    from poseidon.sums import compact_kernels as kernels
+
+    width = 30
+    chunk = Chunk(0, 0, 1000, 2025, 0)  # begins and ends in the middle of rows
+    layout = CompactLayout(chunk.length)
+    generator = np.random.default_rng(counts)
+    own = generator.standard_normal(chunk.length).astype(np.float32)
+    own[:50], own[50:400] = np.float32(1e-42), np.float32(-0.0)
+    everybody = []
+    for count in counts:
+        numbers = np.sort(generator.choice(35, count, replace=False))
+        values = (generator.standard_normal((count, width)) * 10.0 ** generator.integers(-3, 4)).astype(np.float32)
+        values[:2], values[2:4] = np.float32(-0.0), np.float32(-3e-42)
+        everybody.append(TouchedRows(numbers, values))
+    rows = np.empty(chunk.length, np.float32)
+    add_up(everybody, chunk, rows)
+    memory = np.full(most_packed_bytes(chunk, width, len(counts)), 0xAA, np.uint8)
+    packed = pack(everybody, chunk, memory)
+    there = torch.from_numpy(memory[: packed.used_bytes]).to(DEVICE)
+    mine = torch.from_numpy(own.copy()).to(DEVICE)
+    into = torch.full((layout.row_bytes,), 77, dtype=torch.uint8, device=DEVICE)
+    kernels.add_rows(there, packed, mine, layout, into)
+    assert same_bits(mine.cpu().numpy(), own + rows)
+    size = layout.measure(into.cpu().numpy().data)
+    assert size == len(compact_codec.compact(own + rows, layout))
+
+
 def _half() -> None:
     from poseidon.sums import compact_kernels as kernels
 
@@ -212,10 +241,14 @@ def _compile() -> None:
     numbers = dict.fromkeys(["workers", "count", "groups", "capacity"], "i32")
     signature = {"packed": "*u8", "own": "*i16", "into": "*u8", **numbers, "divisor": "fp32"}
     constants = {"is_half": True}
-    kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
-    compiler.compile(
-        compiler.ASTSource(kernels._add, kinds, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}
-    )
+    rows = {**signature, "own": "*i32", **dict.fromkeys(["width", "skipped", "values_at"], "i32")}
+    del rows["divisor"]
+    for kernel, kinds, fixed in (
+        (kernels._add, {**signature, **dict.fromkeys(constants, "constexpr")}, constants),
+        (kernels._add_rows, rows, {}),
+    ):
+        source = compiler.ASTSource(kernel, {name: kinds[name] for name in kernel.arg_names}, fixed)
+        compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
 
 
 def _main() -> None:
@@ -230,6 +263,9 @@ def _main() -> None:
     for place in (0, 2):
         print(f"adding as worker {place}", flush=True)
         _add(place, 1025)
+    for counts in ([5, 0, 12, 9], [35, 20, 1], [0, 0]):
+        print(f"adding {counts} touched rows", flush=True)
+        _add_rows(counts)
     print("adding bf16", flush=True)
     _half()
     for seed in range(2):

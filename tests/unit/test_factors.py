@@ -15,7 +15,7 @@ from poseidon.routes.base import LiveUnit
 from poseidon.routes.factors import Factors, rebuild, row_dtype
 from poseidon.routes.gather import Room
 from poseidon.routes.parcels import Gathered
-from poseidon.routes.rows import _means
+from poseidon.routes.table_groups import _means
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 WORD = {F32: 0, torch.float64: 1, FP16: 2, BF16: 3}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from poseidon.errors import MismatchError
-from poseidon.routes.parcels import Parcel, read_messages, write_message
+from poseidon.routes.parcels import Gathered, Parcel, join_opened, open_message, write_message
 
 
 def _rows(count: int, width: int, seed: int) -> Tensor:
@@ -24,6 +27,11 @@ def _parcels(counts: list[int], seed: int, step: int = 3, widths: tuple[int, ...
     ]
 
 
+def read_messages(messages: Sequence[Tensor], parcels: Sequence[Parcel], rank: int) -> list[Gathered]:
+    opened = [open_message(message, parcels, rank, peer) for peer, message in enumerate(messages)]
+    return join_opened(opened, parcels, rank)
+
+
 def test_every_worker_reads_all_rows_in_rank_order() -> None:
     brought = [_parcels([2, 5, 0], 10), _parcels([0, 0, 0], 20), _parcels([1, 3, 4], 30)]
     messages = [write_message(parcels) for parcels in brought]
@@ -33,6 +41,17 @@ def test_every_worker_reads_all_rows_in_rank_order() -> None:
             assert gathered.counts == tuple(len(parcel.rows) for parcel in parcels)
             assert gathered.flags == (10, 20, 30)
             assert torch.equal(gathered.rows, torch.cat([parcel.rows for parcel in parcels]))
+
+
+def test_rows_that_are_staged_stay_apart() -> None:
+    brought = [_parcels([2, 5, 0], 10), _parcels([0, 0, 0], 20), _parcels([1, 3, 4], 30)]
+    messages = [write_message(parcels) for parcels in brought]
+    mine = [replace(parcel, stage=lambda rows: rows.clone().bitwise_not_()) for parcel in brought[1]]
+    for number, gathered in enumerate(read_messages(messages, mine, 1)):
+        assert gathered.rows.numel() == 0
+        assert gathered.counts == tuple(len(parcels[number].rows) for parcels in brought)
+        for part, parcels in zip(gathered.parts, brought, strict=True):
+            assert torch.equal(part.bitwise_not(), parcels[number].rows.view(-1))
 
 
 def test_zeros_need_not_travel_and_come_back() -> None:

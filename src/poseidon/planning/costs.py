@@ -113,18 +113,18 @@ def tied_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
     return Cost(rows.wire_bytes + factors.wire_bytes, rows.wire_s + factors.wire_s, factors.compute_s)
 
 
-def split_cost(unit: Unit, load: Load, cluster: Cluster) -> Cost:
+def split_cost(unit: Unit, load: Load, cluster: Cluster, are_parts_hidden: bool) -> Cost:
     """Cost of sending a linear layer's full gradient early, and the touched rows of the table that is its weight.
 
     Tables are looked up first, so the gradient of one is final last and nothing hides its exchange. Here only rows and
-    sums are left then. The parts travel during backward, which hides them unless the wire is busy all the time: half of
-    their time counts.
+    what comes back are left then. The parts travel during backward: with ``are_parts_hidden`` half of their time
+    counts. They are not hidden where the wire is busy all the time anyway.
     """
     full = sharded_cost(unit, load, cluster)
     sent = cluster.workers_per_machine * touched_bytes(unit, load)
     rows_bytes = sent * (cluster.machines - 1) / cluster.machines
     rows_s = rows_bytes / cluster.between.bytes_per_s if cluster.machines > 1 else sent / cluster.inside.bytes_per_s
-    return Cost(full.wire_bytes + rows_bytes, full.wire_s * 3 / 4 + rows_s, full.compute_s)
+    return Cost(full.wire_bytes + rows_bytes, full.wire_s * (3 / 4 if are_parts_hidden else 1) + rows_s, full.compute_s)
 
 
 def touched_bytes(unit: Unit, load: Load) -> float:

@@ -123,10 +123,11 @@ class Schedule:
         """Items in an order in which all workers can land them.
 
         Units that travel alone come first: most left early, and their gradients are rebuilt while the last bucket
-        travels. They are ordered by unit and not by departure, because a full gradient beside the short form makes
-        landing collective.
+        travels. Among them, messages come before collectives, which complete one after the other. They are ordered by
+        unit and not by departure, because a full gradient beside the short form makes landing collective.
         """
-        alone = [item.number for item in sorted(self.items, key=lambda item: item.units) if not item.is_packed]
+        by_unit = sorted(self.items, key=lambda item: (item.number in self.queue_of, item.units))
+        alone = [item.number for item in by_unit if not item.is_packed]
         queued = [number for queue in self.queues.values() for number in queue]
         return tuple(dict.fromkeys([*alone, *queued, *range(len(self.items))]))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from poseidon.planning.cluster import Link
-from poseidon.routes.parcels import Gathered, Parcel, read_messages, write_message
+from poseidon.routes.parcels import Gathered, Opened, Parcel, join_opened, open_message, write_message
 from poseidon.team.membership import PeerLostError
 from poseidon.team.team import CLOSE_S, Team
 from poseidon.team.wiring import connect_wire
@@ -38,7 +38,9 @@ class _Shipment:
     parcels: Sequence[Parcel] = ()
     futures: Sequence[Future[Any]] = ()
     messages: dict[int, Tensor] = field(default_factory=dict)
-    """By rank, whole."""
+    """By rank: whole, not opened yet."""
+    opened: dict[int, Opened] = field(default_factory=dict)
+    """By rank."""
     pieces: dict[int, dict[int, memoryview]] = field(default_factory=dict)
     """By rank: the pieces of a long message, by their number."""
     lengths: dict[int, int] = field(default_factory=dict)
@@ -74,13 +76,13 @@ class Pairs:
         self._transport.listen_lost(lambda peer, why: self._fail(PeerLostError(peer, why)))
         # Nobody may send before all listen.
         team.gather_ints([0], "the connections between workers")
-        self._chores: queue.SimpleQueue[_Shipment | None] = queue.SimpleQueue()
+        self._chores: queue.SimpleQueue[_Shipment | Callable[[], None] | None] = queue.SimpleQueue()
         self._helper = threading.Thread(target=self._help, name="poseidon-pairs", daemon=True)
         self._helper.start()
 
-    def start(self, parcel: Parcel) -> Future[Any]:
+    def start(self, parcel: Parcel, future: Future[Any] | None = None) -> Future[Any]:
         """Start exchanging; the future's value is a :class:`Gathered`, or what the parcel's ``land`` returns."""
-        future: Future[Any] = Future()
+        future = Future() if future is None else future
         if not parcel.shipment:
             self._start([parcel], [future])
             return future
@@ -94,6 +96,10 @@ class Pairs:
         parcels, futures = zip(*(waiting[unit] for unit in parcel.shipment), strict=True)
         self._start(parcels, futures)
         return future
+
+    def call_later(self, work: Callable[[], None]) -> None:
+        """Call a function that may wait, and start parcels, on another thread; its error ends the exchange."""
+        self._chores.put(work)
 
     def close(self) -> None:
         """Send what is queued, and stop the threads."""
@@ -117,18 +123,25 @@ class Pairs:
 
     def _help(self) -> None:
         """Wait for devices, and prepare for what is under way."""
-        while (shipment := self._chores.get()) is not None:
+        while (chore := self._chores.get()) is not None:
             try:
-                if any(parcel.settle is not None for parcel in shipment.parcels):
-                    for parcel in shipment.parcels:
-                        if parcel.settle is not None:
-                            parcel.settle()
-                    self._send(shipment)
-                for parcel in shipment.parcels:
-                    if parcel.meanwhile is not None:
-                        parcel.meanwhile()
+                if isinstance(chore, _Shipment):
+                    self._attend(chore)
+                else:
+                    chore()
             except BaseException as error:
                 self._fail(error)
+            del chore  # what it refers to must not live until the next one comes
+
+    def _attend(self, shipment: _Shipment) -> None:
+        if any(parcel.settle is not None for parcel in shipment.parcels):
+            for parcel in shipment.parcels:
+                if parcel.settle is not None:
+                    parcel.settle()
+            self._send(shipment)
+        for parcel in shipment.parcels:
+            if parcel.meanwhile is not None:
+                parcel.meanwhile()
 
     def _send(self, shipment: _Shipment) -> None:
         """Send this worker's message to all who get it from here."""
@@ -165,19 +178,35 @@ class Pairs:
         self._land_if_whole(key)
 
     def _land_if_whole(self, key: _Key) -> None:
+        """Deliver a shipment if all its messages are here; until then, open those whose rows are to be staged."""
         with self._lock:
             shipment = self._shipments.get(key)
-            if shipment is None or len(shipment.messages) < self._team.size:
+            if shipment is None or not shipment.parcels:
                 return
-            del self._shipments[key]
-        messages = [shipment.messages[rank] for rank in range(self._team.size)]
+            is_whole = len(shipment.messages) + len(shipment.opened) == self._team.size
+            if not is_whole and all(parcel.stage is None for parcel in shipment.parcels):
+                return
+            messages, shipment.messages = shipment.messages, {}
+        rank, size, parcels = self._team.rank, self._team.size, shipment.parcels
         try:
-            everything = read_messages(messages, shipment.parcels, self._team.rank, self._pin_memory)
+            fresh = {peer: open_message(message, parcels, rank, peer) for peer, message in messages.items()}
         except BaseException as error:
-            for future in shipment.futures:
-                future.set_exception(error)
+            with self._lock:
+                is_mine = self._shipments.pop(key, None) is not None
+            if is_mine:
+                _end(shipment.futures, error)
             return
-        for parcel, future, gathered in zip(shipment.parcels, shipment.futures, everything, strict=True):
+        with self._lock:
+            opened = shipment.opened
+            opened.update(fresh)
+            if len(opened) < size or self._shipments.pop(key, None) is None:
+                return
+        try:
+            everything = join_opened([opened[peer] for peer in range(size)], parcels, rank, self._pin_memory)
+        except BaseException as error:
+            _end(shipment.futures, error)
+            return
+        for parcel, future, gathered in zip(parcels, shipment.futures, everything, strict=True):
             _deliver(parcel, future, gathered)
 
     def _fail(self, error: BaseException) -> None:
@@ -188,8 +217,12 @@ class Pairs:
             waiting, self._waiting = self._waiting, {}
         futures = [future for shipment in shipments.values() for future in shipment.futures]
         futures += [future for parcels in waiting.values() for _, future in parcels.values()]
-        for future in futures:
-            future.set_exception(error)
+        _end(futures, error)
+
+
+def _end(futures: Sequence[Future[Any]], error: BaseException) -> None:
+    for future in futures:
+        future.set_exception(error)
 
 
 def _as_tensor(payload: memoryview) -> Tensor:

@@ -42,6 +42,8 @@ class Parcel:
     """Units whose parcels leave together with this one, itself included, in one order on all workers; empty: alone."""
     meanwhile: Callable[[], None] | None = None
     """Called on another thread while the rows travel: a time to prepare for the result."""
+    stage: Callable[[Tensor], Tensor] | None = None
+    """Called on another thread with each worker's rows as soon as they are here; if given, they stay apart."""
     itemsize: int = 0
     """Bytes of a value, if many values may be zero and need not travel; 0: they travel as they are."""
 
@@ -51,11 +53,17 @@ class Gathered:
     """What all workers brought for one unit."""
 
     rows: Tensor
-    """All rows in rank order, as bytes in host memory."""
+    """All rows in rank order, as bytes in host memory; none if they stay apart."""
     counts: tuple[int, ...]
     """Rows per rank."""
     flags: tuple[int, ...]
     """Flag word per rank."""
+    parts: tuple[Tensor, ...] = ()
+    """Rows per rank that stay apart: what :attr:`Parcel.stage` returned."""
+
+
+Opened = tuple[list[list[int]], list[Tensor]]
+"""The words of each parcel in a message, and its rows."""
 
 
 def write_message(parcels: Sequence[Parcel]) -> Tensor:
@@ -71,41 +79,53 @@ def write_message(parcels: Sequence[Parcel]) -> Tensor:
     return torch.cat([torch.tensor(words, dtype=torch.int64).view(torch.uint8).view(-1), *bodies])
 
 
-def read_messages(
-    messages: Sequence[Tensor], parcels: Sequence[Parcel], rank: int, pin_memory: bool = False
+def open_message(message: Tensor, parcels: Sequence[Parcel], rank: int, peer: int) -> Opened:
+    """Return what is in the message of ``peer``, given what ``rank`` brings.
+
+    Raises :class:`MismatchError` if these are not the same parcels.
+    """
+    head = len(parcels) * _WORDS * _WORD_BYTES
+    if message.numel() >= head:
+        words: list[list[int]] = message[:head].view(torch.int64).view(-1, _WORDS).tolist()
+        sizes = [size for _, _, _, _, size, _ in words]
+        if min(sizes) >= 0 and head + sum(sizes) == message.numel():
+            rows: list[Tensor] = []
+            with contextlib.suppress(ValueError):
+                bodies = message[head:].split(sizes)
+                rows = [_restore(body, each) for body, each in zip(bodies, words, strict=True)]
+            if rows:
+                return words, [_stage(parcel, each) for parcel, each in zip(parcels, rows, strict=True)]
+    raise MismatchError(
+        f"{parcels[0].name}: rank {peer} sent {message.numel()} bytes in step {parcels[0].step}, which are not the "
+        f"{len(parcels)} parcel(s) that rank {rank} expects; do all workers run the same code?"
+    )
+
+
+def join_opened(
+    opened: Sequence[Opened], parcels: Sequence[Parcel], rank: int, pin_memory: bool = False
 ) -> list[Gathered]:
-    """Return what all workers brought for each parcel, given their messages by rank, that of ``rank`` included.
+    """Return what all workers brought for each parcel, given their opened messages by rank, that of ``rank`` included.
 
     Raises :class:`MismatchError` for a worker that brings something else.
     """
-    opened = [_open(message, parcels, rank, peer) for peer, message in enumerate(messages)]
     gathered = []
     for number, parcel in enumerate(parcels):
         words, parts = zip(*((words[number], parts[number]) for words, parts in opened), strict=True)
         counts, widths, flags, _, _, _ = zip(*words, strict=True)
         width = next((width for count, width in zip(counts, widths, strict=True) if count), parcel.rows.shape[1])
         _check(parcel, words, rank)
-        size = sum(part.numel() for part in parts)
-        rows = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
-        torch.cat(parts, out=rows)
-        gathered.append(Gathered(rows.view(-1, width) if size else rows.view(0, width), counts, flags))
+        apart = () if parcel.stage is None else parts
+        joined = () if apart else parts
+        size = sum(part.numel() for part in joined)
+        rows = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and bool(joined))
+        if joined:
+            torch.cat(joined, out=rows)
+        gathered.append(Gathered(rows.view(-1, width) if size else rows.view(0, width), counts, flags, apart))
     return gathered
 
 
-def _open(message: Tensor, parcels: Sequence[Parcel], rank: int, peer: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Return the words of each parcel in a message, and its rows."""
-    head = len(parcels) * _WORDS * _WORD_BYTES
-    if message.numel() >= head:
-        words: list[list[int]] = message[:head].view(torch.int64).view(-1, _WORDS).tolist()
-        sizes = [size for _, _, _, _, size, _ in words]
-        if min(sizes) >= 0 and head + sum(sizes) == message.numel():
-            with contextlib.suppress(ValueError):
-                bodies = message[head:].split(sizes)
-                return words, [_restore(body, each) for body, each in zip(bodies, words, strict=True)]
-    raise MismatchError(
-        f"{parcels[0].name}: rank {peer} sent {message.numel()} bytes in step {parcels[0].step}, which are not the "
-        f"{len(parcels)} parcel(s) that rank {rank} expects; do all workers run the same code?"
-    )
+def _stage(parcel: Parcel, rows: Tensor) -> Tensor:
+    return rows if parcel.stage is None else parcel.stage(rows)
 
 
 def _restore(body: Tensor, words: Sequence[int]) -> Tensor:

@@ -4,6 +4,9 @@ The engine lets autograd make a sparse gradient, so a full one never exists befo
 own duplicates first; then every worker adds all rows in rank order. Rows of one worker are distinct, so no two
 additions of one call hit the same row and the result does not depend on the device's order.
 
+Tables that share messages are packed and added up together (``table_groups.py``), once the last of them is ready. On
+CUDA another thread packs them, because that waits for the device: autograd continues meanwhile.
+
 An optimizer that wants a full gradient gets one that is zero but for those rows. In host memory, it lies in memory of
 an earlier step: the system takes many times as long to map so many fresh pages as it takes to clear these. They are
 cleared while the rows travel.
@@ -12,26 +15,25 @@ cleared while the rows travel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from poseidon.planning.shipments import SLOW_BYTES_PER_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
 from poseidon.routes.parcels import Gathered, Parcel
-from poseidon.routes.shortening import find_repeats
+from poseidon.routes.table_groups import Part, TableGroup, add_rows, group_tables
 from poseidon.sums.events import record
 from poseidon.team.team import Team
 from poseidon.wire.pool import Pool
 
-_INDEX_BYTES, _WHICH_BYTES = 8, 4
-_COUNT_SHIFT, _COUNT_BITS = 8, 27
-"""Where a parcel's word of flags has the number of rows and of those that travel, 134 million at most."""
-_WIDE = torch.float32
+_URGENT = -1
+"""The device runs this stream first: all workers wait for the rows."""
 
 
 class RowsExchanger(Exchanger):
@@ -41,7 +43,13 @@ class RowsExchanger(Exchanger):
         self._team = context.team
         self._pairs = context.pairs
         self._is_slow = context.cluster.between.bytes_per_s <= SLOW_BYTES_PER_S
+        self._packs_aside = context.is_cuda
         self._room = Pool(0)
+        self._waiting: dict[tuple[int, tuple[int, ...]], dict[int, _Table]] = {}
+        """By step and shipment: tables that wait for the others, by unit."""
+        self._groups: dict[tuple[int, ...], list[TableGroup]] = {}
+        """By shipment."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(self, items: Sequence[LiveItem]) -> None:
         """Make room for the full gradients."""
@@ -50,7 +58,7 @@ class RowsExchanger(Exchanger):
         self._room = Pool(sum(weight.nbytes for weight in weights) * 5 // 4) if weights else self._room
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
-        """Send the touched rows; a sparse ``.grad`` is None until the exchange is finished."""
+        """Send the touched rows with the last table of a shipment; a sparse ``.grad`` is None until it has landed."""
         unit = item.unit
         gradient = unit.weight.grad
         flags = Flag(0)
@@ -59,57 +67,108 @@ class RowsExchanger(Exchanger):
             flags, gradient = Flag.HAS_DENSE, None
         else:
             unit.weight.grad = None
-        exchange = _RowsExchange(self._team, unit, brought[0], flags, self._room)
-        part, *counts = _pack(unit.weight, gradient, self._is_slow and _repeats_rows(unit))
-        host, settle = _to_host(part)
-        rows, word = host.view(-1, 1), _to_word(flags, *counts)
-        clear = None if unit.spec.is_sparse or unit.weight.is_cuda else exchange.clear_room
-        parcel = Parcel(unit.index, unit.name, step, rows, word, settle, None, item.item.shipment, clear)
-        exchange.future = self._pairs.start(parcel)
+        exchange = _RowsExchange(self._team, unit, brought[0], flags)
+        shipment = item.item.shipment or (unit.index,)
+        waiting = self._waiting.setdefault((step, shipment), {})
+        stream = torch.cuda.current_stream(unit.weight.device) if unit.weight.is_cuda else None
+        waiting[unit.index] = _Table(exchange, gradient, stream)
+        if len(waiting) == len(shipment):
+            del self._waiting[step, shipment]
+            self._leave(shipment, waiting, step)
         return exchange
+
+    def _leave(self, shipment: tuple[int, ...], tables: dict[int, _Table], step: int) -> None:
+        if shipment not in self._groups:
+            self._groups[shipment] = group_tables([tables[unit].exchange.unit for unit in shipment], self._is_slow)
+        loads = []
+        for group in self._groups[shipment]:
+            mine = [tables[unit.index] for unit in group.units]
+            joint = _Joint(self._team, group, [table.exchange for table in mine], self._room)
+            loads.append((joint, [table.gradient for table in mine]))
+        streams = {table.stream for table in tables.values() if table.stream is not None}
+        ready = [record(stream) for stream in streams]
+        if ready or self._packs_aside:
+            self._pairs.call_later(partial(self._send, loads, step, ready))
+        else:
+            self._send(loads, step)
+
+    def _send(
+        self,
+        loads: Sequence[tuple[_Joint, Sequence[Tensor | None]]],
+        step: int,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
+        firsts = tuple(joint.group.units[0].index for joint, _ in loads)
+        shipment = firsts if len(firsts) > 1 else ()
+        try:
+            for event in ready:  # then any stream may read the gradients
+                event.synchronize()
+            parcels = [self._pack(joint, gradients, step, shipment) for joint, gradients in loads]
+        except BaseException as error:
+            for joint, _ in loads:
+                joint.future.set_exception(error)
+            raise
+        for parcel, (joint, _) in zip(parcels, loads, strict=True):
+            self._pairs.start(parcel, joint.future)
+
+    @torch.no_grad()
+    def _pack(self, joint: _Joint, gradients: Sequence[Tensor | None], step: int, shipment: tuple[int, ...]) -> Parcel:
+        group, flags = joint.group, [member.flags for member in joint.members]
+        device = group.weight.device
+        if device.type == "cuda":
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device, priority=_URGENT)
+            with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
+                host, distinct, settle = group.pack(gradients, flags)
+                if settle is not None:
+                    settle()  # on a thread that may wait; then the gradients' memory is free
+        else:
+            host, distinct, _ = group.pack(gradients, flags)
+        unit = group.units[0]
+        return Parcel(
+            unit.index,
+            unit.name,
+            step,
+            host.view(-1, 1),
+            distinct,
+            shipment=shipment,
+            meanwhile=None if unit.spec.is_sparse or device.type == "cuda" else joint.clear_room,
+            stage=_pin if device.type == "cuda" else _keep,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A table that is ready to leave."""
+
+    exchange: _RowsExchange
+    gradient: Tensor | None
+    """Sparse; None if this worker touched no row."""
+    stream: torch.cuda.Stream | None
+    """Makes the gradient."""
 
 
 class _RowsExchange(Exchange):
-    future: Future[Gathered]
+    joint: _Joint
+    table: int
+    """Its position in the group."""
 
-    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, flags: Flag, room: Pool) -> None:
+    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, flags: Flag) -> None:
         self.flags = flags
+        self.unit = unit
+        self.brought = brought
         self._team = team
-        self._unit = unit
-        self._brought = brought
-        self._room = room
-        self._cleared: Tensor | None = None
-        self._is_landing = False
-        self._lock = threading.Lock()
-
-    def clear_room(self) -> None:
-        """Make the zeros to which the rows will be added, if they are likely to be needed."""
-        unit = self._unit
-        with self._lock:
-            if not (self.flags or self._is_landing) and self._brought.kept is None:
-                self._cleared = _zeros_like(unit.weight, self._room)
-
-    def _take_room(self) -> Tensor:
-        """Return zeros: those made before, if they were, else new ones."""
-        cleared, self._cleared = self._cleared, None
-        return _zeros_like(self._unit.weight, self._room) if cleared is None else cleared
 
     def finish(self, is_used: bool) -> None:
-        gathered = self._team.result(self.future, self._unit.name, grace_s=0)
-        unit, brought = self._unit, self._brought
-        with self._lock:  # until they are cleared, if that is under way
-            self._is_landing = True
+        unit, brought, joint = self.unit, self.brought, self.joint
+        joint.wait()
         if not is_used:
-            self._cleared = None
             if not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
             return
-        # All at once: a copy to the device for every worker takes longer than what it copies.
-        data = gathered.rows.view(-1).to(unit.weight.device, non_blocking=True).split(gathered.counts)
-        parts = [_unpack(unit.weight, part, *_from_word(word)) for part, word in zip(data, gathered.flags, strict=True)]
-        has_dense = any(flags & Flag.HAS_DENSE for flags in gathered.flags)
-        if unit.spec.is_sparse and not has_dense:
-            unit.weight.grad = _sparse_mean(unit.weight, parts)
+        has_dense = joint.has_dense(self.table)
+        if joint.is_whole and not has_dense:
+            unit.weight.grad = joint.take_mean(self.table)
             return
         if has_dense:
             average_now(self._team, (unit.weight,), unit.name)
@@ -118,96 +177,120 @@ class _RowsExchange(Exchange):
             total = brought.kept if total is None else brought.kept.add_(total)
             brought.kept = None
         if total is None:
-            total = self._take_room()
-        if total.dtype.itemsize < _WIDE.itemsize:
-            indices, means = _means(parts)
-            total.index_add_(0, indices, means.to(total.dtype))
-        else:
-            for indices, values in parts:
-                total.index_add_(0, indices, values, alpha=1 / self._team.size)
+            total = torch.zeros_like(unit.weight)
+        add_rows(total, joint.parts_of(self.table))
         unit.weight.grad = total
 
 
-def _repeats_rows(unit: LiveUnit) -> bool:
-    """Return whether many rows of the unit's gradient may be equal: a bag gives all its rows the same one."""
-    module = unit.module
-    return isinstance(module, nn.EmbeddingBag) and module.mode != "max" and not unit.weight.is_cuda
+class _Joint:
+    """The tables of one group in one step: what all workers brought for them, and their means.
 
-
-def _means(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the touched rows' numbers and means; added in float32, so that short types are rounded only once."""
-    touched, places = torch.unique(torch.cat([indices for indices, _ in parts]), return_inverse=True)
-    sums = torch.zeros(touched.numel(), parts[0][1].shape[1], dtype=_WIDE, device=touched.device)
-    for (_, values), where in zip(parts, places.split([len(indices) for indices, _ in parts]), strict=True):
-        sums.index_add_(0, where, values.to(_WIDE))
-    return touched, sums / len(parts)
-
-
-def _zeros_like(weight: Tensor, room: Pool) -> Tensor:
-    """Return zeros; in host memory from ``room``, which gets it back when nothing refers to it any more."""
-    if weight.is_cuda or not weight.numel():
-        return torch.zeros_like(weight)
-    return torch.frombuffer(room.lend(weight.nbytes), dtype=weight.dtype).view(weight.shape).zero_()
-
-
-def _pack(weight: Tensor, gradient: Tensor | None, shorten: bool) -> tuple[Tensor, int, int]:
-    """Return a part of bytes with the touched rows, their number, and the number of those that travel.
-
-    A part holds the rows' numbers in the table, then the rows; or the distinct rows, and which one of them each is.
+    The means lie in one piece of memory, unless one of the tables has more to add than rows.
     """
-    if gradient is None:
-        return torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0
-    gradient = gradient.coalesce()
-    indices, values = gradient.indices()[0], gradient.values()
-    fields = [indices, values]
-    if shorten and (repeats := find_repeats(values)) is not None:
-        fields = [indices, *repeats]
-    counts = len(indices), len(fields[1])
-    ends = _ends(weight, *counts)
-    part = torch.zeros(ends[-1], dtype=torch.uint8, device=weight.device)
-    for start, field in zip((0, *ends), fields, strict=False):
-        data = field.contiguous().view(torch.uint8).view(-1)
-        part[start : start + len(data)] = data
-    return part, *counts
+
+    is_whole: bool
+    """Whether the means are made together; known once everything is here."""
+
+    def __init__(self, team: Team, group: TableGroup, members: Sequence[_RowsExchange], room: Pool) -> None:
+        self.group = group
+        self.members = members
+        self.future: Future[Gathered] = Future()
+        self._team = team
+        self._room = room
+        self._heads: list[tuple[list[int], list[int]]] = []
+        """By rank: the tables' flags, and where their rows begin and end."""
+        self._cleared: Tensor | None = None
+        self._means: list[Tensor | None] = []
+        self._parts: list[Part] = []
+        self._gathered: Gathered | None = None
+        self._has_dense = False
+        self._is_landing = False
+        self._clearing = threading.Lock()
+        self._landing = threading.RLock()
+        for table, member in enumerate(members):
+            member.joint, member.table = self, table
+
+    @property
+    def _is_sparse(self) -> bool:
+        return self.group.units[0].spec.is_sparse
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether no table has anything but rows to add, as far as this worker knows."""
+        return all(not member.flags and member.brought.kept is None for member in self.members)
+
+    def clear_room(self) -> None:
+        """Make the zeros to which the rows will be added, if they are likely to be needed."""
+        with self._clearing:
+            if not self._is_landing and self._is_plain:
+                self._cleared = self._zeros()
+
+    def wait(self) -> None:
+        """Wait until everything is here; the first call reads what the workers said of the tables."""
+        with self._landing:
+            if self._is_landing:
+                return
+            self._gathered = self._team.result(self.future, self.group.units[0].name, grace_s=0)
+            with self._clearing:  # until the room is cleared, if that is under way
+                self._is_landing = True
+            self._heads = [self.group.read_head(part) for part in self._gathered.parts]
+            self._has_dense = any(map(self.has_dense, range(len(self.members))))
+            self.is_whole = self._is_sparse or (self._is_plain and not self._has_dense)
+            if not self.is_whole:
+                self._cleared = None
+
+    def has_dense(self, table: int) -> bool:
+        """Return whether some worker has a full gradient of a table too."""
+        return any(flags[table] & Flag.HAS_DENSE for flags, _ in self._heads)
+
+    def parts_of(self, table: int) -> list[Part]:
+        """Return what the workers brought for one table."""
+        return self.group.parts_of(table, self._unpack(), [ends for _, ends in self._heads])
+
+    def take_mean(self, table: int) -> Tensor:
+        """Return a table's mean, once; only if :attr:`is_whole`."""
+        with self._landing:
+            if not self._means:
+                self._means = self._make_means()
+            mean, self._means[table] = self._means[table], None
+        assert mean is not None, f"{self.group.units[table].name} was taken twice"
+        return mean
+
+    def _make_means(self) -> list[Tensor | None]:
+        parts = self._unpack()
+        if not self._has_dense:
+            self._parts = []
+        if self._is_sparse:
+            return list(self.group.sparse_means(parts, [ends for _, ends in self._heads]))
+        cleared, self._cleared = self._cleared, None
+        flat = self._zeros() if cleared is None else cleared
+        add_rows(flat, parts)
+        return list(self.group.cut(flat))
+
+    def _unpack(self) -> list[Part]:
+        """Return what the workers brought, on the tables' device."""
+        with self._landing:
+            if self._gathered is not None:
+                gathered, self._gathered = self._gathered, None
+                for part, distinct, (_, ends) in zip(gathered.parts, gathered.flags, self._heads, strict=True):
+                    data = part.to(self.group.weight.device, non_blocking=True)
+                    self._parts.append(self.group.unpack(data, ends[-1], distinct))
+            return self._parts
+
+    def _zeros(self) -> Tensor:
+        """Return zeros; in host memory from ``room``, which gets it back when nothing refers to it any more."""
+        weight, shape = self.group.weight, (self.group.starts[-1], self.group.width)
+        size_bytes = shape[0] * shape[1] * weight.element_size()
+        if weight.is_cuda or not size_bytes:
+            return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        return torch.frombuffer(self._room.lend(size_bytes), dtype=weight.dtype).view(shape).zero_()
 
 
-def _ends(weight: Tensor, count: int, distinct: int) -> tuple[int, ...]:
-    """Return where the fields of a part end; aligned, so that every field can be read in place."""
-    sizes = [count * _INDEX_BYTES, distinct * weight.shape[1] * weight.element_size()]
-    if distinct < count:
-        sizes.append(count * _WHICH_BYTES)
-    return tuple(accumulate(-(-size // _INDEX_BYTES) * _INDEX_BYTES for size in sizes))
+def _keep(rows: Tensor) -> Tensor:
+    """Leave rows where they arrived."""
+    return rows
 
 
-def _unpack(weight: Tensor, part: Tensor, count: int, distinct: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers and the values of the rows in a part."""
-    ends = _ends(weight, count, distinct)
-    indices = part[: ends[0]].view(torch.int64)
-    width = weight.shape[1]
-    values = part[ends[0] : ends[1]].view(weight.dtype)[: distinct * width].view(distinct, width)
-    if distinct < count:
-        values = values.index_select(0, part[ends[1] : ends[2]].view(torch.int32)[:count])
-    return indices, values
-
-
-def _to_word(flags: Flag, count: int, distinct: int) -> int:
-    return flags | distinct << _COUNT_SHIFT | count << _COUNT_SHIFT + _COUNT_BITS
-
-
-def _from_word(word: int) -> tuple[int, int]:
-    return word >> _COUNT_SHIFT + _COUNT_BITS, word >> _COUNT_SHIFT & (1 << _COUNT_BITS) - 1
-
-
-def _to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """Copy rows to host memory; the returned function, if any, waits until they are there."""
-    if not rows.is_cuda:
-        return rows, None
-    host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-    host.copy_(rows, non_blocking=True)
-    return host, record(torch.cuda.current_stream(rows.device)).synchronize
-
-
-def _sparse_mean(weight: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    indices = torch.cat([indices for indices, _ in parts]).unsqueeze(0)
-    values = torch.cat([values for _, values in parts]) / len(parts)
-    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False).coalesce()
+def _pin(rows: Tensor) -> Tensor:
+    """Copy rows to memory from which the device can fetch them by itself; the allocator of such memory reuses it."""
+    return torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True).copy_(rows)

@@ -12,6 +12,8 @@ all rows, which was added up in rank order. What comes back depends on the excha
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,21 @@ from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot
 from poseidon.sums.touched import TouchedRows
 
+_URGENT = -1
+"""The device runs this stream first: all workers wait for the rows."""
+
 
 def row_width(item: LiveItem) -> int:
     """Return how many values a row has of the table whose touched rows an item sends; 0 if it sends none."""
     return item.unit.spec.matrix[1] if item.item.route == SplitRoute.name else 0
+
+
+def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers, ascending, and the values of a gradient's rows."""
+    if not gradient.is_sparse:
+        return torch.arange(len(gradient), device=gradient.device), gradient
+    summed = gradient.coalesce()
+    return summed.indices()[0], summed.values()
 
 
 class RowSender:
@@ -34,30 +47,38 @@ class RowSender:
     def __init__(self, server: SumServer) -> None:
         self._server = server
         self._waiter: Waiter | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def send(self, slot: Slot, step: int, gradient: Tensor | None) -> None:
         """Send the rows of a sparse gradient, or all of a full one; never waits for a device."""
         if gradient is None:
             self._server.send_touched(slot, step, TouchedRows.none(slot.width))
-            return
-        if gradient.is_sparse:
-            summed = gradient.coalesce()
-            numbers, values = summed.indices()[0], summed.values()
-        else:
-            numbers, values = torch.arange(len(gradient), device=gradient.device), gradient
-        if not values.is_cuda:
+        elif not gradient.is_cuda:
+            numbers, values = _rows_of(gradient)
             rows = TouchedRows(numbers.numpy(), values.contiguous().numpy())
             self._server.send_touched(slot, step, rows)
-            return
-        held = []
-        for each in (numbers, values):
-            held.append(torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True))
-            held[-1].copy_(each, non_blocking=True)
-        rows = TouchedRows(held[0].numpy(), held[1].numpy())
-        if self._waiter is None:
-            self._waiter = Waiter("poseidon-rows")
-        copied = record(torch.cuda.current_stream(values.device))
-        self._waiter.put(copied, lambda: self._server.send_touched(slot, step, rows), self._server.fail)
+        else:
+            if self._waiter is None:
+                self._waiter = Waiter("poseidon-rows")
+            # A copy, because the gradient may be the user's, who may change it before it has been read.
+            mine = gradient.detach().clone()
+            there = record(torch.cuda.current_stream(gradient.device))
+            self._waiter.put(there, partial(self._fetch_and_send, slot, step, mine), self._server.fail)
+
+    def _fetch_and_send(self, slot: Slot, step: int, gradient: Tensor) -> None:
+        """Read a gradient that is there. Finding the distinct rows of a sparse one waits for the device."""
+        device = gradient.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=_URGENT)
+        stream = self._streams[device]
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            # PyTorch keeps pinned memory that is let go, for the next step.
+            numbers, values = (
+                torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
+                for each in _rows_of(gradient)
+            )
+            record(stream).synchronize()
+        self._server.send_touched(slot, step, TouchedRows(numbers.numpy(), values.numpy()))
 
     def close(self) -> None:
         """Stop the thread, if any."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.encodings import Encoded, Payload
 from poseidon.sums.messages import Layouts
+from poseidon.sums.touched import TouchedRows
 
 Then = Callable[[], None]
 Fail = Callable[[BaseException], None]
@@ -46,6 +47,9 @@ class Adder(Protocol):
 
     def decode(self, chunk: Chunk, encoding: int, payload: memoryview) -> Any:
         """Return a part that has been received."""
+
+    def touch(self, chunk: Chunk, everybody: Sequence[TouchedRows]) -> Any:
+        """Return the touched rows of all workers, in rank order, as one more part, the last; float32 only."""
 
     def add(self, chunk: Chunk, parts: Sequence[Any], total: Any) -> Any:
         """Return ``total`` (None at first) plus ``parts``, added from left to right. It may be still to be computed."""

@@ -17,6 +17,7 @@ from poseidon.sums import compact as layouts
 from poseidon.sums.compact import ChunkRows, CompactLayout
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.packed import HERE
+from poseidon.sums.touched import NOWHERE, PackedRows
 
 _WARPS = 1
 _GROUP = tl.constexpr(layouts.GROUP)
@@ -36,6 +37,7 @@ _COMPACT = tl.constexpr(int(Encoding.COMPACT))
 _CHANGE = tl.constexpr(int(Encoding.CHANGE))
 _ROUNDED_CHANGE = tl.constexpr(int(Encoding.ROUNDED_CHANGE))
 _HERE = tl.constexpr(HERE)
+_NOWHERE = tl.constexpr(NOWHERE)
 
 
 def compact(flat: Tensor, rows: ChunkRows, into: Tensor, old: Tensor | None = None, is_rounded: bool = False) -> None:
@@ -78,6 +80,24 @@ def add(packed: Tensor, workers: int, own: Tensor, layout: CompactLayout, diviso
         layout.row_bytes - layout.tail_at,
         float(divisor),
         is_half=layout.itemsize == 2,
+        num_warps=_WARPS,
+    )
+
+
+def add_rows(packed: Tensor, rows: PackedRows, own: Tensor, layout: CompactLayout, into: Tensor) -> None:
+    """Add the sum of all workers' rows to ``own``, a chunk of float32, and leave it there, compacted in ``into``."""
+    into[: layouts.HEAD_BYTES].zero_()
+    _add_rows[layout.groups,](
+        packed,
+        _bits_of(own),
+        into,
+        rows.workers,
+        rows.width,
+        rows.skipped,
+        rows.values_at,
+        own.numel(),
+        layout.groups,
+        layout.row_bytes - layout.tail_at,
         num_warps=_WARPS,
     )
 
@@ -150,6 +170,32 @@ def _add(packed, own, into, workers, count, groups, capacity, divisor, is_half: 
         a = total_a.to(tl.int32, bitcast=True)
         b = total_b.to(tl.int32, bitcast=True)
     _store(own, a, b, group, count, is_half)
+    _encode(a, b, into, group, groups, capacity)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "packed",
+        "own",
+        "into",
+        "workers",
+        "width",
+        "skipped",
+        "values_at",
+        "count",
+        "groups",
+        "capacity",
+    ]
+)
+def _add_rows(packed, own, into, workers, width, skipped, values_at, count, groups, capacity):
+    group = tl.program_id(0)
+    a, b = _load(own, group, count, False)
+    first = group * _GROUP + tl.arange(0, _HALF)
+    rows_a = _sum_rows(packed, workers, width, skipped, values_at, first, count)
+    rows_b = _sum_rows(packed, workers, width, skipped, values_at, first + _HALF, count)
+    a = (a.to(tl.float32, bitcast=True) + rows_a).to(tl.int32, bitcast=True)
+    b = (b.to(tl.float32, bitcast=True) + rows_b).to(tl.int32, bitcast=True)
+    _store(own, a, b, group, count, False)
     _encode(a, b, into, group, groups, capacity)
 
 
@@ -231,6 +277,21 @@ def _read(packed, number, own, group, count, groups, capacity, is_half: tl.const
         else:
             a, b = _load(chunk.to(tl.pointer_type(tl.int32)), group, count, is_half)
     return a, b
+
+
+@triton.jit
+def _sum_rows(packed, workers, width, skipped, values_at, at, count):
+    """Return the sum of all workers' rows for the values at these places of a chunk."""
+    row = (at + skipped) // width
+    column = (at + skipped) % width
+    places = packed.to(tl.pointer_type(tl.int32)) + row * workers
+    values = (packed + values_at).to(tl.pointer_type(tl.float32)) + column
+    total = tl.zeros((_HALF,), tl.float32)
+    for worker in range(workers):
+        place = tl.load(places + worker, mask=at < count, other=_NOWHERE)
+        # A sum that begins with 0 is never -0, so where nothing is touched, adding 0 changes nothing.
+        total += tl.load(values + place.to(tl.int64) * width, mask=place != _NOWHERE, other=0.0)
+    return total
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from poseidon.sums.device import WeightChange
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.events import record
 from poseidon.sums.packed import ChunkTable, table_bytes
+from poseidon.sums.touched import PackedRows, TouchedRows, most_packed_bytes, pack
 
 _URGENT = -1
 """The device runs these streams first: another worker's next layer waits for them."""
@@ -94,6 +96,18 @@ class CudaCompactor:
             there = packed.to(own.device, non_blocking=True)
             compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
             kernels.add(there, workers, own, layout, divisor, compacted[0])
+            into[:length].copy_(compacted[0, :length], non_blocking=True)
+            return CudaRows(compacted, sums, sums)
+
+    def add_rows(
+        self, packed: Tensor, rows: PackedRows, own: Tensor, layout: CompactLayout, into: Tensor, length: int
+    ) -> CudaRows:
+        """Copy the rows in, add them, and copy the compacted sum out."""
+        sums = self._streams_of(own.device).sums
+        with torch.cuda.device(own.device), torch.cuda.stream(sums):
+            there = packed.to(own.device, non_blocking=True)
+            compacted = torch.empty((1, layout.row_bytes), dtype=torch.uint8, device=own.device)
+            kernels.add_rows(there, rows, own, layout, compacted[0])
             into[:length].copy_(compacted[0, :length], non_blocking=True)
             return CudaRows(compacted, sums, sums)
 
@@ -182,9 +196,18 @@ class CudaCompactor:
         table.mark(1, Encoding.COMPACT)
         self.restore(table_memory, landed, rows, flat, 4).synchronize()
         if dtype is torch.float32:
+            self._try_rows(flat, rows, memory)
             self._try_changes(flat, rows, memory, table_memory, table)
         if not bool((flat == 0.5).all()):
             raise RuntimeError(f"1 + 1, compacted, divided by 4 and restored, makes {flat.unique().tolist()[:8]}")
+
+    def _try_rows(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> None:
+        """Let a worker touch the second of two rows of the first chunk, with zeros."""
+        chunk, width = rows.chunks[0], rows.chunks[0].length // 2
+        packed = self.memory(most_packed_bytes(chunk, width, 1))
+        touched = pack([TouchedRows(np.ones(1, np.int64), np.zeros((1, width), np.float32))], chunk, packed.numpy())
+        own, used = flat[: chunk.length], packed[: touched.used_bytes]
+        self.add_rows(used, touched, own, rows.layout, memory[0], rows.layout.row_bytes).synchronize()
 
     def _try_changes(
         self, flat: Tensor, rows: ChunkRows, memory: Tensor, table_memory: Tensor, table: ChunkTable

@@ -27,6 +27,7 @@ from poseidon.sums.events import Done, Waiter
 from poseidon.sums.messages import Layouts
 from poseidon.sums.packed import ChunkTable, table_bytes
 from poseidon.sums.slots import Slot
+from poseidon.sums.touched import PackedRows, TouchedRows, most_packed_bytes, pack
 from poseidon.wire.settings import WireSettings
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class Compactor(Protocol):
         ``packed`` has all workers' parts but this worker's, which lies in ``own`` (``packed.py``). Sums of bf16 are
         added in float32, divided by ``divisor`` and rounded; sums of float32 are left as they are.
         """
+
+    def add_rows(
+        self, packed: Tensor, rows: PackedRows, own: Tensor, layout: CompactLayout, into: Tensor, length: int
+    ) -> Compacted:
+        """Add all workers' rows, which are first added to zeros in their order, to a sum of float32 in ``own``."""
 
     def replace(
         self,
@@ -145,8 +151,8 @@ class DeviceAdder:
     """Adds up one slot of float32 or bf16 on a device, an :class:`~poseidon.sums.arithmetic.Adder`.
 
     Sums of float32 travel as they are, and whoever receives one divides it by ``divisor``: quotients have more bits
-    than sums. Sums of bf16 are divided by their owner and rounded once. The slot's future brings what the compactor's
-    ``restore`` returns.
+    than sums. Sums of bf16 are divided by their owner and rounded once. Touched rows come last, so the device adds the
+    other parts before. The slot's future brings what the compactor's ``restore`` returns.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class DeviceAdder:
         self._rows = ChunkRows.of(chunks, dtype.itemsize)
         self._layout = self._rows.layout
         self.layouts: Layouts = {Encoding.PLAIN: PlainLayout(dtype.itemsize), Encoding.COMPACT: self._layout}
-        self.together = parts = slot.count_parts(size)
+        self.together = size
         self._device = device
         self._compactor = device.compactor
         self._compactor.prepare(dtype)
@@ -182,10 +188,16 @@ class DeviceAdder:
         """Of the sums that came; those made here are on the device."""
         self._landed: dict[int, tuple[int, Tensor]] = {}
 
-        self._parts = {index: self._compactor.memory(table_bytes(parts) + (parts - 1) * row_bytes) for index in owned}
+        self._parts = {index: self._compactor.memory(table_bytes(size) + (size - 1) * row_bytes) for index in owned}
         """For each chunk owned here, the others' parts as they came, behind a table by rank."""
         self._part_views = {index: _view_of(memory) for index, memory in self._parts.items()}
-        self._part_tables = {index: ChunkTable(memory.numpy(), parts) for index, memory in self._parts.items()}
+        self._part_tables = {index: ChunkTable(memory.numpy(), size) for index, memory in self._parts.items()}
+        self._touched = {
+            index: self._compactor.memory(most_packed_bytes(chunks[index], slot.width, size))
+            for index in owned
+            if slot.width
+        }
+        """For each chunk owned here, all workers' touched rows."""
         self._sums = {index: self._compactor.memory(row_bytes) for index in owned}
         self._sum_views = {index: _view_of(row) for index, row in self._sums.items()}
         self._sum_reaches = {index: Reach(row_bytes) for index in owned}
@@ -232,22 +244,28 @@ class DeviceAdder:
         """Return how to read the part; the device does that."""
         return encoding
 
-    def add(self, chunk: Chunk, parts: Sequence[int | None], total: None) -> Compacted:  # noqa: ARG002 - all at once
-        """Let the device add all parts."""
-        index = chunk.index
+    def touch(self, chunk: Chunk, everybody: Sequence[TouchedRows]) -> PackedRows:
+        """Leave the rows where the device can reach them."""
+        return pack(everybody, chunk, self._touched[chunk.index].numpy())
+
+    def add(self, chunk: Chunk, parts: Sequence[int | PackedRows | None], total: Compacted | None) -> Compacted:
+        """Let the device add all workers' parts, or touched rows to the sum of these, or both."""
+        index, own, into = chunk.index, self._own(chunk), self._sums[chunk.index]
+        length = self._sum_reaches[index].length
         table = self._part_tables[index]
-        for rank, encoding in enumerate(parts):
-            if encoding is not None:
-                table.mark(rank, encoding)
-        return self._compactor.add(
-            self._parts[index][: table.used_bytes],
-            self.together,
-            self._own(chunk),
-            self._layout,
-            self._divisor,
-            self._sums[index],
-            self._sum_reaches[index].length,
-        )
+        for rank, part in enumerate(parts):
+            if isinstance(part, int):
+                table.mark(rank, part)
+        if total is None:
+            packed = self._parts[index][: table.used_bytes]
+            # Of a sum that is not complete, nothing is copied.
+            copied = 0 if self._slot.width else length
+            total = self._compactor.add(packed, self.together, own, self._layout, self._divisor, into, copied)
+        rows = parts[-1]
+        if isinstance(rows, PackedRows):
+            packed = self._touched[index][: rows.used_bytes]
+            total = self._compactor.add_rows(packed, rows, own, self._layout, into, length)
+        return total
 
     def wait(self, total: Compacted, then: Then, fail: Fail) -> None:
         """Run ``then`` on a thread that waits for the device."""

@@ -46,6 +46,8 @@ class Waiter:
                 then()
             except BaseException as error:
                 fail(error)
+            # What they hold need not stay until the next one comes.
+            del job, done, then, fail
 
 
 def record(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -16,6 +16,7 @@ from poseidon.sums.encodings import Encoded, Encoding, Payload, PlainLayout
 from poseidon.sums.halves import HalvesLayout, halve, join_halves
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
+from poseidon.sums.touched import TouchedRows, add_up
 from poseidon.wire.formats import Array, Format, find_format
 from poseidon.wire.pool import MOST_SPARE_BYTES, Pool
 
@@ -77,6 +78,12 @@ class HostAdder:
         if encoding == Encoding.HALVES:
             return join_halves(np.frombuffer(payload, np.uint8), chunk.length, self._pool.lend)
         return np.frombuffer(payload, self._format.stored)
+
+    def touch(self, chunk: Chunk, everybody: Sequence[TouchedRows]) -> Array:
+        """Return the sum of the rows, and zeros elsewhere."""
+        part = np.frombuffer(self._pool.lend(chunk.length * self._format.stored.itemsize), self._format.stored)
+        add_up(everybody, chunk, part)
+        return part
 
     def add(self, chunk: Chunk, parts: Sequence[Array], total: Array | None) -> Array:
         """Add ``parts`` to ``total``, now."""

@@ -18,17 +18,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from poseidon.errors import FrameError, ServerError
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
-from poseidon.sums.encodings import Encoding, Payload
+from poseidon.sums.encodings import Payload
 from poseidon.sums.ledger import SlotLedger
 from poseidon.sums.messages import make_header, wrong_content, wrong_size
 from poseidon.sums.slots import Slot
 from poseidon.sums.tally import Tally
-from poseidon.sums.touched import TouchedRows, add_up, check_size, read_rows
+from poseidon.sums.touched import TouchedRows, check_size, read_rows
 from poseidon.sums.turns import PartRoll, in_turn
 from poseidon.wire.message import Header, Kind
 from poseidon.wire.transport import Transport
@@ -191,16 +189,13 @@ class SumServer:
     def _enter_touched(self, ledger: SlotLedger, chunk: Chunk, rank: int, clock: int, payload: memoryview) -> None:
         try:
             rows = read_rows(payload, chunk, ledger.slot.width, rank)
-            last, roll, adder = self._transport.size, ledger.rolls[chunk.index], ledger.adder
+            last, roll = self._transport.size, ledger.rolls[chunk.index]
             with self._lock:
                 everybody = ledger.touched[chunk.index].enter(rank, clock, rows)
                 if not everybody:
                     return
                 roll.expect(last, clock)
-            size_bytes = chunk.length * rows.values.itemsize
-            room = adder.place_part(chunk, last, size_bytes) or memoryview(bytearray(size_bytes))
-            add_up(everybody, chunk, np.frombuffer(room, rows.values.dtype))
-            self._enter(ledger, roll, last, adder.decode(chunk, Encoding.PLAIN, room))
+            self._enter(ledger, roll, last, ledger.adder.touch(chunk, everybody))
         except BaseException as error:
             self.fail(error)
             raise

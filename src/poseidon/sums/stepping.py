@@ -28,6 +28,7 @@ from poseidon.sums.fetching import Answer, Ask, Reply
 from poseidon.sums.means import Lane, MeanMaker, bytes_of
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
+from poseidon.sums.touched import TouchedRows
 from poseidon.team.team import CLOSE_S
 
 REFRESHED = 64
@@ -251,6 +252,10 @@ class StepAdder:
         if encoding in self._means.layouts:
             raise ServerError(f"a part of {chunk} came as a change ({Encoding(encoding).name}); only weights do")
         return self._inner.decode(chunk, encoding, payload)
+
+    def touch(self, chunk: Chunk, everybody: Sequence[TouchedRows]) -> Any:
+        """Return touched rows as a part."""
+        return self._inner.touch(chunk, everybody)
 
     def add(self, chunk: Chunk, parts: Sequence[Any], total: _Total | None) -> _Total:
         """Add parts."""

@@ -2,7 +2,8 @@
 
 A table that is a linear layer's weight too gets a full gradient from that layer, early in backward, and rows from its
 look-ups, at the end. The full gradient travels as parts do; the rows follow (``TOUCHED``), one message for each chunk.
-The owner adds up all workers' rows, in rank order, and takes the result as one more part, the last.
+The owner adds up all workers' rows, in rank order, and takes the result as one more part, the last. The processors do
+so with :func:`add_up`; a device gets the rows packed behind a table that says where they lie (:func:`pack`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from poseidon.wire.message import Header
 
 _NUMBER = np.dtype(np.int64)
 _VALUE = np.dtype(np.float32)
+_PLACE = np.dtype(np.int32)
+NOWHERE = -1
+"""In place of a row's place: the worker has not touched it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,35 @@ class TouchedRows:
         """Return the rows of a chunk as they travel; their numbers count from its first row."""
         where, numbers = rows_in_chunk(self.numbers, chunk, self.values.shape[1])
         return np.concatenate([numbers.view(np.uint8), self.values[where].reshape(-1).view(np.uint8)])
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How all workers' rows of a chunk lie in one piece of memory.
+
+    First, for each row of the chunk and each of ``workers``, the row's place among the values, or ``NOWHERE``; then the
+    values.
+    """
+
+    rows: int
+    """Rows that the chunk has values of."""
+    skipped: int
+    """Values of the first row that lie before the chunk."""
+    width: int
+    workers: int
+    """Those that have touched any row."""
+    count: int
+    """Rows of all workers together."""
+
+    @property
+    def values_at(self) -> int:
+        """Where the values begin."""
+        return self.rows * self.workers * _PLACE.itemsize
+
+    @property
+    def used_bytes(self) -> int:
+        """Size of everything."""
+        return self.values_at + self.count * self.width * _VALUE.itemsize
 
 
 def rows_in_chunk(numbers: Array, chunk: Chunk, width: int) -> tuple[slice, Array]:
@@ -88,14 +121,44 @@ def read_rows(payload: memoryview, chunk: Chunk, width: int, sender: int) -> Tou
 
 def add_up(everybody: Sequence[TouchedRows], chunk: Chunk, into: Array) -> None:
     """Fill a chunk with the sum of all workers' rows, added to zeros in the given order."""
+    table, (_, skipped) = _add_rows(everybody, chunk), chunk_span(chunk, everybody[0].values.shape[1])
+    np.copyto(into, table.reshape(-1)[skipped : skipped + chunk.length])
+
+
+def pack(everybody: Sequence[TouchedRows], chunk: Chunk, into: Array) -> PackedRows:
+    """Pack all workers' rows into bytes, in the given order; add them up first where that takes fewer bytes."""
     width = everybody[0].values.shape[1]
-    span = _span(chunk, width)
-    table = np.zeros((len(span), width), _VALUE)
+    rows, skipped = chunk_span(chunk, width)
+    touching = [each for each in everybody if each.numbers.size]
+    count = sum(each.numbers.size for each in touching)
+    if count > rows:
+        touching, count = [TouchedRows(np.arange(rows), _add_rows(everybody, chunk))], rows
+    packed = PackedRows(rows, skipped, width, len(touching), count)
+    places = into[: packed.values_at].view(_PLACE).reshape(rows, packed.workers)
+    values = into[packed.values_at : packed.used_bytes].view(_VALUE).reshape(count, width)
+    places[:] = NOWHERE
+    end = 0
+    for worker, each in enumerate(touching):
+        start, end = end, end + each.numbers.size
+        places[each.numbers, worker] = np.arange(start, end)
+        values[start:end] = each.values
+    return packed
+
+
+def most_packed_bytes(chunk: Chunk, width: int, workers: int) -> int:
+    """Return how many bytes :func:`pack` may take."""
+    rows, skipped = chunk_span(chunk, width)
+    return PackedRows(rows, skipped, width, workers, rows).used_bytes
+
+
+def _add_rows(everybody: Sequence[TouchedRows], chunk: Chunk) -> Array:
+    """Return the sums of all rows of a chunk."""
+    width = everybody[0].values.shape[1]
+    table = np.zeros((len(_span(chunk, width)), width), _VALUE)
     with np.errstate(over="ignore", invalid="ignore"):  # finding infinities is up to the caller, as in ``host.py``
         for rows in everybody:
             table[rows.numbers] += rows.values  # each row at most once, so no addition hides another
-    skipped = chunk.start - span.start * width
-    np.copyto(into, table.reshape(-1)[skipped : skipped + chunk.length])
+    return table
 
 
 def _row_bytes(width: int) -> int:

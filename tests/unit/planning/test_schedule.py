@@ -50,6 +50,12 @@ def test_units_in_a_short_form_land_first_and_by_their_numbers() -> None:
     assert [made.items[number].name for number in made.landing_order] == ["fc", "table", "head", "conv"]
 
 
+def test_messages_land_before_collectives() -> None:
+    routes = standard_routes(gathers_factors=True)
+    made = schedule([FC, CONV, TABLE, HEAD], ["factors", "allreduce", "rows", "factors"], routes=routes)
+    assert [made.items[number].name for number in made.landing_order] == ["table", "fc", "head", "conv"]
+
+
 def test_a_queue_can_be_reordered_and_nothing_else_changes() -> None:
     made = schedule([CONV, FC, HEAD], ["allreduce"] * 3, bucket_bytes=1)
     queue = made.queues[COLLECTIVES]

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from compact_codec import same_bits
 from poseidon.errors import FrameError, ServerError
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.slots import Slot
-from poseidon.sums.touched import TouchedRows, add_up, check_size, read_rows
+from poseidon.sums.touched import PackedRows, TouchedRows, add_up, check_size, most_packed_bytes, pack, read_rows
 from poseidon.sums.turns import TouchedRoll
 from poseidon.wire.message import Header, Kind
 from sum_team import KINDS, SumWorker, draw, make_team
@@ -45,6 +46,8 @@ def test_full_gradients_are_added_in_rank_order_and_then_the_sum_of_all_rows(kin
     team, slot, network = _make(kind, workers, order, divisor=workers)
     for step in range(3):
         heads = [draw([rank, step], ROWS * WIDTH) for rank in range(workers)]
+        for head in heads:
+            head[900:1200] = -0.0  # wherever nothing is touched, a sum that is -0 becomes 0
         touched = [_touch([rank, step, 7], [0, 9, ROWS][(rank + step) % 3]) for rank in range(workers)]
         total = np.zeros((ROWS, WIDTH), np.float32)
         for rows in touched:
@@ -59,6 +62,49 @@ def test_full_gradients_are_added_in_rank_order_and_then_the_sum_of_all_rows(kin
         network.pump()
         assert all(future.done() for future in futures)
         assert all(same_bits(mine, mean) for mine in heads)
+
+
+def test_a_device_adds_full_gradients_before_the_rows_and_gets_nothing_but_these_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers, touched = 3, 4
+    team, slot, network = _make("device", workers, random.Random(1))
+    heads = [draw([rank], ROWS * WIDTH) for rank in range(workers)]
+    total = reduce(np.add, heads)
+    futures = [worker.start(mine, slot, 0) for worker, mine in zip(team, heads, strict=True)]
+    network.pump()
+    for worker, mine in zip(team, heads, strict=True):
+        for chunk in (chunk for chunk in slot.chunks if chunk.owner == worker.transport.rank):
+            assert same_bits(mine[chunk.start : chunk.stop], total[chunk.start : chunk.stop])
+    compactor, add_rows = team[0].compactor, team[0].compactor.add_rows
+    brought_bytes = []
+
+    def note(packed: Tensor, rows: PackedRows, *others: Any) -> Any:
+        brought_bytes.append(len(packed))
+        return add_rows(packed, rows, *others)
+
+    monkeypatch.setattr(compactor, "add_rows", note)
+    for rank, worker in enumerate(team):
+        worker.server.send_touched(slot, 0, _touch([rank], touched))
+    network.pump()
+    assert all(future.done() for future in futures)
+    assert len(brought_bytes) == sum(chunk.owner == 0 for chunk in slot.chunks)
+    # A chunk has a place for each of its rows and each worker; a row that lies in two chunks goes to both.
+    assert sum(brought_bytes) <= workers * (2 * touched * WIDTH + ROWS) * 4
+
+
+@pytest.mark.parametrize(("counts", "packed_workers"), [([3, 0, 5], 2), ([0, 0], 0), ([12, 12], 1)])
+def test_rows_are_packed_as_they_are_or_added_up_whichever_is_smaller(counts: list[int], packed_workers: int) -> None:
+    chunk = Chunk(0, 0, 10, 20 * WIDTH - 10, 0)
+    everybody = []
+    for seed, count in enumerate(counts):
+        numbers = np.sort(np.random.default_rng(seed).choice(20, count, replace=False))
+        everybody.append(TouchedRows(numbers, draw([seed], count * WIDTH).reshape(count, WIDTH)))
+    memory = np.empty(most_packed_bytes(chunk, WIDTH, len(counts)), np.uint8)
+    packed = pack(everybody, chunk, memory)
+    assert packed.workers == packed_workers
+    assert packed.count == min(sum(counts), 20)
+    assert packed.used_bytes <= memory.size
 
 
 def test_rows_of_a_chunk_survive_their_journey() -> None:
