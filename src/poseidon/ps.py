@@ -84,10 +84,12 @@ def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: Wir
     team = Team(None, timeout_s)
     try:
         transport = connect_wire(team, range(team.size), settings)
-        job = TableJob(Node(transport, servers=servers, timeout_s=timeout_s), transport)
+        node = Node(transport, servers=servers, timeout_s=timeout_s, is_started=False)
+        job = TableJob(node, transport)
         try:
             # No rank may send before all listen.
             team.gather_ints([0], "the start of the tables")
+            node.start()
         except BaseException:
             job.__exit__(*sys.exc_info())
             raise

@@ -20,7 +20,7 @@ import pytest
 
 import nightly
 from poseidon.errors import FrameError
-from poseidon.wire import tcp
+from poseidon.wire import door
 from poseidon.wire.address import Address
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.message import CHECKED, SIZE, Header, Kind, pack
@@ -182,7 +182,7 @@ def test_bad_frames_are_refused_and_nothing_else_happens(encrypt, caplog):
 
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(encrypt, monkeypatch):
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 1.0)
     crowd = []
 
     def gather(address):
@@ -202,7 +202,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(encrypt, monkeypatch):
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_byte_now_and_then_does_not_keep_a_door_open(encrypt, monkeypatch):
     """One limit for the whole handshake: it ends however the bytes come."""
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
     with closing(TcpTransport(0, 2, SECRET, WireSettings(encrypt=encrypt))) as transport:
         with connect(Address.parse(transport.address)) as stranger:
             began = time.monotonic()
@@ -236,7 +236,7 @@ def test_strangers_of_other_addresses_get_no_handshake():
 
 
 def test_a_shortage_of_files_does_not_end_the_accepting_thread(monkeypatch):
-    monkeypatch.setattr(tcp, "RETRY_S", 0.01)
+    monkeypatch.setattr(door, "RETRY_S", 0.01)
     with closing(TcpTransport(0, 1, SECRET)) as transport:
         shortages = iter([OSError(errno.EMFILE, "Too many open files")] * 3)
 
@@ -246,7 +246,7 @@ def test_a_shortage_of_files_does_not_end_the_accepting_thread(monkeypatch):
                     raise shortage
                 return super().accept()
 
-        transport._listener = Short(fileno=transport._listener.detach())
+        transport._door._listener = Short(fileno=transport._door._listener.detach())
         # The thread is in the real one's accept; the first stranger takes it out of there.
         for _ in range(2):
             with connect(Address.parse(transport.address)) as stranger:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from storm.jobs import HANG_S, TIMEOUT_S, Launcher, Plan
+from poseidon.wire.door import HANDSHAKE_S
+from storm.jobs import HANG_S, Launcher, Plan
 from storm.network import Connection, network_of
 
 AGAIN_MOVES = 40
@@ -42,8 +43,8 @@ KINDS = {
         Kind("freeze", HANG_S + END_S),
         Kind("cut", 8.0 + END_S),
         Kind("reset", END_S, is_between=True),
-        Kind("silent reset", TIMEOUT_S + END_S, is_between=True),
-        Kind("half-open", TIMEOUT_S + END_S, is_between=True),
+        Kind("silent reset", HANDSHAKE_S + END_S, is_between=True),
+        Kind("half-open", HANDSHAKE_S + END_S, is_between=True),
         Kind("flip", END_S, is_between=True),
         Kind("descriptors", NEVER),
     )
@@ -85,10 +86,7 @@ class Fault:
             ends = network.between(process.ip, launcher.workers[self.other].ip)
             ends = [end for end in ends if not end.error and not end.other.is_gone]
             if self.kind.name == "flip":
-                # Only what has checksums: messages, not handshakes, nor the mesh, whose sockets never block.
-                ends = [end for end in ends if end.timeout is None and end.other.timeout is None]
-            if self.kind.name == "half-open":
-                # Not inside a handshake, whose silence is still taken for another secret (wire/handshake.py).
+                # Only what has checksums: messages, not handshakes, whose sockets have a time limit.
                 ends = [end for end in ends if not end.timeout and not end.other.timeout]
             if not ends:
                 world.at_move(world.moves + AGAIN_MOVES, lambda: self._strike(launcher))
@@ -113,7 +111,7 @@ class Fault:
     def _nap(self, launcher: Launcher) -> None:
         process = launcher.workers[self.rank]
         process.pause()
-        launcher.world.at(launcher.world.now + launcher.world.random.uniform(0.1, 1.5), process.resume)
+        launcher.world.at(launcher.world.now + launcher.world.random.uniform(0.1, 5.0), process.resume)
 
     def _break(self, end: Connection) -> None:
         world = end.world

@@ -103,6 +103,7 @@ class SimulatedTeam(Team):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, TIMEOUT_S
+        self._mail = None
         self._deadline = timedelta(seconds=TIMEOUT_S)
         self.membership = Membership.unnamed(range(size))
         self.watch = Watch(team_module._store(), "team", rank, self.membership, TIMEOUT_S)
@@ -326,9 +327,11 @@ def opened_tables(plan: Plan, rank: int) -> Iterator[ps.TableJob]:
     team = SimulatedTeam(rank, plan.workers)
     try:
         transport = connect_wire(team, range(team.size))
-        job = ps.TableJob(Node(transport, timeout_s=TIMEOUT_S), transport)
+        node = Node(transport, timeout_s=TIMEOUT_S, is_started=False)
+        job = ps.TableJob(node, transport)
         try:
             team.gather_ints([0], "the start of the tables")
+            node.start()
         except BaseException as error:
             job.__exit__(type(error), error, None)
             raise

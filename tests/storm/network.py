@@ -423,8 +423,7 @@ class Listener(Socket):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             self._check_open()
             self._wait(deadline)
-        if self.timeout is None:
-            network_of(self.world).spend_descriptor(self.process)
+        network_of(self.world).spend_descriptor(self.process)
         connection = self.queue.popleft()
         return connection, connection.getpeername()
 
@@ -512,6 +511,7 @@ def create_server(address: tuple[str, int], *, backlog: int = 128, **_options: A
     process = world.running.process
     if ip != process.ip:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    network.spend_descriptor(process)
     if not port:
         network.ports += 1
         port = network.ports
@@ -527,6 +527,7 @@ def create_connection(
     world.point()
     network = network_of(world)
     process = world.running.process
+    network.spend_descriptor(process)
     deadline = None if timeout is None else world.now + timeout
     world.sleep(world.random.uniform(50e-6, 500e-6))
     while True:

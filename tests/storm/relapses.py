@@ -12,6 +12,8 @@ from poseidon.launch import cause
 from poseidon.tables.node import Node
 from poseidon.tables.post import Post
 from poseidon.team.watch import Watch
+from poseidon.wire import mesh, tcp
+from poseidon.wire.door import Door
 from poseidon.wire.message import Kind
 from poseidon.wire.tcp import TcpTransport, check_payload, read_large
 
@@ -28,10 +30,20 @@ def _take(self: TcpTransport, connection: Any, header: Any) -> None:
         self._deliver(header, payload)
 
 
-def _admit(self: TcpTransport) -> None:
+def _admit(self: Door) -> None:
     with contextlib.suppress(OSError):
         while True:
             self._let_in(self._listener.accept()[0])
+
+
+def _unpack(self: Any) -> bool:
+    number, size, _ = mesh._HEAD.unpack_from(self._data)
+    end = mesh._START + size
+    if size > mesh.MOST_BYTES or len(self._data) < end:
+        return False
+    self._messages[number] = bytes(self._data[mesh._START : end])
+    del self._data[:end]
+    return True
 
 
 def _verdict(self: Watch, _peer: int | None, error: BaseException) -> str:
@@ -65,10 +77,11 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
     "a damaged payload is counted, and nobody is told": ("flip", lambda: replaced((TcpTransport, "_take", _take))),
-    "one accept that fails ends the door": ("descriptors", lambda: replaced((TcpTransport, "_admit", _admit))),
+    "the mesh has no checksums": ("flip", lambda: replaced((mesh._Peer, "_unpack", _unpack))),
+    "one accept that fails ends the door": ("descriptors", lambda: replaced((Door, "_admit", _admit))),
     "nothing limits the silence of a connection": (
         "half-open",
-        lambda: replaced((TcpTransport, "_set_patience", lambda *_: None)),
+        lambda: replaced(*((module, "set_patience", lambda *_: None) for module in (tcp, mesh))),
     ),
     "a broken connection is blamed on the slowest worker": ("reset", lambda: replaced((Watch, "_verdict", _verdict))),
     "the launcher names the first to complain": (

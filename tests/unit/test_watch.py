@@ -11,6 +11,7 @@ from poseidon.errors import WorkerLostError
 from poseidon.team import watch
 from poseidon.team.membership import Member, Membership
 from poseidon.team.watch import Watch
+from poseidon.wire.mesh import MeshError
 
 TEAM = Membership(0, tuple(Member(rank, host, host) for rank, host in enumerate(["ape", "bee", "cat"])))
 Beat = dict[str, Any]
@@ -143,6 +144,13 @@ def test_the_slowest_is_named_even_if_it_moves(open_watch: Open) -> None:
     text = text_of(one)
     assert "rank 1 (bee) is alive" in text
     assert "rank 2" not in text
+
+
+def test_whoever_sent_a_damaged_message_is_named_whoever_is_dead(open_watch: Open) -> None:
+    watcher, _ = open_watch({1: beats(1, 3, "in backward"), 2: beats(5, 4, "in forward")})
+    error = watcher.lost("the roll call", 2, MeshError(2, "message 7 is damaged", is_damaged=True))
+    assert "rank 2 (cat) sent a damaged message. The wait ended with: MeshError" in str(error)
+    assert "rank 1" not in str(error)
 
 
 def test_a_silent_store_points_at_rank_0(open_watch: Open) -> None:

@@ -75,7 +75,7 @@ _EXCHANGES = re.compile(r"/torch/distributed/|/poseidon/(?:team|engine|routes|wi
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
 _ACCUSED = re.compile(
     r"(?:rank|worker) (\d+)(?: \([^)]*\))? "
-    r"(is dead or cut off|never reported|is alive, at step \d+, [a-z]+(?: [a-z]+)*"
+    r"(is dead or cut off|never reported|sent a damaged message|is alive, at step \d+, [a-z]+(?: [a-z]+)*"
     r"|is lost after clock \d+|was given up by the others)"
 )
 _SUSPECTED = re.compile(r"rank (\d+) \([^)]*\) (is probably gone)")

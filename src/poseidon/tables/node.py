@@ -34,7 +34,9 @@ class Node:
         servers: Sequence[int] | None = None,
         workers: Sequence[int] | None = None,
         timeout_s: float = 60.0,
+        is_started: bool = True,
     ) -> None:
+        self._transport = transport
         self._post = Post(transport)
         ranks = range(self._post.size)
         self.servers = sorted(ranks if servers is None else servers)
@@ -59,8 +61,13 @@ class Node:
         self._post.listen(Kind.STATE, self._receive_state)
         self._post.listen(Kind.LOST, self._receive_lost)
         self._post.listen(Kind.ERROR, self._receive_error)
-        if transport is not None:
-            transport.listen_lost(self._lose_connection)
+        if is_started:
+            self.start()
+
+    def start(self) -> None:
+        """Hear of lost connections, earlier ones included, and tell the others: not before they all listen."""
+        if self._transport is not None:
+            self._transport.listen_lost(self._lose_connection)
 
     @property
     def is_worker(self) -> bool:

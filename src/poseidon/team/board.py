@@ -153,7 +153,7 @@ def _share_block(team: Team, members: Sequence[int], strip_bytes: int) -> Shared
 
 def _connect(team: Team, members: Sequence[int]) -> Mesh | None:
     """Return a mesh between the workers of each machine; None if some machine has none. Collective."""
-    mesh = Mesh(members.index(team.rank), len(members), team.mesh.address[0])
+    mesh = Mesh(members.index(team.rank), len(members), team.mesh.address[0], team.mesh.lost_after_s)
     everybody = team.gather_json({"address": mesh.address, "nonce": secrets.token_hex(16)})
     addresses = [(str(ip), int(port)) for ip, port in (everybody[rank]["address"] for rank in members)]
     secret = JobSecret(team.secret).derive("board", everybody[members[0]]["nonce"])

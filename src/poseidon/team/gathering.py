@@ -94,7 +94,7 @@ class Entrance:
             if size > 1:
                 self._secret = JobSecret(find_secret())
             fingerprint = self._secret.derive("fingerprint").hex()[:16]
-            self._mesh = Mesh(rank, size, listening_ip(settings))
+            self._mesh = Mesh(rank, size, listening_ip(settings), settings.lost_after_s)
         except (OSError, PoseidonError) as error:
             problem = str(error)
         address = None if self._mesh is None else self._mesh.address

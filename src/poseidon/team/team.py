@@ -118,7 +118,7 @@ class Team:
         try:
             self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
         except WireError as error:
-            raise self.watch.lost("the connections of all workers", None, error) from error
+            raise self.watch.lost("the connections of all workers", error.peer, error) from error
         if self.encrypts:
             assert self.mail is not None  # opened while all workers are here
         names = self.gather_json({"host": socket.gethostname(), "machine": machine_name()})

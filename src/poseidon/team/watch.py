@@ -125,6 +125,9 @@ class Watch:
                 self._give_up(self.lost(what, None, TimeoutError(f"not done after {self.timeout_s:g} s")))
 
     def _verdict(self, peer: int | None, cause: BaseException) -> str:
+        if peer is not None and getattr(cause, "is_damaged", False):
+            # Certain, whatever the heartbeats say.
+            return f"rank {peer} ({self.hosts[peer]}) sent a damaged message"
         before = self._read()
         time.sleep(2.5 * BEAT_S)
         after = self._read()

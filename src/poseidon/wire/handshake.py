@@ -25,6 +25,8 @@ _CHALLENGE = struct.Struct("<8s16s")
 _CLAIM = struct.Struct("<8sHH16s32s")
 _PROOF = struct.Struct("<32s")
 _MAGIC = b"poseidn1"
+_REFUSAL = bytes(_PROOF.size)
+"""In the place of the answer to a claim that does not prove anything: without it, that would look like a failure."""
 
 
 class Credentials:
@@ -73,6 +75,7 @@ def challenge(connection: socket.socket, secret: JobSecret, rank: int, size: int
         raise FrameError("handshake", f"a connection spoke another protocol: it began with {magic!r}")
     expected = secret.proof("claim", ours, theirs, sender, receiver)
     if not hmac.compare_digest(proof, expected) or receiver != rank or sender >= size:
+        connection.sendall(_PROOF.pack(_REFUSAL))
         raise FrameError("wrong secret", f"a connection as rank {sender} does not know this job's secret")
     connection.sendall(_PROOF.pack(secret.proof("answer", ours, theirs, sender, receiver)))
     return int(sender)
@@ -85,10 +88,9 @@ def claim(connection: socket.socket, secret: JobSecret, rank: int, peer: int, de
         raise FrameError("handshake", f"the listener of rank {peer} spoke another protocol: it began with {magic!r}")
     ours = secrets.token_bytes(16)
     connection.sendall(_CLAIM.pack(_MAGIC, rank, peer, ours, secret.proof("claim", theirs, ours, rank, peer)))
-    try:
-        (proof,) = _PROOF.unpack(read_exactly(connection, _PROOF.size, deadline))
-    except FrameError:
-        raise FrameError("wrong secret", f"rank {peer} refused rank {rank}: it has another secret") from None
+    (proof,) = _PROOF.unpack(read_exactly(connection, _PROOF.size, deadline))
+    if proof == _REFUSAL:
+        raise FrameError("wrong secret", f"rank {peer} refused rank {rank}: it has another secret")
     if not hmac.compare_digest(proof, secret.proof("answer", theirs, ours, rank, peer)):
         raise FrameError("wrong secret", f"the listener of rank {peer} does not know this job's secret")
 
@@ -99,7 +101,7 @@ def read_exactly(connection: socket.socket, size_bytes: int, deadline: float) ->
     while len(data) < size_bytes:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise FrameError("slow handshake", f"{len(data)} of {size_bytes} bytes of a handshake came in time")
+            raise FrameError("slow handshake", f"only {len(data)} of {size_bytes} bytes of a handshake came in time")
         connection.settimeout(left_s)
         try:
             more = connection.recv(size_bytes - len(data))

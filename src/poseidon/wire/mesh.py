@@ -2,12 +2,12 @@
 
 A collective wakes several threads on every machine and passes its values around in as many hops as there are ranks.
 Here a rank writes to each connection and goes on; whoever needs the bytes reads them later, when the kernel usually has
-them already. What the kernel does not take at once leaves while this rank waits for others.
+them already. What the kernel does not take at once leaves while this rank waits for others. Threads exist only while
+the ranks connect (``door.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import ssl
@@ -15,39 +15,51 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Sequence
 
-from poseidon.errors import FrameError, WireError
+from poseidon.errors import WireError
+from poseidon.wire.door import Door, enter, listen, set_patience
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.sending import shut
 
 MOST_BYTES = 64 << 20
 """In one message, and waiting for a rank that does not read."""
-_HANDSHAKE_S = 2.0
 _LOOK_S = 0.1
-_HEAD = struct.Struct("<QQ")
+_HEAD = struct.Struct("<QQI")
+"""Number, size and checksum of a message; then the checksum of these: a wrong size must not be waited for."""
+_CHECK = struct.Struct("<I")
+_START = _HEAD.size + _CHECK.size
 _READ_BYTES = 1 << 16
 
 
 class MeshError(WireError):
     """No message came from ``rank``: its connection ended, or it was silent for too long."""
 
-    def __init__(self, rank: int, why: str, is_broken: bool = True) -> None:
+    def __init__(self, rank: int, why: str, is_broken: bool = True, is_damaged: bool = False) -> None:
         super().__init__(f"no message from rank {rank}: {why}")
         self.rank = rank
         self.is_broken = is_broken
+        self.is_damaged = is_damaged
+        """Whether bytes of it came, and were wrong: then nobody else can be the cause."""
 
 
 class Mesh:
     """One rank's connections; any thread may use them. It listens at ``address`` from construction on."""
 
-    def __init__(self, rank: int, size: int, ip: str) -> None:
+    def __init__(self, rank: int, size: int, ip: str, lost_after_s: float = 30.0) -> None:
         self._rank = rank
         self._size = size
-        self._listener = socket.create_server((ip, 0), backlog=size)
+        self._listener = listen(rank, ip, backlog=size)
         name, port = self._listener.getsockname()
         self._address = (str(name), int(port))
+        self.lost_after_s = lost_after_s
+        """After how long without an answer a machine's connections end."""
         self._peers: dict[int, _Peer] = {}
+        self._has_come = threading.Condition()
+        self._is_connecting = False
+        self._refused = ""
+        """Why the last connection was turned away."""
         self._number = 0
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _close_all, self._listener, self._peers)
@@ -61,19 +73,57 @@ class Mesh:
     def connect(self, addresses: Sequence[tuple[str, int]], credentials: Credentials, timeout_s: float) -> None:
         """Connect to all ranks, given their addresses by rank; ``WireError`` if that takes longer than ``timeout_s``.
 
-        Of two ranks the higher one opens the connection; both prove that they know the secret.
+        Of two ranks the higher one opens the connection; both prove that they know the secret. ``ConfigError`` if this
+        process has too many files open for it.
         """
         deadline = time.monotonic() + timeout_s
         announced = {ip for ip, _ in addresses}
+        self._is_connecting = True
+        door = Door(self._listener, credentials, self._rank, self._size, self._let_in, self._note_refusal, announced)
         try:
             for peer in range(self._rank):
-                self._peers[peer] = _Peer(peer, self._open(peer, addresses[peer], credentials, deadline))
-            while len(self._peers) < self._size - 1:
-                self._admit(credentials, announced, deadline)
-        except (OSError, FrameError) as error:
-            missing = [peer for peer in range(self._size) if peer != self._rank and peer not in self._peers]
-            raise WireError(f"rank {self._rank} is not connected to ranks {missing}: {error}") from error
-        self._listener.close()
+                left_s = deadline - time.monotonic()
+                self._add(peer, enter(credentials, self._rank, peer, addresses[peer], self._address[0], left_s))
+            with self._has_come:
+                while self._missing and (left_s := deadline - time.monotonic()) > 0:
+                    self._has_come.wait(left_s)
+            if self._missing:
+                last = f"; of the connections that were refused, the last one: {self._refused}" if self._refused else ""
+                failure = WireError(f"they did not come within {timeout_s:g} s{last}")
+                failure.peer = self._missing[0]
+                raise failure
+        except WireError as error:
+            failure = WireError(f"rank {self._rank} is not connected to ranks {self._missing}: {error}")
+            failure.peer = error.peer
+            raise failure from error
+        finally:
+            with self._has_come:
+                self._is_connecting = False
+            door.close(ends_served=False)
+
+    @property
+    def _missing(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank and peer not in self._peers]
+
+    def _let_in(self, connection: socket.socket, sender: int) -> None:
+        """Take a connection from the door, on a thread of its own."""
+        with self._has_come:
+            if not self._is_connecting or sender <= self._rank:
+                connection.close()
+                return
+            before = self._peers.get(sender)
+            if before is not None:
+                # It would not come again if its first connection had not failed.
+                before.close()
+            self._add(sender, connection)
+            self._has_come.notify()
+
+    def _add(self, peer: int, connection: socket.socket) -> None:
+        set_patience(connection, self.lost_after_s)
+        self._peers[peer] = _Peer(peer, connection)
+
+    def _note_refusal(self, _reason: str, why: str) -> None:
+        self._refused = why
 
     def send(self, data: bytes) -> int:
         """Send bytes to all ranks, at most :data:`MOST_BYTES`, without waiting; return the message's number.
@@ -87,7 +137,7 @@ class Mesh:
             )
         with self._lock:
             number, self._number = self._number, self._number + 1
-            message = _HEAD.pack(number, len(data)) + data
+            message = _pack(number, data)
             for peer in self._peers.values():
                 peer.send(message)
         return number
@@ -128,35 +178,6 @@ class Mesh:
         """Close all connections."""
         self._close()
 
-    def _open(self, peer: int, address: tuple[str, int], credentials: Credentials, deadline: float) -> socket.socket:
-        with contextlib.ExitStack() as undo:
-            source = (self.address[0], 0)
-            left_s = max(0.1, deadline - time.monotonic())
-            plain = undo.enter_context(socket.create_connection(address, left_s, source))
-            connection = undo.enter_context(credentials.wrap(plain, is_listener=False))
-            credentials.enter(connection, self._rank, peer, deadline)
-            undo.pop_all()
-        return connection
-
-    def _admit(self, credentials: Credentials, announced: Collection[str], deadline: float) -> None:
-        """Accept one connection; a stranger's is closed."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("they did not come in time")
-        self._listener.settimeout(left_s)
-        plain, (ip, _) = self._listener.accept()
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(plain)
-            if ip not in announced:
-                return
-            connection = undo.enter_context(credentials.wrap(plain, is_listener=True))
-            with contextlib.suppress(FrameError, OSError):
-                limit = min(deadline, time.monotonic() + _HANDSHAKE_S)
-                sender = credentials.welcome(connection, self._rank, self._size, limit)
-                if sender > self._rank and sender not in self._peers:
-                    self._peers[sender] = _Peer(sender, connection)
-                    undo.pop_all()
-
 
 class _Peer:
     """The connection to one rank, what has come from it, and what still has to leave."""
@@ -168,6 +189,8 @@ class _Peer:
         self._rank = rank
         self._data = bytearray()
         self._unsent = b""
+        self._damage = ""
+        """What was wrong with a message; nothing that follows it can be read."""
         self._messages: dict[int, bytes] = {}
         """By number, what nobody has asked for yet."""
         # An encrypted connection cannot be read and written by two threads at a time.
@@ -215,6 +238,8 @@ class _Peer:
 
     def _read(self) -> bool:
         """Take what has come; return whether anything had."""
+        if self._damage:
+            raise MeshError(self._rank, self._damage, is_damaged=True)
         try:
             data = self.connection.recv(_READ_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -224,16 +249,40 @@ class _Peer:
         if not data:
             raise MeshError(self._rank, "its connection ended")
         self._data += data
-        while len(self._data) >= _HEAD.size:
-            number, size = _HEAD.unpack_from(self._data)
-            if size > MOST_BYTES:
-                raise MeshError(self._rank, f"it sent {size} bytes at once; {MOST_BYTES} are the most")
-            end = _HEAD.size + size
-            if len(self._data) < end:
-                break
-            self._messages[number] = bytes(self._data[_HEAD.size : end])
-            del self._data[:end]
+        while len(self._data) >= _START and self._unpack():
+            pass
         return True
+
+    def _unpack(self) -> bool:
+        """Take one message from the bytes that have come; return whether it was there."""
+        number, size, checksum = _HEAD.unpack_from(self._data)
+        (expected,) = _CHECK.unpack_from(self._data, _HEAD.size)
+        found = zlib.crc32(self._data[: _HEAD.size])
+        if found != expected:
+            return self._give_up(f"the head of a message is damaged: its checksum is {found:08x}, not {expected:08x}")
+        if size > MOST_BYTES:
+            return self._give_up(f"it sent {size} bytes at once; {MOST_BYTES} are the most")
+        end = _START + size
+        if len(self._data) < end:
+            return False
+        message = bytes(self._data[_START:end])
+        found = zlib.crc32(message)
+        if found != checksum:
+            return self._give_up(f"message {number} is damaged: its checksum is {found:08x}, not {checksum:08x}")
+        self._messages[number] = message
+        del self._data[:end]
+        return True
+
+    def _give_up(self, why: str) -> bool:
+        """Read nothing more; the other end hears of it too. What came before can still be taken."""
+        self._damage = why
+        shut(self.connection)
+        return False
+
+
+def _pack(number: int, data: bytes) -> bytes:
+    head = _HEAD.pack(number, len(data), zlib.crc32(data))
+    return head + _CHECK.pack(zlib.crc32(head)) + data
 
 
 def _close_all(listener: socket.socket, peers: dict[int, _Peer]) -> None:

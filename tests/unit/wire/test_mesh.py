@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from poseidon.errors import WireError
+from poseidon.errors import ConfigError, WireError
+from poseidon.wire import door
 from poseidon.wire import mesh as mesh_module
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.mesh import Mesh, MeshError
@@ -118,3 +120,107 @@ def test_a_stranger_does_not_keep_the_ranks_apart() -> None:
     assert meshes[1].receive(number, b"1", 5.0) == [b"0", b"1"]
     for mesh in meshes:
         mesh.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    with near, far:
+        yield near, far
+
+
+MESSAGE = mesh_module._pack(1, b"sum")
+
+
+@pytest.mark.parametrize("bit", range(8 * len(MESSAGE)))
+def test_a_flipped_bit_is_found_and_both_ends_hear_of_it(pair, bit) -> None:
+    near, far = pair
+    broken = bytearray(MESSAGE)
+    broken[bit // 8] ^= 1 << bit % 8
+    peer = mesh_module._Peer(5, far)
+    near.sendall(mesh_module._pack(0, b"before") + broken)
+    far.setblocking(True)  # the bytes may be on their way
+    assert peer.take(0) == b"before"
+    for _ in range(2):
+        with pytest.raises(MeshError, match=r"rank 5.*damaged") as caught:
+            peer.take(1)
+        assert (caught.value.rank, caught.value.is_broken, caught.value.is_damaged) == (5, True, True)
+    near.settimeout(5)
+    assert near.recv(1) == b"", "the sender does not hear of it"
+
+
+def test_the_kernel_ends_a_connection_that_nobody_answers(three) -> None:
+    for peer in three[0]._peers.values():
+        assert peer.connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert peer.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+def test_a_crowd_of_silent_strangers_does_not_keep_the_ranks_apart() -> None:
+    meshes = [Mesh(rank, 3, "127.0.0.1") for rank in range(3)]
+    addresses = [mesh.address for mesh in meshes]
+    strangers = [socket.create_connection(addresses[0]) for _ in range(door.STRANGERS)]
+    credentials = Credentials(SECRET, encrypt=False)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for job in [threads.submit(mesh.connect, addresses, credentials, 5.0) for mesh in meshes]:
+                job.result()
+    finally:
+        for each in [*strangers, *meshes]:
+            each.close()
+
+
+def test_a_rank_that_comes_again_replaces_its_first_connection() -> None:
+    meshes = [Mesh(rank, 3, "127.0.0.1") for rank in range(3)]
+    addresses = [mesh.address for mesh in meshes]
+    credentials = Credentials(SECRET, encrypt=False)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            # Rank 0 still waits for rank 2, so its door is open.
+            jobs = [threads.submit(meshes[0].connect, addresses, credentials, 10.0)]
+            first = door.enter(credentials, 1, 0, addresses[0], "127.0.0.1", 5.0)
+            jobs += [threads.submit(meshes[1].connect, addresses, credentials, 10.0)]
+            with first:
+                first.settimeout(5)
+                assert first.recv(1) == b"", "both connections are open"
+            jobs += [threads.submit(meshes[2].connect, addresses, credentials, 10.0)]
+            for job in jobs:
+                job.result()
+        numbers = [mesh.send(bytes([rank])) for rank, mesh in enumerate(meshes)]
+        for rank, mesh in enumerate(meshes):
+            assert mesh.receive(numbers[rank], bytes([rank]), 5.0) == [b"\0", b"\1", b"\2"]
+    finally:
+        for mesh in meshes:
+            mesh.close()
+
+
+def out_of_files(*_args: object, **_options: object) -> socket.socket:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_lack_of_descriptors_is_named_as_ones_own(monkeypatch) -> None:
+    monkeypatch.setattr(door, "LISTEN_S", 0.0)
+    meshes = [Mesh(rank, 2, "127.0.0.1") for rank in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(door.socket, "create_connection", out_of_files)
+        patch.setattr(door.socket, "create_server", out_of_files)
+        with pytest.raises(ConfigError, match=r"rank 1 could not connect.*too many open files here.*raise ulimit -n"):
+            meshes[1].connect([mesh.address for mesh in meshes], Credentials(SECRET, encrypt=False), 0.3)
+        with pytest.raises(ConfigError, match=r"rank 1 cannot listen.*too many open files here.*raise ulimit -n"):
+            Mesh(1, 2, "127.0.0.1")
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_a_short_lack_of_descriptors_is_waited_out(monkeypatch) -> None:
+    monkeypatch.setattr(door, "RETRY_S", 0.01)
+    real, lacks = socket.create_connection, iter(range(3))
+
+    def scarce(*args: object, **options: object) -> socket.socket:
+        return real(*args, **options) if next(lacks, None) is None else out_of_files()
+
+    monkeypatch.setattr(door.socket, "create_connection", scarce)
+    for mesh in connected(2):
+        mesh.close()
+    assert next(lacks, None) is None
