@@ -59,9 +59,14 @@ _WAITS = (
 class SimulatedStore:
     """The job's store, which worker 0 holds: without it, nobody gets an answer."""
 
+    timeout = timedelta(seconds=STORE_S)
+
     def __init__(self, owner: Process) -> None:
         self._owner = owner
         self._values: dict[str, str] = {}
+
+    def set_timeout(self, _: timedelta) -> None:
+        """Change nothing: the simulation has a limit of its own."""
 
     def set(self, key: str, value: str) -> None:
         self._ask()
@@ -106,7 +111,7 @@ class SimulatedTeam(Team):
         self._mail = None
         self._deadline = timedelta(seconds=TIMEOUT_S)
         self.membership = Membership.unnamed(range(size))
-        self.watch = Watch(team_module._store(), "team", rank, self.membership, TIMEOUT_S)
+        self.watch = Watch(team_module._beating_store(), "team", rank, self.membership, TIMEOUT_S)
         self.watch.membership = self.membership = self._introduce("team/hello")
 
     @property

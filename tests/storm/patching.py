@@ -35,7 +35,8 @@ _STAND_INS: list[tuple[Any, Any]] = [
     (select, network.select),
     (concurrent.futures.Future, primitives.Future),
     (closing.at_exit, primitives.at_exit),
-    (team._store, lambda: here().store),
+    (team._default_store, lambda: here().store),
+    (team._beating_store, lambda: here().store),
     (team.machine_name, lambda: here().running.process.name),
 ]
 ROOMS = ("wire", "team", "sums", "tables", "routes", "engine", "ps")

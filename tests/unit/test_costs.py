@@ -64,12 +64,15 @@ def test_a_tied_table_costs_its_rows_and_its_factors(m: int, n: int, k: int, tou
 @given(SIDES, SIDES, st.integers(1, 1000), st.integers(0, 1000), st.integers(2, 64))
 def test_a_split_table_costs_more_bytes_but_fewer_after_backward(m: int, n: int, k: int, touched: int, p: int) -> None:
     unit, load, cluster = Unit("words", "tied", (ParameterSpec("w", (m, n), 4),)), Load(k, 4, touched), Cluster(p)
-    full, split = sharded_cost(unit, load, cluster), split_cost(unit, load, cluster)
+    full = sharded_cost(unit, load, cluster)
+    split, busy = (split_cost(unit, load, cluster, are_parts_hidden) for are_parts_hidden in (True, False))
     rows_bytes = touched * (4 * n + 8) * (p - 1) / p
     assert split.wire_bytes == pytest.approx(full.wire_bytes + rows_bytes)
     # Rows in exchange for half of the parts.
     saved_s = full.wire_s / 4 - rows_bytes / cluster.between.bytes_per_s
     assert split.seconds == pytest.approx(full.seconds - saved_s)
+    assert busy.wire_bytes == split.wire_bytes
+    assert busy.seconds == pytest.approx(full.seconds + rows_bytes / cluster.between.bytes_per_s)
 
 
 @given(SIDES, SIDES, st.integers(1, 1000), st.integers(2, 64), WORKERS)

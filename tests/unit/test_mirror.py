@@ -14,6 +14,7 @@ class Wire:
     """Stands for a broadcast and a team: what the source sent is what the others receive."""
 
     is_nccl = False
+    encrypts = False
     group = None
 
     def __init__(self) -> None:

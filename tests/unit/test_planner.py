@@ -11,6 +11,7 @@ from poseidon.planning import planner
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.planner import Plan, check_overrides, server_beats_nccl
 from poseidon.routes import standard_routes
+from poseidon.routes.catalogue import served_routes
 from poseidon.team.nccl import chooses_sockets
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
@@ -208,16 +209,30 @@ def test_a_tied_table_travels_in_two_short_forms_where_both_together_are_cheaper
     ("load", "route"),
     [
         (Load(100, 4, 90), "tied"),
-        (Load(2048, 2, 2000), "split"),
-        (Load(30_000, 2, 24_000), "split"),
-        (Load(30_000, 2, 26_000), "sharded"),
+        (Load(2048, 2, 2000), "sharded"),
         (None, "sharded"),
     ],
 )
-def test_with_a_server_a_tied_table_is_split_unless_a_step_touches_half_of_it(load: Load | None, route: str) -> None:
+def test_with_a_server_of_sums_a_tied_table_is_not_split(load: Load | None, route: str) -> None:
     routes = standard_routes(offers_server=True)
     loads = {} if load is None else {"words": load}
     assert planner.make_plan([WORDS], loads, SLOW, routes).routes == {"words": route}
+
+
+@pytest.mark.parametrize(
+    ("load", "route"),
+    [
+        (Load(2048, 2, 2000), "split"),
+        (Load(30_000, 2, 24_000), "split"),
+        (Load(30_000, 2, 26_000), "served"),
+        (None, "served"),
+    ],
+)
+def test_with_the_servers_step_a_tied_table_is_split_unless_a_step_touches_half_of_it(
+    load: Load | None, route: str
+) -> None:
+    loads = {} if load is None else {"words": load}
+    assert planner.make_plan([WORDS], loads, SLOW, served_routes()).routes == {"words": route}
 
 
 def test_a_table_of_half_precision_is_not_split() -> None:

@@ -100,7 +100,8 @@ class _HookedExchanger(Exchanger):
         """Buckets of a backward: as there is one route, the planned schedule and the one after no_sync() agree."""
 
     def prepare(self, items: Sequence[LiveItem]) -> None:
-        self._count = len(items)
+        # Two schedules may be in force; with one route they are cut alike.
+        self._count = 1 + max(item.item.number for item in items)
 
     @torch.no_grad()
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002

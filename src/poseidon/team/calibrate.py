@@ -174,7 +174,7 @@ def _measure_sums(team: Team) -> list[dict[str, float]]:
     rounds = Rounds(board)
 
     def sum_up(count: int) -> float:
-        values = torch.zeros(count, device="cpu")
+        values = torch.zeros(count, dtype=torch.float32, device="cpu")
         began = time.perf_counter()
         rounds.mine(count, values.dtype).copy_(values)
         for part in rounds.meet(count, values.dtype, "the measurement of sums"):

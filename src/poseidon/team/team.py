@@ -6,6 +6,7 @@ import functools
 import json
 import socket
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -101,19 +102,21 @@ class Team:
         _SERIAL[name] += 1
         _settle_at_exit()
         prefix = f"poseidon/{name}/{_SERIAL[name]}"
-        self.watch = Watch(_store(), prefix, self.rank, self.membership, timeout_s)
+        self.watch = Watch(_beating_store(), prefix, self.rank, self.membership, timeout_s)
         self.watch.membership = self.membership = self._introduce(f"{prefix}/hello")
 
     def _introduce(self, prefix: str) -> Membership:
         """Meet the other workers, connect to them, and exchange names. Collective."""
         entrance = Entrance(self.rank, self.size, socket.gethostname())
+        store = _default_store()
+        before = store.timeout
+        store.set_timeout(self._deadline)
         try:
-            store = _store()
-            if hasattr(store, "set_timeout"):
-                store.set_timeout(self._deadline)
             greetings = entrance.meet(store, prefix, self.size)
         except RuntimeError as error:
             raise self.watch.lost("all workers to start", None, error) from error
+        finally:
+            store.set_timeout(before)
         self.encrypts = entrance.greeting.encrypts
         try:
             self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
@@ -264,7 +267,23 @@ class Team:
         self.watch.close()
 
 
-def _store() -> Any:
-    store = dist.distributed_c10d._get_default_store()
-    # A client of its own: the shared one is locked while another thread waits in it, which would stop the heartbeat.
-    return store.clone() if hasattr(store, "clone") else store
+def _default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+_CLIENTS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By store: the client of it that beats."""
+
+
+def _beating_store() -> Any:
+    """Return the client for all heartbeats, which never waits for anything.
+
+    The shared one is locked while another thread waits in it, which would stop them. To open another takes torch's
+    server 5 seconds now and then, so there is one for all teams.
+    """
+    store = _default_store()
+    if not hasattr(store, "clone"):
+        return store
+    if store not in _CLIENTS:
+        _CLIENTS[store] = store.clone()
+    return _CLIENTS[store]
