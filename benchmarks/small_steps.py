@@ -193,10 +193,10 @@ class Counted:
             setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name), what))
         count_sent = WireStats.count_sent
 
-        def count(stats: WireStats, size_bytes: int) -> None:
-            self._seen["messages"] += self._is_on
-            self._seen["wire KB"] += size_bytes / 1e3 * self._is_on
-            count_sent(stats, size_bytes)
+        def count(stats: WireStats, size_bytes: int, messages: int = 1) -> None:
+            self._seen["messages"] += messages * self._is_on
+            self._seen["wire KB"] += size_bytes * messages / 1e3 * self._is_on
+            count_sent(stats, size_bytes, messages)
 
         WireStats.count_sent = count  # type: ignore[method-assign]
         threading.setprofile(self._profile)

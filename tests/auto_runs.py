@@ -43,7 +43,7 @@ def launch(
 
 def _work(script: str, folder: str, options: AutoOptions, arguments: tuple[str, ...]) -> int:
     rank = os.environ["RANK"]
-    place = Path(folder) / rank if options.files == "each" else Path(folder)
+    place = Path(folder) / rank if options.files == "shared" else Path(folder)
     place.mkdir(exist_ok=True)
     os.chdir(place)
     # Ranks are daemons, which may not have children; a loader with processes of its own needs them.

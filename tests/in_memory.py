@@ -50,8 +50,10 @@ class Quiet:
     """Stands for the watch."""
 
     hosts: Sequence[str] = ("one", "two", "three")
+    recorder = None
+    clock = None
 
-    def note(self, step: int, doing: str) -> None:
+    def note(self, step: int, doing: str, samples: int = 0) -> None:
         pass
 
 
@@ -88,7 +90,7 @@ class ThreadTeam:
     def gather_json(self, value: Any) -> list[Any]:
         return [json.loads(text) for (text,) in self.start_gather([json.dumps(value)])("")]
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self.is_closed = True
 
 

@@ -2,21 +2,28 @@
 
 ``launched.py --steps 5 --fault raise --rank 1 --when middle``: the worker of that rank fails so, then: ``start`` is
 before it has joined the others, ``middle`` is between forward and backward of a step, ``end`` is after the last step.
+With ``network`` it only says which connections it has, and continues: the fault comes from outside.
 """
 
 import argparse
+import contextlib
+import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-FAULTS = ("exit", "raise", "kill", "hang", "stop", "segv", "machine", "orphan", "quit-early")
+FAULTS = ("exit", "raise", "kill", "hang", "stop", "segv", "machine", "orphan", "quit-early", "network")
+MODES = ("wrapper", "sharded", "factors", "distribute", "server", "tables")
 WHENS = ("start", "middle", "end")
 
 
 def fail(fault, notes):
+    if fault == "network":
+        print("own ports:", *own_ports(), flush=True)
     print("now:", fault, flush=True)
     if fault == "exit":
         os._exit(7)
@@ -38,9 +45,72 @@ def fail(fault, notes):
         wait_for_ever()
 
 
+def own_ports():
+    """Return the local ports of the connections that Python holds: Poseidon's own, and not gloo's or the store's."""
+    for each in gc.get_objects():
+        if isinstance(each, socket.socket) and each.family == socket.AF_INET:
+            with contextlib.suppress(OSError):
+                if each.getpeername()[0] != each.getsockname()[0]:
+                    yield each.getsockname()[1]
+
+
 def wait_for_ever():
     while True:
         time.sleep(1000)
+
+
+def start_training(arguments):
+    """Return what makes a step, given what to do between forward and backward; and what ends in good order."""
+    import torch
+
+    import poseidon
+
+    options = {"timeout_s": arguments.timeout}
+    if arguments.mode == "tables":
+        return start_tables(options)
+    net = torch.nn.Linear(8, 1) if arguments.mode == "wrapper" else torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05 if arguments.mode == "wrapper" else 0.001)
+    routes = {} if arguments.mode in ("wrapper", "server") else {"routes": {"*": arguments.mode}}
+    if arguments.mode in ("distribute", "server"):
+        update = {"update": "server"} if arguments.mode == "server" else {"routes": {"*": "sharded"}}
+        model, optimizer = poseidon.distribute(net, optimizer, **update, **options)
+    else:
+        model = poseidon.DistributedDataParallel(net, **routes, **options)
+
+    def step(between):
+        inputs = torch.randn(16, net.in_features)
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        between()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step, model.verify_replicas, net.parameters
+
+
+def start_tables(options):
+    import numpy as np
+
+    import poseidon
+
+    job = poseidon.ps.connect(**options)
+    table = job.table("t", 16, 4)
+
+    def step(between):
+        values = table.get(range(16))
+        between()
+        table.inc(range(16), np.ones((16, 4)))
+        table.clock()
+        return float(values[0, 0])
+
+    def check():
+        steps = table.now
+        found = table.get(range(16))
+        assert (found == steps * len(job.workers)).all(), f"{found} after {steps} steps of {len(job.workers)} workers"
+        job.close()
+
+    return step, check, list
 
 
 def train(arguments, on_fault):
@@ -51,23 +121,19 @@ def train(arguments, on_fault):
 
     world = poseidon.init(timeout_s=60)
     torch.manual_seed(world.rank)
-    model = poseidon.DistributedDataParallel(torch.nn.Linear(8, 1), timeout_s=arguments.timeout)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    loss = torch.zeros(())
-    for step in range(arguments.steps):
-        inputs = torch.randn(16, 8)
-        optimizer.zero_grad()
-        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        if step == arguments.steps // 2:
-            on_fault("middle")
-        loss.backward()
-        optimizer.step()
-        report.tell(loss=loss.item())
-        if step == 0:
+    step, check, parameters = start_training(arguments)
+    loss = 0.0
+    for number in range(arguments.steps):
+        loss = step(lambda is_middle=number == arguments.steps // 2: on_fault("middle") if is_middle else None)
+        report.tell(loss=loss)
+        if number == 0:
             print("first step at", time.time(), flush=True)
-    print(f"trained {arguments.steps} steps, loss {loss.item():.4f}", flush=True)
+        time.sleep(arguments.pause)
+    if arguments.pause:
+        check()
+    print(f"trained {arguments.steps} steps, loss {loss:.4f}", flush=True)
     if arguments.notes is not None:
-        weights = [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+        weights = [value for parameter in parameters() for value in parameter.detach().flatten().tolist()]
         (arguments.notes / f"weights-{world.rank}").write_text(repr(weights))
     return world
 
@@ -86,6 +152,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--mode", choices=MODES, default="wrapper")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step; then replicas are compared")
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--when", choices=WHENS, default="middle")

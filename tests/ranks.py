@@ -11,6 +11,7 @@ starts in milliseconds instead of seconds. Ranks share nothing else; each starts
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -177,6 +178,7 @@ def _serve(pipe: Connection, env: Mapping[str, str]) -> None:
     if not env:
         compiler_later.import_compiler()  # once for all ranks
     _import(_PRELOADED)
+    gc.freeze()  # ranks need not look through it for garbage
     _save_coverage()
     children: dict[int, int] = {}
     try:

@@ -1,34 +1,26 @@
-"""A small job that every file in this folder starts: saves checkpoints, stops cleanly, resumes after a restart."""
+"""A small job that every file in this folder starts: saves checkpoints, stops cleanly, goes on when started again."""
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 
 import poseidon
 from poseidon.job.tell import tell
-from poseidon.launch.stopping import Stopping
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    parser.add_argument("--checkpoints", default="checkpoints", help="a folder on the machine of worker 0")
     arguments = parser.parse_args()
 
     world = poseidon.init()
     torch.manual_seed(world.rank)
     model = poseidon.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    first = 0
-    if int(os.environ.get("POSEIDON_RESTART", "0")) > 0 and arguments.checkpoint.exists():
-        state = torch.load(arguments.checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        first = state["step"] + 1
-
-    loss = torch.zeros(())
-    with Stopping() as stop:  # Ctrl-C: finish the step, save, end
+    with poseidon.Checkpoint(arguments.checkpoints, every=10, model=model, optimizer=optimizer) as checkpoint:
+        first = checkpoint.resume()
+        loss = torch.zeros(())
         for step in range(first, arguments.steps):
             inputs = torch.randn(16, 32)
             optimizer.zero_grad()
@@ -36,12 +28,10 @@ def main():
             loss.backward()
             optimizer.step()
             tell(loss=loss.item())  # for the launcher's status line
-            is_last = stop.agreed() or step == arguments.steps - 1
-            if world.rank == 0 and (is_last or step % 10 == 9):
-                torch.save({"model": model.state_dict(), "step": step}, arguments.checkpoint)
-            if is_last:
-                print(f"worker {world.rank} of {world.size}: step {step}, loss {loss.item():.4f}")
-                break
+            checkpoint.step(step + 1)  # after Ctrl-C: saves, and ends the job
+        checkpoint.save(arguments.steps)
+    done = arguments.steps - first
+    print(f"worker {world.rank} of {world.size}: {done} steps from step {first}, loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":

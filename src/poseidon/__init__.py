@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from poseidon.version import __version__ as __version__
 
-__all__ = ["DistributedDataParallel", "Plan", "distribute", "init", "plan", "ps"]
+__all__ = ["Checkpoint", "DistributedDataParallel", "Plan", "data", "distribute", "init", "plan", "ps"]
 
 _HOME = {
+    "Checkpoint": "poseidon.checkpoints.checkpoint",
     "DistributedDataParallel": "poseidon.api",
     "Plan": "poseidon.planning.planner",
     "distribute": "poseidon.distributing",
@@ -22,15 +23,16 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from poseidon import ps
+    from poseidon import data, ps
     from poseidon.api import DistributedDataParallel, init, plan
+    from poseidon.checkpoints.checkpoint import Checkpoint
     from poseidon.distributing import distribute
     from poseidon.planning.planner import Plan
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ps":
-        return importlib.import_module("poseidon.ps")
+    if name in ("data", "ps"):
+        return importlib.import_module(f"poseidon.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'poseidon' has no attribute {name!r}")

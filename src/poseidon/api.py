@@ -11,6 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job import settings
+from poseidon.job.elastic import this_job
+from poseidon.job.limits import time_limit
 from poseidon.job.world import World, init
 from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
@@ -46,6 +49,7 @@ from poseidon.surface import (
     warn_of_broadcast_buffers,
 )
 from poseidon.team.agree import check_same_model, describe
+from poseidon.team.epochs import live_on
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -86,7 +90,7 @@ class DistributedDataParallel(Attachable):
         *,
         routes: Mapping[str, str] | None = None,
         cluster: Cluster | str | Path | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
         trials: bool = True,
@@ -99,8 +103,6 @@ class DistributedDataParallel(Attachable):
         refuse_torch_only(torch_only)
         if dim != 0:
             raise UnsupportedError(f"dim={dim}: one worker drives one device, so there is no dimension to split along")
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
         self.module = module
         if broadcast_buffers is not None:
             warn_of_broadcast_buffers(forward_sync_buffers is not None)
@@ -122,7 +124,7 @@ class DistributedDataParallel(Attachable):
         self.device_ids = device_ids
         self.output_device = output_device
         self.dim = dim
-        self.timeout_s = timeout_s
+        self.timeout_s = time_limit(timeout_s)
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if routes is not None and not isinstance(routes, Mapping):
             raise ConfigError(
@@ -132,6 +134,8 @@ class DistributedDataParallel(Attachable):
         self._cluster = cluster
         self._gather_factors = gather_factors
         self._trials = trials
+        self._measured: Cluster | None = None
+        """Links and devices as they were measured among earlier workers."""
         self._policy = policy or UpdateNow()
         self._engine: Engine | None = None
         self._front_end: AutogradFrontEnd | None = None
@@ -140,6 +144,9 @@ class DistributedDataParallel(Attachable):
         """None where each worker keeps its own buffers."""
         self._release: weakref.finalize[Any, Any] | None = None
         self.device = self._find_device()
+        if this_job() is not None:
+            self._check_lasting(process_group)
+            live_on(self)
         self.process_group = process_group
         if process_group is None and dist.is_initialized():
             self.process_group = dist.group.WORLD
@@ -272,6 +279,15 @@ class DistributedDataParallel(Attachable):
         """Machines, links and device rates behind the plan; None with one worker."""
         return None if self._engine is None else self._engine.cluster
 
+    def expect_backward(self, outputs: Any) -> None:
+        """Have the next backward, which starts from ``outputs``, exchange gradients, although no forward has ended.
+
+        For loops in which the model's forward calls ``backward()`` itself; that forward runs inside :meth:`no_sync`.
+        """
+        if self._engine is not None:
+            self._engine.arm(True, self._engine.batch)
+            self._watch(outputs)
+
     def finish_step(self) -> None:
         """Wait until the step under way is finished: every update done, nothing on the wire."""
         self._policy.finish()
@@ -291,7 +307,41 @@ class DistributedDataParallel(Attachable):
             self._release()
             self._engine = self._front_end = self._team = self._buffer_sync = None
 
+    def leave_epoch(self, error: BaseException) -> None:
+        """Stop exchanging with workers of which some are lost; what they did not finish is dropped."""
+        team, engine = self._team, self._engine
+        try:
+            if engine is not None:
+                self._measured = engine.cluster
+                engine.fail(error)
+            self.close()
+        finally:
+            if team is not None:
+                team.drop(error)
+            # What an interrupted backward has left.
+            super().zero_grad()
+
+    def enter_epoch(self) -> None:
+        """Exchange with the workers that there are now. Collective."""
+        self._policy = self._policy.renewed()
+        self.process_group = dist.group.WORLD if dist.is_initialized() else None
+        self._trials = False
+        self._connect(None, init_sync=False)
+        self._turns.steps_in_backward = self._steps_in_backward or []
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook, hook_state in hooks:
+            self.register_comm_hook(hook_state, hook)
+
     # Inside.
+
+    def _check_lasting(self, process_group: dist.ProcessGroup | None) -> None:
+        problem = ""
+        if not self._policy.is_lasting:
+            problem = 'update="server" and consistency="ssp" or "asp" keep state that is lost with its worker'
+        elif process_group is not None and process_group is not dist.group.WORLD:
+            problem = "a process_group of its own cannot be made again without a lost worker"
+        if problem:
+            raise UnsupportedError(f"in an elastic job (--nodes, --nproc MIN:MAX): {problem}; leave it out")
 
     def _find_device(self) -> torch.device:
         parameters = self._module_parameters
@@ -365,7 +415,13 @@ class DistributedDataParallel(Attachable):
             serves=self._policy.serves,
             tries=self._trials and not self._policy.serves,
         )
-        self._engine = assemble_engine(units, team, self.device, options, self._cluster)
+        cluster: Cluster | str | Path | None = self._cluster
+        if self._measured is not None and cluster is None:
+            machines = team.topology.machines
+            cluster = replace(
+                self._measured, machines=len(machines), workers_per_machine=max(len(ranks) for ranks in machines)
+            )
+        self._engine = assemble_engine(units, team, self.device, options, cluster)
         if self.forward_sync_buffers:
             self._buffer_sync = BufferSync(self.module, team, self._ignored)
 
@@ -400,33 +456,39 @@ class DistributedDataParallel(Attachable):
         inputs, kwargs = self._moved(inputs, kwargs)
         if torch.is_grad_enabled():
             # A forward without gradients (evaluation, a target network) must not affect a backward still to come.
-            batch = sum(map(torch.numel, tensors_in((inputs, kwargs))))
-            self._engine.arm(is_synced, batch)
+            tensors = tensors_in((inputs, kwargs))
+            samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
+            self._engine.arm(is_synced, sum(map(torch.numel, tensors)), samples)
         if self.require_forward_param_sync and not self._buffer_hook_is_late:
             self.sync_buffers(source)
         return inputs, kwargs
 
     def _after_forward(self, outputs: Any) -> None:
         assert self._engine is not None
-        assert self._front_end is not None
         if self.require_forward_param_sync and self._buffer_hook_is_late:
             self.sync_buffers(0)
         # Like torch: again after a forward that may have changed them, unless gradients are being accumulated.
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not (torch.is_grad_enabled() and self._engine.is_armed):
             return
-        tensors = tensors_in(outputs)
-        unused: list[nn.Parameter] = []
-        if self.find_unused_parameters and not self.static_graph:
-            # Outputs hidden in an opaque object may depend on anything.
-            unused = unreached(tensors, self._engine.parameters) if tensors else []
-        self._front_end.watch_outputs(tensors, unused)
+        self._watch(outputs)
         if self._policy.syncs_buffers_early and not self._join_config.enable:
             # The wire is idle here; in the next forward the buffers would queue behind gradients.
             self._policy.finish()
             if self._buffer_sync is not None:
                 self._buffer_sync.start(0)
             self.require_forward_param_sync = False
+
+    def _watch(self, outputs: Any) -> None:
+        """Watch for the backward that starts from these outputs."""
+        assert self._engine is not None
+        assert self._front_end is not None
+        tensors = tensors_in(outputs)
+        unused: list[nn.Parameter] = []
+        if self.find_unused_parameters and not self.static_graph:
+            # Outputs hidden in an opaque object may depend on anything.
+            unused = unreached(tensors, self._engine.parameters) if tensors else []
+        self._front_end.watch_outputs(tensors, unused)
 
     def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.device_ids:

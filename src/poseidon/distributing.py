@@ -40,7 +40,7 @@ class WrapperOptions(TypedDict, total=False):
     static_graph: bool
     routes: Mapping[str, str] | None
     cluster: Cluster | str | Path | None
-    timeout_s: float
+    timeout_s: float | None
     gather_factors: bool | None
     forward_sync_buffers: bool | None
     trials: bool

@@ -16,9 +16,14 @@ An error's text says who (rank, layer, peer), what, the value seen, the value ex
 
 from __future__ import annotations
 
+import difflib
+
 
 class PoseidonError(Exception):
     """Base of all errors raised on purpose; catch this to catch them all."""
+
+    exit_status = 1
+    """Of a command that ends because of it."""
 
 
 class ConfigError(PoseidonError, ValueError):
@@ -55,7 +60,17 @@ class FrameError(WireError):
 class WorkerLostError(PoseidonError, RuntimeError):
     """A worker died, hung or became unreachable while others waited for it."""
 
+    exit_status = 75
+    """"Try again" in the sysexits convention. It tells launchers that the cause is another worker."""
+
 
 def unknown_name(what: str, seen: str, known: list[str] | tuple[str, ...]) -> ConfigError:
-    """Return the error for a name that is not one of ``known``, listing the known ones."""
-    return ConfigError(f"unknown {what} {seen!r}; known: {', '.join(sorted(known))}")
+    """Return the error for a name that is not one of ``known``, with the one that is probably meant, and all others."""
+    near = [name for name in known if name.startswith(seen)] or difflib.get_close_matches(seen, known, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ";"
+    return ConfigError(f"unknown {what} {seen!r}{meant} known: {', '.join(sorted(known))}")
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's text; with its kind, unless it was raised on purpose."""
+    return str(error) if isinstance(error, PoseidonError) else f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from poseidon import failpoints
 from poseidon.errors import ConfigError
 
 StrPath = str | os.PathLike[str]
@@ -46,9 +47,11 @@ def read_bytes(path: StrPath, what: str, limit: int = BINARY_BYTES) -> bytes:
     """Return a file's content; ``what`` names its kind in the error. Endless and giant files are refused."""
     try:
         with Path(path).open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            # A device or pipe has no size, so at most this much is read of it.
-            content = b"" if size > limit else stream.read(limit + 1)
+            status = os.fstat(stream.fileno())
+            size = status.st_size
+            # Memory for all that is asked for is taken at once. A device or pipe has no size to ask for.
+            asked = size if stat.S_ISREG(status.st_mode) and size else limit
+            content = b"" if size > limit else stream.read(asked + 1)
     except OSError as error:
         raise cannot("read", what, path, error) from None
     except ValueError as error:  # a zero byte in the name
@@ -202,6 +205,13 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
+def came_of_full_disk(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is for want of space."""
+    while error is not None and not (isinstance(error, OSError) and is_full(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def write_whole(stream: IO[bytes], content: bytes) -> None:
     """Write all of ``content`` to an unbuffered file; one write may take a part only, as the last one on a disk."""
     rest = memoryview(content)
@@ -245,6 +255,8 @@ def _hidden_name(target: Path) -> str:
 
 def _keep(temporary: Path, target: Path) -> None:
     """Put a complete file in its place, such that a crash of the machine cannot lose both."""
+    if failpoints.ARMED:
+        failpoints.hit("disk.write")
     _sync(temporary)
     temporary.replace(target)
     _sync_folder(target.parent)

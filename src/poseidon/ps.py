@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from poseidon.errors import ConfigError
 from poseidon.job.closing import Stage, at_exit
+from poseidon.job.limits import time_limit
 from poseidon.tables import snapshot
 from poseidon.tables.node import Node
 from poseidon.tables.rows import Index, Patch, combine, combine_columns, sparse_patch
@@ -47,21 +48,20 @@ class SparseRow(NamedTuple):
 def connect(
     *,
     servers: Sequence[int] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     settings: WireSettings | None = None,
     transport: Transport | None = None,
 ) -> TableJob:
     """Join the other workers of the job and return it. Collective. Use it in a ``with`` statement.
 
     The job is the one :func:`poseidon.init` finds; a process that no launcher started works alone. Rows live on all
-    workers, or on the ranks in ``servers``, which then are not workers. A read that has waited for ``timeout_s`` gives
-    up the workers it waits for: set it well above the duration of a step. ``settings`` choose the network interface, a
-    bandwidth cap, encryption.
+    workers, or on the ranks in ``servers``, which then are not workers. A read that has waited for ``timeout_s``
+    (default: ``POSEIDON_TIMEOUT``) gives up the workers it waits for, unless they work on something else. ``settings``
+    choose the network interface, a bandwidth cap, encryption.
 
     A ``transport`` must not be connected yet, or not be used for tables before all ranks have called this.
     """
-    if timeout_s <= 0:
-        raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
+    timeout_s = time_limit(timeout_s)
     if transport is not None:
         return TableJob(Node(transport, servers=servers, timeout_s=timeout_s))
     if _job_size() == 1:
@@ -84,18 +84,20 @@ def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: Wir
     team = Team(None, timeout_s)
     try:
         transport = connect_wire(team, range(team.size), settings)
-        node = Node(transport, servers=servers, timeout_s=timeout_s, is_started=False)
-        job = TableJob(node, transport)
-        try:
-            # No rank may send before all listen.
-            team.gather_ints([0], "the start of the tables")
-            node.start()
-        except BaseException:
-            job.__exit__(*sys.exc_info())
-            raise
-        return job
-    finally:
-        team.close()
+        node = Node(transport, servers=servers, timeout_s=timeout_s, is_busy=team.watch.is_busy, is_started=False)
+        # The team's heartbeats last as long as the tables.
+        job = TableJob(node, transport, team.close)
+    except BaseException as error:
+        team.close(error)
+        raise
+    try:
+        # No rank may send before all listen.
+        team.gather_ints([0], "the start of the tables")
+        node.start()
+    except BaseException:
+        job.__exit__(*sys.exc_info())
+        raise
+    return job
 
 
 class TableJob:
@@ -107,9 +109,12 @@ class TableJob:
     the process exits.
     """
 
-    def __init__(self, node: Node, transport: Transport | None = None) -> None:
+    def __init__(
+        self, node: Node, transport: Transport | None = None, close: Callable[[], None] = lambda: None
+    ) -> None:
         self._node = node
         self._transport = transport
+        self._close_team = close
         self._is_closed = False
         self.tables: dict[str, Table] = {}
         self._cancel_exit = at_exit(Stage.TABLES, self._close_at_exit)
@@ -178,6 +183,7 @@ class TableJob:
         _open_jobs.remove(self)
         if self._transport is not None:
             self._transport.close()
+        self._close_team()
 
 
 _open_jobs: list[TableJob] = []

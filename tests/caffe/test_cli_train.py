@@ -13,8 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import poseidon.caffe as caffe
 from poseidon.caffe.commands.train import add_arguments, launch_flags, worker_count, worker_flags
+from poseidon.caffe.scoring import benchmark
 from poseidon.errors import ConfigError, PoseidonError
 from poseidon.job.world import World
 from poseidon.launch.local import run_workers, worker_environment
@@ -238,3 +241,59 @@ def test_two_workers_train_and_stop_when_asked(case):
     assert stopped_at > 20
     assert Path(f"tiny_iter_{stopped_at}.caffemodel").exists()
     assert Path("o.csv").read_text().startswith("net,iteration")
+
+
+def test_time_goes_backward_through_a_net_without_loss(tmp_path, monkeypatch):
+    """As Caffe does: layers with parameters compute their gradients."""
+    monkeypatch.chdir(tmp_path)
+    Path("deploy.prototxt").write_text(
+        'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 5 dim: 5 } } } '
+        'layer { name: "a" type: "Convolution" bottom: "x" top: "a" '
+        "convolution_param { num_output: 4 kernel_size: 3 } } "
+        'layer { name: "relu" type: "ReLU" bottom: "a" top: "a" } '
+        'layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" inner_product_param { num_output: 5 } } '
+        'layer { name: "p" type: "Softmax" bottom: "b" top: "p" }'
+    )
+    net = caffe.Net("deploy.prototxt", caffe.TEST)
+    assert not any(layer.needs_backward for layer in net.layers)
+    benchmark(net, 1)
+    assert {name: [blob.has_diff for blob in blobs] for name, blobs in net.params.items()} == {
+        "a": [True, True],
+        "b": [True, True],
+    }
+
+
+@pytest.mark.parametrize("command", ["train", "test", "time"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_gpu_that_is_not_there_is_named_by_its_flag(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--gpu 0: this machine has no usable GPU; leave --gpu out to use the CPU$"):
+        poseidon(command, "-gpu", "0", "--solver=s", "--model=m", "--weights=w")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_script_that_asks_for_a_gpu_computes_without_one(caplog):
+    with caplog.at_level("WARNING", "poseidon.caffe"):
+        caffe.set_mode_gpu()
+    assert "no usable GPU: computing on the CPU" in caplog.text
+
+
+def test_flags_of_the_original_are_accepted_or_explained():
+    flags = [
+        "--num_app_threads=1",
+        "--num_table_threads",
+        "2",
+        "--init_thread_access_table=true",
+        "--bg_idle_milli",
+        "10",
+    ]
+    module, args = parse("train", *flags, "--nosuppression_on", "--numa_opt", "--snapshot_clock=-1")
+    module.check_original_flags(args)
+    assert "--num_table_threads=2" in worker_flags(args)
+    for flag, message in (
+        ("--num_app_threads=4", "--num_app_threads 4: every net .* use --workers"),
+        ("--snapshot_dir=x", "--snapshot_dir x: set `snapshot_prefix`"),
+        ("--resume_clock=7", "--resume_clock 7: name a .solverstate with --snapshot"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            module.check_original_flags(parse("train", flag)[1])

@@ -15,9 +15,9 @@ from PIL import Image
 from poseidon.caffe.io.database import new_database
 from poseidon.caffe.io.datum import encoded_datum, image_datum
 from poseidon.caffe.io.images import encode_image
-from poseidon.caffe.io.prefetch import Prefetcher
 from poseidon.caffe.schema import BlobProto, Datum
 from poseidon.errors import ConfigError
+from poseidon.files import BoundedFile
 
 RANDOM = np.random.default_rng(11)
 IMAGES = RANDOM.integers(0, 256, (7, 6, 8, 3)).astype(np.uint8)  # rows, height, width, channels
@@ -244,37 +244,91 @@ def test_workers_read_disjoint_records(caffe, monkeypatch):
 
 def test_prefetching_ends_with_its_net(caffe):
     write("LMDB", raw_datums())
+    others = set(threading.enumerate())
     net = data_net(caffe)
-    assert not prefetching()
+    assert not prefetching(others)
     net.forward()
-    assert len(prefetching()) == 1
+    assert prefetching(others)
     del net
     gc.collect()
-    assert not prefetching()
+    assert not prefetching(others)
 
 
-def prefetching():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+def prefetching(others):
+    return [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("prefetch")]
 
 
-def test_prefetcher_stays_within_its_depth():
-    made = []
-    loaded = threading.Semaphore(0)
+@pytest.mark.parametrize("kind", ["LMDB", "LEVELDB", "window", "ImageData", "HDF5Data", "WindowData"])
+def test_batches_do_not_depend_on_the_number_of_threads(caffe, monkeypatch, kind):
+    write("LMDB", [encoded_datum(encode_image(pixels, "png"), label) for label, pixels in enumerate(IMAGES)])
+    write("LEVELDB", raw_datums(), "level")
+    write_images()
+    write_hdf5(a=5, b=4)
+    for number in range(2):
+        Path(f"{number}.png").symlink_to(f"image {number}.png")
+    Path("w.txt").write_text(
+        "# 0\n0.png\n3\n6\n8\n3\n1 0.9 0 0 4 4\n2 0.8 1 1 5 5\n0 0.1 2 2 7 5\n"
+        "# 1\n1.png\n3\n6\n8\n2\n3 0.9 0 0 5 5\n0 0.2 1 0 6 3\n"
+    )
+    random = 'transform_param { crop_size: 4 mirror: true } top: "data" top: "label"'
+    layers = {
+        "LMDB": f'type: "Data" {random} data_param {{ source: "db" backend: LMDB batch_size: 20 }}',
+        "LEVELDB": f'type: "Data" {random} data_param {{ source: "level" backend: LEVELDB batch_size: 20 }}',
+        "window": f'type: "Data" {random} data_param {{ source: "db" backend: LMDB batch_size: 20 shuffle_window: 5 }}',
+        "ImageData": f'type: "ImageData" {random} '
+        'image_data_param { source: "list.txt" batch_size: 20 shuffle: true }',
+        "HDF5Data": 'type: "HDF5Data" top: "x" top: "y" '
+        'hdf5_data_param { source: "h.txt" batch_size: 20 shuffle: true }',
+        "WindowData": f'type: "WindowData" {random} window_data_param {{ source: "w.txt" batch_size: 20 }}',
+    }
+    results = []
+    for threads in ("1", "2", "5"):
+        monkeypatch.setenv("POSEIDON_INPUT_THREADS", threads)
+        caffe.set_random_seed(4)
+        net = net_of(caffe, f'layer {{ name: "d" {layers[kind]} }}', caffe.TRAIN)
+        results.append([batch_of(net) for _ in range(4)])
+    for other in results[1:]:
+        for batch, expected in zip(other, results[0], strict=True):
+            for name, values in expected.items():
+                np.testing.assert_array_equal(batch[name], values)
+    assert not np.array_equal(*[next(iter(batch.values())) for batch in results[0][:2]])
 
-    def items():
-        for number in range(100):
-            made.append(number)
-            loaded.release()
-            yield number
 
-    ahead = Prefetcher(items(), 2, "test")
-    assert next(ahead) == 0
-    for _ in range(4):  # two in the queue, one in the thread's hand, one taken
-        assert loaded.acquire(timeout=30)
-    assert not loaded.acquire(timeout=0.05)
-    assert [next(ahead) for _ in range(99)] == list(range(1, 100))
-    with pytest.raises(StopIteration):
-        next(ahead)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_window_shuffles_what_lies_together(caffe, monkeypatch, backend, rank):
+    write(backend, [image_datum(IMAGES[0], label) for label in range(24)])
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    caffe.set_random_seed(1)
+    net = data_net(caffe, backend, phase=caffe.TRAIN, batch=3, more="shuffle_window: 6")
+    labels = [int(label) for _ in range(8) for label in batch_of(net)["label"]]
+    own = [label for label in range(24) if label // 3 % 2 == rank]
+    windows = [labels[first : first + 6] for first in range(0, 24, 6)]
+    assert [sorted(window) for window in windows] == [own[:6], own[6:], own[:6], own[6:]]
+    assert any(window != sorted(window) for window in windows)
+    assert windows[0] != windows[2]
+
+
+def test_a_worker_reads_its_ranges_only(caffe, monkeypatch):
+    """Values of others are not read, and of pages without its records only the first bytes."""
+    write("LMDB", [image_datum(np.full((60, 60, 3), label, np.uint8), label) for label in range(200)])
+    read = []
+    plain = BoundedFile.read
+
+    def noted(self, offset, count):
+        read.append(count)
+        return plain(self, offset, count)
+
+    monkeypatch.setattr(BoundedFile, "read", noted)
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    net = data_net(caffe, phase=caffe.TRAIN, batch=10, more="prefetch: 1")
+    labels = [batch_of(net)["label"].tolist() for _ in range(5)]
+    assert labels == [list(range(start, start + 10)) for start in (30, 70, 110, 150, 190)]
+    del net
+    values = [count for count in read if count > 60 * 60 * 3]
+    assert len(values) <= 1 + 50 + 2 * 10  # the first for its shape, the batches, what was made ahead
+    assert sum(read) < 1.1 * sum(values) + 100_000
 
 
 def test_two_nets_read_one_lmdb(caffe):
@@ -429,9 +483,10 @@ def test_bad_hdf5_sources_are_explained(caffe):
         file["y"] = np.zeros(2)
     with pytest.raises(ConfigError, match=r"b\.h5: rows of 'x' have shape \(3,\), those of a\.h5 \(2,\)"):
         hdf5_net(caffe).forward()
-    Path("b.h5").write_text("no")
-    with pytest.raises(ConfigError, match=r"cannot read HDF5 file b\.h5"):
-        hdf5_net(caffe).forward()
+    for content, says in (("no", "its 2 bytes are no HDF5 file"), ("", "it is empty; was the disk full")):
+        Path("b.h5").write_text(content)
+        with pytest.raises(ConfigError, match=rf"cannot read HDF5 file b\.h5: {says}"):
+            hdf5_net(caffe).forward()
     Path("h.txt").write_text("gone.h5")
     with pytest.raises(ConfigError, match=r"h\.txt: names gone\.h5, which does not exist"):
         hdf5_net(caffe)

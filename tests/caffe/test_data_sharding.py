@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from poseidon.caffe import process
 from poseidon.caffe.io.hdf5 import HDF5Rows
-from poseidon.caffe.io.sharding import DataSource, Share, endless, in_turns, locate, this_worker
+from poseidon.caffe.io.sharding import DataSource, Share, endless, locate, this_worker
 from poseidon.errors import ConfigError
 from poseidon.job.world import World
 
@@ -22,54 +22,55 @@ def take(items, count):
     return list(islice(items, count))
 
 
-@given(st.integers(0, 60), sizes, st.integers(0, 20))
-def test_shares_are_disjoint_and_complete(count, size, first):
-    owners = [row for rank in range(size) for row in Share(rank, size).rows(count, first)]
-    assert sorted(owners) == list(range(count))
+def records(count, share, batch, seed=None, first=0):
+    return (one.record for one in endless(count, share, batch, seed, first))
 
 
-@given(counts, sizes, st.integers(1, 5), st.integers(1, 4))
-def test_workers_together_read_what_one_worker_reads(count, size, batch, steps):
-    alone = take(in_turns(lambda: range(count), Share()), batch * size * steps)
-    streams = [in_turns(lambda: range(count), Share(rank, size)) for rank in range(size)]
-    for step in range(steps):
-        together = [row for stream in streams for row in take(stream, batch)]
-        expected = alone[step * batch * size : (step + 1) * batch * size]
-        assert sorted(together) == sorted(expected)
+seeds = st.none() | st.integers(0, 2**62)
 
 
-@given(counts, sizes, st.integers(1, 4))
-def test_every_pass_gives_each_record_to_exactly_one_worker(count, size, passes):
-    read = []
-    for rank in range(size):
-        own = len(Share(rank, size).rows(count * passes))
-        read += take(in_turns(lambda: range(count), Share(rank, size)), own)
-    assert sorted(read) == sorted(list(range(count)) * passes)
+@given(counts, sizes, st.integers(1, 5), st.integers(1, 4), seeds)
+def test_workers_together_read_what_one_worker_reads(count, size, batch, steps, seed):
+    alone = take(records(count, Share(), batch * size, seed), batch * size * steps)
+    streams = [records(count, Share(rank, size), batch, seed) for rank in range(size)]
+    assert [row for _ in range(steps) for stream in streams for row in take(stream, batch)] == alone
 
 
-@given(st.integers(7, 40), sizes, st.integers(0, 2**32))
-def test_shuffled_workers_see_their_own_share_once_per_pass(count, size, seed):
-    passes = []
-    for rank in range(size):
-        share = Share(rank, size)
-        stream = endless(count, share, np.random.default_rng([seed, rank]), "list")
-        own = [take(stream, len(share.rows(count))) for _ in range(3)]
-        assert all(sorted(one) == list(share.rows(count)) for one in own)
-        passes += own[0]
-    assert sorted(passes) == list(range(count))
+@given(st.integers(0, 200), sizes, st.integers(1, 5))
+def test_every_place_belongs_to_one_worker(number, size, batch):
+    shares = [Share(rank, size) for rank in range(size)]
+    places = [share.position(number, batch) for share in shares]
+    assert len(set(places)) == size
+    owners = [share.owns(np.array(places), batch).tolist() for share in shares]
+    assert owners == np.eye(size, dtype=bool).tolist()
+
+
+@given(counts, sizes, st.integers(1, 5), st.integers(0, 50), seeds)
+def test_reading_can_go_on_anywhere(count, size, batch, first, seed):
+    share = Share(0, size)
+    whole = take(endless(count, share, batch, seed), first + 20)
+    assert take(endless(count, share, batch, seed, first), 20) == whole[first:]
+    assert len({one.number for one in whole}) == len(whole)
+
+
+@given(st.integers(1, 6), sizes, st.integers(1, 4), st.integers(0, 2**32))
+def test_shuffled_records_are_seen_once_per_pass_whoever_reads_them(steps, size, batch, seed):
+    count = steps * size * batch
+    streams = [records(count, Share(rank, size), batch, seed) for rank in range(size)]
+    for _ in range(3):
+        assert sorted(row for stream in streams for row in take(stream, steps * batch)) == list(range(count))
 
 
 def test_passes_are_shuffled_anew():
-    stream = endless(50, Share(), np.random.default_rng(3), "list")
+    stream = records(50, Share(), 5, 3)
     first, second = take(stream, 50), take(stream, 50)
     assert first != list(range(50))
     assert first != second
 
 
-def test_worker_without_records_is_told():
-    with pytest.raises(ConfigError, match=r"list: has 2 records for 3 workers.*worker 2"):
-        next(endless(2, Share(2, 3), np.random.default_rng(0), "list"))
-    assert take(endless(2, Share(2, 3), None, "list"), 3) == [0, 1, 0]  # in order, turns go on over passes
+def test_turns_go_on_over_passes():
+    assert take(records(2, Share(2, 3), 1), 3) == [0, 1, 0]
+    assert sorted(take(records(2, Share(2, 3), 1, 4), 40)) != [0] * 40
 
 
 @pytest.fixture
@@ -84,32 +85,42 @@ def files(tmp_path):
     return paths
 
 
-def rows_of(batches, count, batch):
-    return [int(value) for (rows,) in take(batches, count) for value in rows[:batch]]
+def rows_of(batches, count):
+    return [int(value) for batch in take(batches, count) for value in made(batch)[0]]
 
 
-def test_hdf5_rows_go_to_one_worker_each(files):
-    for size in (1, 2, 3):
-        workers = [HDF5Rows(files, ["row"], Share(rank, size), None).batches(2) for rank in range(size)]
-        together = sorted(row for worker in workers for row in rows_of(worker, 5, 2))
-        assert together == sorted(list(range(10)) * size)
+def made(assembly):
+    for part in assembly.parts():
+        part()
+    return assembly.finish()
 
 
-def test_shuffled_hdf5_rows_are_seen_once_per_pass(files):
-    seen = []
-    for rank in range(2):
-        share = Share(rank, 2)
-        worker = HDF5Rows(files, ["row"], share, np.random.default_rng([1, rank])).batches(5 if rank == 0 else 1)
-        own = rows_of(worker, 1 if rank == 0 else 5, 5)
-        assert len(set(own)) == 5
-        seen += own
-    assert sorted(seen) == list(range(10))
+def test_hdf5_rows_are_read_in_turns(files):
+    for seed in (None, 7):
+        alone = rows_of(HDF5Rows(files, ["row"], Share()).batches(2, 0, seed), 15)
+        for size in (1, 2, 3):
+            workers = [HDF5Rows(files, ["row"], Share(rank, size)).batches(2, 0, seed) for rank in range(size)]
+            together = [row for _ in range(5) for worker in workers for row in rows_of(worker, 1)]
+            assert together == alone[: 10 * size]
+        assert all(sorted(alone[start : start + 10]) == list(range(10)) for start in (0, 10, 20))
+        assert (alone == list(range(10)) * 3) == (seed is None)
 
 
-def test_hdf5_share_without_rows_is_told(files):
-    worker = HDF5Rows(files[1:2], ["row"], Share(1, 2), np.random.default_rng(0)).batches(1)
-    with pytest.raises(ConfigError, match=r"1\.h5: has 1 records for 2 workers"):
-        next(worker)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_hdf5_rows_go_on_anywhere(files, seed):
+    def rows(first):
+        return HDF5Rows(files, ["row"], Share(1, 2)).batches(2, first, seed)
+
+    whole = rows_of(rows(0), 12)
+    for first in (2, 4, 10, 14):
+        assert rows_of(rows(first), 4) == whole[first : first + 8]
+
+
+def test_hdf5_files_without_rows_are_told(tmp_path):
+    with h5py.File(tmp_path / "none.h5", "w") as file:
+        file["row"] = np.zeros(0)
+    with pytest.raises(ConfigError, match=r"none\.h5: hold no rows"):
+        next(HDF5Rows([str(tmp_path / "none.h5")], ["row"], Share(1, 2)).batches(1))
 
 
 @settings(max_examples=20)

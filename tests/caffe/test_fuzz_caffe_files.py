@@ -182,6 +182,8 @@ def test_lmdb(folder):
         (folder / "bad" / "data.mdb").write_bytes(content)
         with only_refused():
             assert len(list(read_all(LMDB("bad")))) <= 40
+        with only_refused():
+            assert len(list(LMDB("bad").records(25))) <= 15
 
     check()
 
@@ -214,6 +216,11 @@ def test_an_lmdb_is_read_as_lmdb_reads_it(folder):
         with environment.begin() as transaction:
             expected = [(bytes(key), bytes(value)) for key, value in transaction.cursor()]
     assert list(LMDB("db").records()) == expected
+    for start in (1, 40, len(expected) - 1, len(expected), len(expected) + 9):
+        assert list(LMDB("db").records(start)) == expected[start:]
+    read_before = LMDB("db")
+    assert list(read_before.records(700)) == expected[700:]
+    assert list(read_before.records(2)) == expected[2:]
     with lmdb.open("empty", lock=False):
         pass
     assert list(LMDB("empty").records()) == []
@@ -261,7 +268,7 @@ def test_compressed_blocks(content):
         decompress(content)
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
 def test_pictures(form):
     content = io.BytesIO()
     Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(content, form)
@@ -287,7 +294,7 @@ def test_a_picture_that_declares_billions_of_pixels_is_named():
     picture = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(bytes(9))) + part(b"IEND", b"")
     with (
         only_refused(),
-        pytest.raises(ConfigError, match=r"big\.png: cannot be decoded as an image .*3600000000 pixels"),
+        pytest.raises(ConfigError, match=r"big\.png: cannot be decoded as an image .*OpenCV: .*MAX_IMAGE_PIXELS"),
     ):
         decode_image(picture, "color", "big.png")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +74,33 @@ def test_a_script_that_fails_or_is_missing_says_so(tmp_path):
     assert run(tmp_path, "bad.py").returncode == 7
     assert "no script nowhere.py" in run(tmp_path, "nowhere.py").stderr
     assert "usage" in run(tmp_path).stderr
+
+
+PLAIN = """
+import caffe.io
+from caffe import layers as L
+from caffe.proto import caffe_pb2
+import caffe
+print(caffe.__name__, caffe.io.__name__, caffe_pb2.NetParameter.__name__, L.ReLU.__name__ is not None)
+"""
+
+
+def test_a_plain_import_of_caffe_is_ours_where_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "caffe", raising=False)
+    assert "imports poseidon.caffe now" in as_caffe.place(str(tmp_path))
+    source = str(Path(poseidon.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), source, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", PLAIN]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("poseidon.caffe poseidon.caffe.io NetParameter True\n", "")
+    assert "removed" in as_caffe.remove(str(tmp_path))
+    with pytest.raises(ConfigError, match="was not written by --install"):
+        as_caffe.remove(str(tmp_path))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "caffe.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"a module caffe already, .*other/caffe\.py"):
+        as_caffe.place(str(tmp_path))
 
 
 def test_another_caffe_is_not_replaced_behind_its_back(monkeypatch):

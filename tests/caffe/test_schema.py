@@ -36,7 +36,7 @@ def test_defaults_and_enums_are_caffes():
             "layer { pooling_param { pool: MIN } }",
             ["net.prototxt:1:31", "PoolMethod", "'MIN'", "MAX, AVE, STOCHASTIC"],
         ),
-        ("layer { name: 'x'", ["net.prototxt:1", "Expected"]),
+        ("layer { name: 'x'", ["net.prototxt:1", "this brace is never closed"]),
         ("layer { clip_param { min: 1 } }", ["net.prototxt", "layer[0].clip_param.max"]),
     ],
 )
@@ -141,3 +141,24 @@ def test_a_type_checker_knows_the_fields_of_messages(tmp_path, monkeypatch):
         'script.py:10: error: Unexpected keyword argument "typ"',
     ):
         assert part in report
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('layer {\n  name: "x"\n', r"n:1: this brace is never closed: a } is missing \(in: layer \{\)"),
+        (
+            'layer {\n  name: "x"\nlayer {\n}\n',
+            "n:3:1: 'layer' is inside what line 1 opens, .* a } is missing before it",
+        ),
+        (
+            'layer {\n  param {\n    lr_mult: 1\n  type: "ReLU"\n}\n',
+            "n:4:3: 'type' is inside what line 2 opens, .* a } is missing before it",
+        ),
+        ('layer { name: "x" }\n}\n', r"n:2: a brace is closed that was never opened \(in: }\)"),
+        ('layer { nam: "{" }  # {', "n:1:9: LayerParameter has no field 'nam'; did you mean 'name'"),
+    ],
+)
+def test_a_missing_brace_is_named(text, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        parse_text(text, NetParameter, "n")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from caffe_golden import GOLDENS
 from shared_rows import NET, shared_rows, values, write_solver  # noqa: F401 - a fixture
 
 import poseidon.caffe as caffe
+from poseidon.caffe.io.database import new_database
+from poseidon.caffe.io.datum import image_datum
 from poseidon.caffe.schema import NetParameter, SolverParameter, SolverState
 from poseidon.caffe.schema.files import parse_text, read_binary
-from poseidon.caffe.solver import state
+from poseidon.caffe.solver import state, updater
 from poseidon.caffe.solver.signals import SignalActions
 from poseidon.caffe.solver.workers import Action
 from poseidon.errors import ConfigError
@@ -128,6 +132,29 @@ def test_a_crash_while_writing_leaves_the_previous_snapshot(tmp_path, monkeypatc
         "snap_iter_1.solverstate",
         "solver.prototxt",
     ]
+
+
+def test_a_full_disk_ends_no_training_but_its_last_snapshot_is_an_error(tmp_path, monkeypatch, caplog):
+    solver = caffe.get_solver(solver_text(tmp_path, "snapshot: 2 max_iter: 4"))
+    fsync = os.fsync
+
+    def fill(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill)
+    solver.step(3)
+    assert solver.iter == 3
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.fullmatch(r"Iteration 2: .*: No space left on device; .*; training goes on without this snapshot", said)
+    with pytest.raises(ConfigError, match="No space left"):
+        solver.step(1)
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    solver.param.max_iter = 8
+    with pytest.raises(ConfigError, match="Input/output error"):
+        solver.step(2)
+    monkeypatch.setattr(os, "fsync", fsync)
+    solver.step(2)
+    assert (tmp_path / "snap_iter_8.caffemodel").exists()
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path):
@@ -330,3 +357,71 @@ def test_stopping_interrupts_a_test(tmp_path, spoken):
 
 def test_a_learned_net_that_is_gone_keeps_its_name():
     assert state.find_learned_net("far/away.caffemodel", "here/x.solverstate") == "far/away.caffemodel"
+
+
+DATA_NET = """
+layer { name: "in/put" type: "Data" top: "x" top: "y" transform_param { crop_size: 2 mirror: true }
+  data_param { source: "db" backend: LMDB batch_size: 3 shuffle_window: 4 } }
+layer { name: "list" type: "HDF5Data" top: "z" hdf5_data_param { source: "h.txt" batch_size: 2 shuffle: true } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "s"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "silent" type: "Silence" bottom: "z" }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "s" bottom: "y" top: "loss" }
+"""
+
+
+@pytest.mark.parametrize("form", ["BINARYPROTO", "HDF5"])
+def test_a_resumed_run_goes_on_with_the_next_records(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(3)
+    with new_database("lmdb", "db") as writer:
+        for number in range(11):
+            pixels = random.integers(0, 255, (4, 4, 3)).astype(np.uint8)
+            writer.put(b"%04d" % number, image_datum(pixels, number % 5).SerializeToString())
+    with h5py.File("a.h5", "w") as file:
+        file["z"] = np.arange(7.0).reshape(7, 1)
+    Path("h.txt").write_text("a.h5")
+    Path("net.prototxt").write_text(DATA_NET)
+    Path("solver.prototxt").write_text(
+        'net: "net.prototxt" base_lr: 0.001 lr_policy: "fixed" momentum: 0.9 iter_size: 2 '
+        f'snapshot_prefix: "s" snapshot_format: {form} snapshot_after_train: false max_iter: 9'
+    )
+
+    def seen(solver, steps):
+        rows, net, last = [], solver.net, len(solver.net.layers) - 1
+        net.after_forward(lambda at: at == last and rows.append([net.blobs[name].data.copy() for name in "xyz"]))
+        solver.step(steps)
+        return rows
+
+    solver = caffe.get_solver("solver.prototxt")
+    solver.step(3)
+    solver.snapshot()
+    expected = seen(solver, 3)
+    again = caffe.get_solver("solver.prototxt")
+    again.restore(next(tmp_path.glob("*.solverstate*")))
+    got = seen(again, 3)
+    assert len(got) == len(expected) > 0
+    for mine, theirs in zip(got, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert values(again.net)["ip"][0].tobytes() == values(solver.net)["ip"][0].tobytes()
+
+
+def test_an_update_in_blocks_equals_one_of_all(monkeypatch):
+    """Tensors larger than a block, several smaller ones, and one that is not contiguous."""
+    shapes = [(3, 4), (50,), (7, 5), (1,), (2, 2, 2), (40,)]
+    results = []
+    for block in (8, 1 << 20):
+        monkeypatch.setattr(updater, "_BLOCK", block)
+        torch.manual_seed(4)
+        columns = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+        columns[1][2] = torch.randn(5, 7).t()
+        count = 0
+        for diffs, data, history in updater.blocks(columns):
+            assert all(one.numel() <= block or not two.is_contiguous() for one, two in zip(diffs, data, strict=True))
+            torch._foreach_add_(history, diffs, alpha=0.3)
+            torch._foreach_sub_(data, history)
+            count += 1
+        results.append([tensor.tolist() for column in columns for tensor in column])
+        assert (count == 1) == (block > 100)
+    assert results[0] == results[1]

@@ -51,7 +51,7 @@ def test_multistep_takes_one_step_per_iteration_when_it_has_to_catch_up():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('lr_policy: "stepp"', "unknown lr_policy 'stepp'; known: exp, fixed"),
+        ('lr_policy: "stepp"', "unknown lr_policy 'stepp'; did you mean 'step'.* known: exp, fixed"),
         ('lr_policy: "step"', "positive stepsize, not 0"),
         ('lr_policy: "poly"', "positive max_iter, not 0"),
     ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
+import h5py
 import numpy as np
 import pytest
 from shared_rows import knowing_the_layer, shared_rows, values, write_solver  # noqa: F401 - a fixture
 
 import poseidon.caffe as caffe
 from poseidon.caffe.distributed import Together
+from poseidon.caffe.io.images import encode_image
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.planning.cluster import Cluster, Link
 from ranks import run_ranks
@@ -151,3 +155,60 @@ def test_different_nets_are_refused_by_name(tmp_path):
         paths.append(str(path))
     with pytest.raises(AssertionError, match=r"ip1\.0 has shape \[12, 64\] on rank 0 and \[13, 64\] on rank 1"):
         run_ranks(knowing_the_layer, 2, disagree, paths)
+
+
+SHUFFLED = """
+layer { name: "pictures" type: "ImageData" top: "x" top: "y" transform_param { crop_size: 3 mirror: true }
+  image_data_param { source: "list.txt" batch_size: %(batch)d shuffle: true rand_skip: 4 } }
+layer { name: "rows" type: "HDF5Data" top: "z" hdf5_data_param {
+  source: "files.txt" batch_size: %(batch)d shuffle: true } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "s"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "silent" type: "Silence" bottom: "z" }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "s" bottom: "y" top: "loss" }
+"""
+
+
+def see(folder, resume=None, steps=7):
+    """Return what a solver's net sees in each iteration; snapshot after the third."""
+    os.chdir(folder)
+    solver = caffe.get_solver("solver.prototxt")
+    seen, last = [], len(solver.net.layers) - 1
+    blobs = solver.net.blobs
+    solver.net.after_forward(lambda at: at == last and seen.append([blobs[name].data.copy() for name in "xyz"]))
+    if resume is not None:
+        solver.restore(resume)
+    solver.step(steps)
+    return seen
+
+
+def test_shuffled_workers_see_what_one_sees_and_one_goes_on_where_they_stopped(tmp_path, monkeypatch):
+    random = np.random.default_rng(1)
+    for number in range(11):
+        pixels = random.integers(0, 256, (5, 6, 3)).astype(np.uint8)
+        (tmp_path / f"{number}.png").write_bytes(encode_image(pixels, "png"))
+    (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{number}.png {number % 5}\n" for number in range(11)))
+    for number, rows in enumerate((4, 5)):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["z"] = random.random((rows, 2))
+    (tmp_path / "files.txt").write_text(f"{tmp_path}/0.h5\n{tmp_path}/1.h5\n")
+    (tmp_path / "solver.prototxt").write_text(
+        'net: "net.prototxt" base_lr: 0.0001 lr_policy: "fixed" snapshot: 3 snapshot_prefix: "s" max_iter: 7'
+    )
+    (tmp_path / "net.prototxt").write_text(SHUFFLED % {"batch": 2})
+    first, second = run_ranks(knowing_the_layer, 2, see, str(tmp_path))
+    together = [
+        [np.concatenate(blobs) for blobs in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(first, second, strict=True)
+    ]
+    # Without a seed in the solver: the snapshot tells it.
+    (tmp_path / "net.prototxt").write_text(SHUFFLED % {"batch": 4})
+    monkeypatch.chdir(tmp_path)
+    alone = see(tmp_path, "s_iter_3.solverstate", 4)
+    assert len(together) == 7
+    for mine, theirs in zip(alone, together[3:], strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+    rows = [row.tobytes() for _, _, blob in together for row in blob]
+    assert len(set(rows[:9])) == len(set(rows[9:18])) == 9, "not every row once per pass"
+    assert rows[:9] != rows[9:18]

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import logging
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ from caffe_golden import GOLDENS
 from PIL import Image
 
 from poseidon.caffe.io import images
-from poseidon.caffe.io.database import new_database, open_database
+from poseidon.caffe.io.database import continued_database, new_database, open_database
 from poseidon.caffe.io.datum import parse_datum
 from poseidon.caffe.io.lmdb import LMDBWriter
 from poseidon.caffe.io.windows import read_windows
 from poseidon.caffe.schema import BlobProto, NetParameter, SolverParameter
 from poseidon.caffe.schema.files import read_binary, read_text
+from poseidon.caffe.tools.pace import Pace
 from poseidon.caffe.tools.switches import add_switch
 from poseidon.caffe.tools.upgrade_files import detect_kind
 from poseidon.errors import ConfigError
@@ -121,6 +123,59 @@ def test_unreadable_images_are_reported_and_left_out(imageset, capsys):
     assert "list.txt:4: images/img_03.png: cannot be decoded" in report
     assert "list.txt:6: cannot read image images/img_05.png" in report
     assert "Processed 10 files." in report
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_interrupted_conversion_is_continued(imageset, folder, monkeypatch, shuffle):
+    flags = ["--shuffle"] if shuffle else []
+    plain = LMDBWriter.put
+
+    def interrupted(self, key, value):
+        plain(self, key, value)
+        self._commit()
+        if key.startswith(b"00000006"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LMDBWriter, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tool("convert_imageset", *flags, "images/", "list.txt", "out")
+    assert not Path("out").exists()
+    with pytest.raises(ConfigError, match=r"out\.partial holds a database .* began with another conversion; remove it"):
+        tool("convert_imageset", *flags, "--gray", "images/", "list.txt", "out")
+    written = []
+    monkeypatch.setattr(LMDBWriter, "put", lambda self, key, value: written.append(key) or plain(self, key, value))
+    assert tool("convert_imageset", *flags, "images/", "list.txt", "out") == 0
+    assert len(written) == 5  # after the seven that were there
+    assert not Path("out.partial").exists()
+    ours, theirs = (dict(open_database("lmdb", name).records()) for name in ("out", "db"))
+    assert len(ours) == 12
+    if not shuffle:
+        assert {key: bytes(value) for key, value in ours.items()} == {
+            key: bytes(value) for key, value in theirs.items()
+        }
+    assert {key[9:]: bytes(value) for key, value in ours.items()} == {
+        key[9:]: bytes(value) for key, value in theirs.items()
+    }
+
+
+def test_two_conversions_to_one_place_are_refused(imageset):
+    with (
+        continued_database("lmdb", "out", {}, ()),
+        pytest.raises(ConfigError, match=r"another run is writing .*out\.partial"),
+    ):
+        tool("convert_imageset", "images/", "list.txt", "out")
+
+
+def test_the_pace_is_told_every_ten_seconds():
+    times = iter([0.0, 4.0, 10.0, 15.0, 21.0])
+    pace = Pace(200, lambda: next(times))
+    assert [pace.count() for _ in range(4)] == [
+        None,
+        "1.0% done, 0 images/s, about 0:16:30 left",
+        None,
+        "2.0% done, 0 images/s, about 0:17:09 left",
+    ]
 
 
 def test_failures_leave_nothing_behind(imageset, folder):
@@ -295,3 +350,59 @@ def test_tools_leave_logging_as_it_was(imageset):
     before = logging.getLogger("poseidon.caffe").handlers[:]
     tool("compute_image_mean", "db")
     assert logging.getLogger("poseidon.caffe").handlers == before
+
+
+def mnist_files(count=5, rows=4, columns=3):
+    pixels = RANDOM.integers(0, 256, (count, rows, columns)).astype(np.uint8)
+    labels = np.arange(count, dtype=np.uint8)
+    Path("images").write_bytes(struct.pack(">IIII", 2051, count, rows, columns) + pixels.tobytes())
+    Path("labels").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
+    return pixels
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_mnist_is_converted(backend):
+    pixels = mnist_files()
+    assert tool("convert_mnist_data", f"--backend={backend}", "images", "labels", "out") == 0
+    records = [(key, parse_datum(value, "out")) for key, value in open_database(backend, "out").records()]
+    assert [key for key, _ in records] == [b"%08d" % number for number in range(5)]
+    for number, (_, datum) in enumerate(records):
+        assert (datum.channels, datum.height, datum.width, datum.label) == (1, 4, 3, number)
+        assert datum.data == pixels[number].tobytes()
+        assert not datum.HasField("encoded")  # as Caffe writes them
+
+
+def test_files_that_are_not_mnist_are_explained():
+    mnist_files()
+    for name, content, message in (
+        ("images", Path("images").read_bytes()[:-1], "images: has 75 bytes, and by what it states should have 76"),
+        ("images", Path("labels").read_bytes(), "images: begins with 2049 and has 13 bytes, expected 2051"),
+        ("images", b"\x1f\x8b" + bytes(40), "unpack it with gunzip first"),
+        ("labels", struct.pack(">II", 2049, 4) + bytes(4), "images holds 5 images, labels 4 labels"),
+        ("labels", b"", "labels: begins with 0 and has 0 bytes, expected 2049"),
+    ):
+        mnist_files()
+        Path(name).write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            tool("convert_mnist_data", "images", "labels", "out")
+    assert not Path("out").exists()
+
+
+def test_cifar_is_converted():
+    pixels = RANDOM.integers(0, 256, (12, 3072)).astype(np.uint8)
+    names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
+    for number, name in enumerate(names):
+        rows = range(2 * number, 2 * number + 2)
+        Path(name).write_bytes(b"".join(bytes([row % 10]) + pixels[row].tobytes() for row in rows))
+    assert tool("convert_cifar_data", ".", ".", "lmdb") == 0
+    for name, first, count in (("train", 0, 10), ("test", 10, 2)):
+        records = list(open_database("lmdb", f"cifar10_{name}_lmdb").records())
+        assert [key for key, _ in records] == [b"%05d" % number for number in range(count)]
+        for row, (_, value) in enumerate(records, first):
+            datum = parse_datum(value, name)
+            assert (datum.channels, datum.height, datum.width, datum.label) == (3, 32, 32, row % 10)
+            assert datum.data == pixels[row].tobytes()
+    Path("data_batch_3.bin").write_bytes(bytes(3074))
+    shutil.rmtree("cifar10_train_lmdb")
+    with pytest.raises(ConfigError, match=r"data_batch_3\.bin: has 3074 bytes, expected a multiple of 3073"):
+        tool("convert_cifar_data", ".", ".", "lmdb")

@@ -77,8 +77,7 @@ def serving(
     _write_server_config(home, marks)
     _write_client_config(home, lab)
     machines = [machine for machine in range(lab.machines) if machine not in without]
-    command = [SERVER, "-D", "-f", str(home / "sshd_config"), "-E"]
-    servers = [lab.spawn(machine, [*command, str(home / f"sshd{machine}.log")]) for machine in machines]
+    servers = [_spawn_server(lab, machine, home) for machine in machines]
     try:
         for machine in machines:
             _wait_for_server(lab, machine, home)
@@ -87,6 +86,16 @@ def serving(
         for server in servers:
             server.kill()
             server.wait()
+
+
+def _spawn_server(lab: Lab, machine: int, home: Path) -> subprocess.Popen[bytes]:
+    return lab.spawn(machine, [SERVER, "-D", "-f", str(home / "sshd_config"), "-E", str(home / f"sshd{machine}.log")])
+
+
+def start_server(lab: Lab, machine: int, home: Path) -> None:
+    """Start a machine's server again after it was killed; the lab ends it."""
+    _spawn_server(lab, machine, home)
+    _wait_for_server(lab, machine, home)
 
 
 def _write_server_config(home: Path, env: Mapping[str, str]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from nightly import amount
 
 TOTAL_BATCH = 12
 SAMPLES = 9 * TOTAL_BATCH + 3
@@ -103,6 +105,10 @@ CASES: dict[str, Case] = {
 }
 
 
+ON_FOUR = amount(["mlp", "embedding"], list(CASES))
+"""On four workers, where each of them compiles them all; on two they all run in the suite as well."""
+
+
 def begin(seed: int) -> None:
     """Let everything made from here on be float64, with weights that follow from the seed."""
     import keras
@@ -171,9 +177,9 @@ def _train_alone(name: str) -> Reference:
     return Reference(start, logs=_last(train(model, name)), weights=model.get_weights())
 
 
-def train_together(**options: Any) -> dict[str, Outcome]:
-    """Train every model on all workers, which start from different weights."""
-    return {name: _train_together(name, **options) for name in CASES}
+def train_together(names: Iterable[str] = CASES, **options: Any) -> dict[str, Outcome]:
+    """Train models on all workers, which start from different weights."""
+    return {name: _train_together(name, **options) for name in names}
 
 
 def _train_together(name: str, **options: Any) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 
 import models
 import numpy as np
+import own_models
 import pytest
 from models import CASES, TOLERANCE
 
@@ -58,12 +59,13 @@ def two() -> Any:
 
 @pytest.fixture(scope="module")
 def four() -> Any:
-    """Results of all models on 4 workers, where the plan decides."""
-    return run_ranks(_together, 4, {}, **START)
+    """Results of models on 4 workers, where the plan decides."""
+    return run_ranks(_together, 4, {"names": models.ON_FOUR}, **START)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("size", ["two", "four"])
+@pytest.mark.parametrize(
+    ("size", "name"), [*[("two", name) for name in CASES], *[("four", name) for name in models.ON_FOUR]]
+)
 def test_equals_one_worker_with_all_samples(request: Any, alone: Any, name: str, size: str) -> None:
     models.assert_equal([worker[name] for worker in request.getfixturevalue(size)], alone[name])
 
@@ -285,6 +287,56 @@ def test_a_train_step_of_ones_own_and_a_model_without_shapes(behaviours: Any) ->
     _assert_exact(behaviours, "own_step_unbuilt")
 
 
+def _check_several(folder: Path) -> Any:
+    return {"lists": own_models.lists(), "dictionaries": own_models.dictionaries(), "batches": own_models.batches()}
+
+
+@pytest.mark.parametrize("name", ["lists", "dictionaries", "batches"])
+def test_several_inputs_and_outputs(behaviours: Any, name: str) -> None:
+    own_models.assert_equal([worker["several"] for worker in behaviours], name)
+
+
+def _autoencoder_step(self: Any, data: Any) -> Any:
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        error, divergence = self.losses_of(data)
+        loss = error + divergence
+    gradients = tape.gradient(loss, self.trainable_weights)
+    self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+    for metric, value in zip(self.tracked, (loss, divergence), strict=True):
+        metric.update_state(value)
+    return {metric.name: metric.result() for metric in self.tracked}
+
+
+def _adversaries_step(self: Any, data: Any) -> Any:
+    import tensorflow as tf
+
+    for name in own_models.TURNS:
+        with tf.GradientTape() as tape:
+            loss = self.loss_for(name, data)
+        weights = getattr(self, name).trainable_weights
+        self.optimizers[name].apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.tracked[name].update_state(loss)
+    return {metric.name: metric.result() for metric in self.metrics}
+
+
+def _check_autoencoder(folder: Path) -> Any:
+    return own_models.autoencoder(_autoencoder_step)
+
+
+def _check_adversaries(folder: Path) -> Any:
+    return own_models.adversaries(_adversaries_step)
+
+
+def test_an_autoencoder_without_call(behaviours: Any) -> None:
+    own_models.assert_equal(behaviours, "autoencoder")
+
+
+def test_two_optimizers_in_one_step_one_of_them_twice(behaviours: Any) -> None:
+    own_models.assert_equal(behaviours, "adversaries")
+
+
 def _check_frozen(folder: Path) -> Any:
     import keras
 
@@ -443,11 +495,6 @@ def _check_errors(folder: Path) -> Any:
         with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
             return _mlp(3)
 
-    def two_optimizers() -> Any:
-        model = _mlp(3)
-        model.second_optimizer = keras.optimizers.SGD()
-        return model
-
     def twice() -> Any:
         model = _mlp(3)
         poseidon.keras.distribute(model)
@@ -470,7 +517,6 @@ def _check_errors(folder: Path) -> Any:
     return {
         "shape": message(other_shape),
         "strategy": message(under_strategy),
-        "optimizers": message(two_optimizers),
         "by_hand": message(by_hand),
         "batch": message(lambda: _mlp(3), batch="each"),
         "routes": message(lambda: _mlp(3), routes={"nothing": "factors"}),
@@ -482,7 +528,6 @@ def test_errors_say_what_to_do(behaviours: Any) -> None:
     messages = behaviours[1]["errors"]
     assert "dense/kernel (trainable) has shape [40, 5] on rank 0 and [40, 6] on rank 1" in messages["shape"]
     assert "outside of strategy.scope()" in messages["strategy"]
-    assert "second_optimizer" in messages["optimizers"]
     assert "did not call self.optimizer.apply" in messages["by_hand"]
     assert "per-worker, total" in messages["batch"]
     assert "is already distributed" in messages["twice"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import checks
 import models
+import own_models
 import pytest
 from models import CASES
 
@@ -18,6 +19,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+LOSS_TOLERANCE = 1e-6
+"""Keras on torch computes these losses in float32, whatever the weights are."""
+
 ENV = {"KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -27,6 +31,10 @@ def _two_workers(folder: str) -> dict[str, Any]:
         "datasets_and_adam": checks.datasets_and_adam(),
         "own_step": checks.own_step(_train_step),
         "tied": checks.tied(),
+        "lists": own_models.lists(),
+        "dictionaries": own_models.dictionaries(),
+        "autoencoder": own_models.autoencoder(_autoencoder_step),
+        "adversaries": own_models.adversaries(_adversaries_step),
         "half_precision": checks.half_precision(),
         "files_and_layers": checks.files_and_layers(Path(folder)),
         "overlap": _overlap(),
@@ -98,6 +106,46 @@ def test_a_train_step_of_ones_own_with_shared_and_unused_layers(two: Any) -> Non
 
 def test_a_table_that_is_also_multiplied_with(two: Any) -> None:
     checks.assert_exact(two, "tied")
+
+
+@pytest.mark.parametrize("name", ["lists", "dictionaries"])
+def test_several_inputs_and_outputs(two: Any, name: str) -> None:
+    own_models.assert_equal(two, name, LOSS_TOLERANCE)
+
+
+def _autoencoder_step(self: Any, data: Any) -> Any:
+    self.zero_grad()
+    error, divergence = self.losses_of(data)
+    loss = error + divergence
+    _learn(loss, self.optimizer, self.trainable_weights)
+    for metric, value in zip(self.tracked, (loss, divergence), strict=True):
+        metric.update_state(value)
+    return {metric.name: metric.result() for metric in self.tracked}
+
+
+def _adversaries_step(self: Any, data: Any) -> Any:
+    for name in own_models.TURNS:
+        self.zero_grad()
+        loss = self.loss_for(name, data)
+        _learn(loss, self.optimizers[name], getattr(self, name).trainable_weights)
+        self.tracked[name].update_state(loss)
+    return {metric.name: metric.result() for metric in self.metrics}
+
+
+def _learn(loss: Any, optimizer: Any, weights: Any) -> None:
+    import torch
+
+    loss.backward()
+    with torch.no_grad():
+        optimizer.apply([weight.value.grad for weight in weights], weights)
+
+
+def test_an_autoencoder_without_call(two: Any) -> None:
+    own_models.assert_equal(two, "autoencoder", LOSS_TOLERANCE)
+
+
+def test_two_optimizers_in_one_step_one_of_them_twice(two: Any) -> None:
+    own_models.assert_equal(two, "adversaries", LOSS_TOLERANCE)
 
 
 def test_half_precision(two: Any) -> None:

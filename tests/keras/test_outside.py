@@ -17,6 +17,7 @@ from poseidon.engine.outside import (
     OutsideUnit,
     OutsideVariable,
     Rows,
+    SummingChannel,
     as_tensor,
     check_alike,
     step_weight,
@@ -173,3 +174,22 @@ def test_a_worker_without_rows_leaves_the_moments_of_the_others_alone() -> None:
         assert found == share
         np.testing.assert_allclose(mean, rows.mean(0))
         np.testing.assert_allclose(variance, rows.var(0))
+
+
+def _sum_up() -> list[Any]:
+    channel = SummingChannel(Team(None, 20.0))
+    rank = dist.get_rank()
+    arrays = [np.full((2, 3), 10.0**rank, np.float32), np.float64(rank + 0.5), np.zeros((0, 4), np.float32)]
+    # Transposed: not contiguous.
+    arrays.append(np.arange(6, dtype=np.float64).reshape(2, 3).T * rank)
+    return [channel.sum(array, "the test") for array in arrays]
+
+
+def test_sums_in_the_middle_of_a_step_are_the_same_everywhere() -> None:
+    for sums in run_ranks(_sum_up, 3, env={"POSEIDON_WIRE_ENCRYPT": "1"}):
+        full, number, empty, turned = sums
+        assert full.dtype == np.float32
+        assert np.array_equal(full, np.full((2, 3), 111, np.float32))
+        assert number == 4.5
+        assert empty.shape == (0, 4)
+        assert np.array_equal(turned, 3.0 * np.arange(6).reshape(2, 3).T)

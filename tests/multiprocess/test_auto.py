@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 def saved(script: str, file: str, tmp_path: Path, size: int = 2, *arguments: str, **options: Any) -> list[Any]:
     """Return what each of ``size`` workers saves in ``file``."""
-    chosen = AutoOptions(**{"batch": "total", "files": "each", "timeout_s": 100.0, **options})
+    chosen = AutoOptions(**{"batch": "total", "files": "shared", "timeout_s": 100.0, **options})
     launch(script, size, tmp_path, chosen, *arguments)
     return [torch.load(tmp_path / str(rank) / file) for rank in range(size)]
 
@@ -153,6 +154,19 @@ def test_shared_evaluation_gives_the_same_metrics(evaluation: str, plain: Plain,
     assert f"Sequential: evaluation {how}" in (tmp_path / "err0").read_text()
 
 
+@pytest.mark.parametrize(
+    ("script", "file", "options"),
+    [("lbfgs.py", "lbfgs.pt", {}), ("early_stopping.py", "wine.pt", {"evaluation": "shard"})],
+)
+def test_what_no_route_carries_is_encrypted_too(
+    script: str, file: str, options: dict[str, Any], plain: Plain, tmp_path: Path
+) -> None:
+    chosen = AutoOptions(batch="total", files="shared", timeout_s=100.0, **options)
+    # Any use of gloo would be refused.
+    launch(script, 2, tmp_path, chosen, env={"POSEIDON_WIRE_ENCRYPT": "1"})
+    assert_close(torch.load(tmp_path / "1" / file), torch.load(plain(script) / file), FLOAT)
+
+
 def test_layers_unfrozen_later_checkpoints_and_gradients_by_hand(plain: Plain, tmp_path: Path) -> None:
     ours = same_on_all("fine_tuning.py", "tuned.pt", tmp_path)
     assert_close(ours, torch.load(plain("fine_tuning.py") / "tuned.pt"), FLOAT)
@@ -163,3 +177,50 @@ def test_a_loss_that_is_a_sum(plain: Plain, tmp_path: Path) -> None:
     words = "--reduction", "sum"
     ours = same_on_all("fine_tuning.py", "tuned.pt", tmp_path, 3, *words, loss="sum")
     assert_close(ours, torch.load(plain("fine_tuning.py", *words) / "tuned.pt"), FLOAT)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_loader_is_for_training_if_a_backward_follows_its_batches(size: int, plain: Plain, tmp_path: Path) -> None:
+    ours = saved("loader_uses.py", "uses.pt", tmp_path, size)
+    alone = torch.load(plain("loader_uses.py") / "uses.pt")
+    for way, expected in alone.items():
+        for one in ours:
+            assert_close(one[way]["model"], ours[0][way]["model"], 0.0)
+            assert_close(one[way]["model"], expected["model"], FLOAT)
+            assert one[way]["steps"] == expected["steps"], way
+            # Evaluations and statistics saw everything, on every worker.
+            assert_close(one[way]["values"], expected["values"], FLOAT)
+        together = Counter(index for one in ours for index in one[way]["seen"].tolist())
+        once = Counter(expected["seen"].tolist())
+        assert not once - together, way
+        # Of 5 samples at the end of an epoch, three workers get 1, 2 and 2, and one alone is doubled.
+        doubled = len(expected["seen"]) // 45 if size == 3 and way != "one_step_per_epoch" else 0
+        assert (together - once).total() == doubled, way
+
+
+def test_every_worker_reads_everything_it_does_not_train_on(plain: Plain, tmp_path: Path) -> None:
+    first, second = saved("loader_uses.py", "uses.pt", tmp_path, 2, batch="per-worker")
+    alone = torch.load(plain("loader_uses.py") / "uses.pt")
+    for way, one in first.items():
+        assert_close(one["model"], second[way]["model"], 0.0)
+        assert_close(one["values"], second[way]["values"], FLOAT)
+    for way in ("statistics_first", "forgotten_eval_mode"):
+        assert_close(first[way]["values"], alone[way]["values"], FLOAT)
+
+
+def test_decisions_on_the_loss_are_made_alike(plain: Plain, tmp_path: Path) -> None:
+    ours = same_on_all("same_loss.py", "same.pt", tmp_path, 3, same_loss=True)
+    assert_close(ours, torch.load(plain("same_loss.py") / "same.pt"), FLOAT)
+
+
+def test_workers_that_read_the_loss_unequally_often_end_with_one_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"worker 0 .* \(number \d+\), worker 1 .*: with --same-loss all workers"):
+        saved("same_loss.py", "same.pt", tmp_path, 2, "--at-times", same_loss=True)
+
+
+def test_a_script_without_a_loader_is_told_that_nothing_is_shared(plain: Plain, tmp_path: Path) -> None:
+    ours = same_on_all("own_batches.py", "text.pt", tmp_path)
+    # Not divided, and so what one worker computes, dropout included.
+    assert_close(ours, torch.load(plain("own_batches.py") / "text.pt"), FLOAT)
+    said = (tmp_path / "err0").read_text()
+    assert "nothing is shared, as no DataLoader is read for training: --batch total divides nothing" in said

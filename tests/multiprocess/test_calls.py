@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import poseidon
+from poseidon.job import tell
 from ranks import run_ranks
 
 OURS = str(Path(poseidon.__file__).parent)
@@ -40,7 +42,11 @@ def _count(step: Callable[[], None]) -> float:
     return seen / STEPS
 
 
-def _calls_of(mode: str, layers: int) -> float:
+def _calls_of(mode: str, layers: int, is_observed: bool) -> float:
+    if is_observed:  # as under `poseidon run`, whose agent reads what the worker reports
+        pipe = os.pipe()[1]
+        os.set_blocking(pipe, False)
+        os.environ[tell.VARIABLE] = tell.name_pipe(pipe)
     model: nn.Module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if mode == "wrapper":
@@ -61,8 +67,8 @@ def _calls_of(mode: str, layers: int) -> float:
     return calls
 
 
-def _calls(mode: str) -> tuple[float, float]:
-    few, many = _calls_of(mode, 2), _calls_of(mode, 10)
+def _calls(mode: str, is_observed: bool = False) -> tuple[float, float]:
+    few, many = _calls_of(mode, 2, is_observed), _calls_of(mode, 10, is_observed)
     per_parameter = (many - few) / 16
     return per_parameter, few - 4 * per_parameter
 
@@ -72,3 +78,11 @@ def test_a_step_makes_few_calls(mode: str, most_per_parameter: float, most_besid
     for per_parameter, besides in run_ranks(_calls, 2, mode):
         assert per_parameter <= most_per_parameter
         assert besides <= most_besides
+
+
+def test_to_be_observed_costs_a_handful_of_calls() -> None:
+    for (per_parameter, besides), (plain, plain_besides) in zip(
+        run_ranks(_calls, 2, "wrapper", True), run_ranks(_calls, 2, "wrapper"), strict=True
+    ):
+        assert per_parameter <= plain + 0.5
+        assert besides <= plain_besides + 14

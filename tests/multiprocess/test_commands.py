@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -94,3 +96,43 @@ def test_plan_refuses_what_makes_no_sense(
 ) -> None:
     assert main(["plan", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+ENDING = """
+import atexit, sys, threading, time
+from poseidon.job.closing import end_after_hooks
+
+class Clinging:
+    def __del__(self):
+        while True:
+            time.sleep(1)
+
+def still_working():
+    time.sleep(0.05)
+    print("a thread has ended")
+
+clinging = Clinging()
+clinging.itself = clinging
+atexit.register(lambda: print("first hook", end=""))
+atexit.register(lambda: print("last hook"))
+atexit.register(lambda: 1 / 0)
+threading.Thread(target=still_working).start()
+end_after_hooks(3)
+sys.exit(3)
+"""
+
+
+def test_a_command_ends_after_its_hooks_whatever_the_interpreter_would_have_to_free() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    assert ended.stdout == "a thread has ended\nlast hook\nfirst hook"
+    assert "ZeroDivisionError" in ended.stderr
+
+
+def test_output_that_nobody_reads_any_more_shows_in_the_status() -> None:
+    code = "from poseidon.job.closing import end_after_hooks; print('x'); end_after_hooks(0)"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 120

@@ -51,7 +51,8 @@ def _train(mode: str, encrypts: bool) -> tuple[list[str], float]:
     if mode == "wrapper":
         wrapped: Any = poseidon.DistributedDataParallel(model, cluster=Cluster(3))
     else:
-        options: dict[str, Any] = {"update": "server"} if mode == "server" else {}
+        # Factors, so that the plan's prediction has to know them without an allreduce to compare with.
+        options: dict[str, Any] = {"update": "server"} if mode == "server" else {"routes": {"wide": "factors"}}
         wrapped, optimizer = poseidon.distribute(model, optimizer, cluster=Cluster(3), **options)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(6):
@@ -85,6 +86,7 @@ def _refused() -> list[str]:
     told = []
     for make in (
         lambda: poseidon.DistributedDataParallel(Model(), routes=forced, cluster=Cluster(2)),
+        lambda: poseidon.DistributedDataParallel(Model(), routes={"*": "allreduce"}, cluster=Cluster(2)),
         lambda: hooked.register_comm_hook(None, _hook),
         lambda: poseidon.DistributedDataParallel(complex_ones, cluster=Cluster(2)),
     ):
@@ -103,5 +105,5 @@ def _hook(state: object, bucket: Any) -> Any:
 
 def test_what_cannot_be_encrypted_is_refused_in_one_line() -> None:
     for told in run_ranks(_refused, 2, env=ENCRYPT):
-        assert len(told) == 3
+        assert len(told) == 4
         assert all("POSEIDON_WIRE_ENCRYPT" in one and "\n" not in one for one in told), told

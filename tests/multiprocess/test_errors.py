@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poseidon.errors import MismatchError, PoseidonError, UnsupportedError, WorkerLostError
+from poseidon.team import life
 from ranks import run_ranks
 from twins import wrap
 
@@ -190,6 +192,8 @@ def _model() -> nn.Module:
 
 def _lose_rank_1(how: str, where: str) -> tuple[str, float]:
     culprit = dist.get_rank() == 1
+    # A worker that does nothing outside of exchanges is given more time than fits into a test.
+    life.IDLE_TIMES = 1
 
     def vanish() -> None:
         if how == "killed":
@@ -226,5 +230,45 @@ def test_lost_worker_is_named_in_time(how: str, where: str) -> None:
         else:
             doing = {"forward": "step 1, finished backward", "backward": "step 2, in backward"}[where]
             assert f") is alive, at {doing} (waited" in message
-            assert "rank 0" not in message.split("nobody is dead")[1]
+            verdict = message.split(": ", 1)[1]
+            assert verdict.removeprefix("nobody is dead, but ").startswith("rank 1 ("), message
         assert seconds < PATIENCE_S + 10
+
+
+def _evaluate_for_long(where: str) -> str:
+    model = wrap(_model(), timeout_s=2.0)
+    for step in range(3):
+        out = model(torch.randint(0, 200, (3,)))
+        if step == 1 and dist.get_rank() == 1 and where == "forward":
+            time.sleep(5.0)
+        out.square().sum().backward()
+        if step == 1 and dist.get_rank() == 1 and where == "after":
+            time.sleep(5.0)
+    model.verify_replicas()
+    return "done"
+
+
+@pytest.mark.parametrize("where", ["forward", "after"])
+def test_a_worker_that_is_busy_for_longer_than_the_limit_ends_nothing(where: str) -> None:
+    assert run_ranks(_evaluate_for_long, 2, where, timeout_s=40) == ["done", "done"]
+
+
+def _wait_for_different_things() -> str:
+    model = wrap(_model(), timeout_s=2.0)
+    _train(model)
+    if dist.get_rank() == 1:
+        # Its own collective, of which the other knows nothing.
+        with pytest.raises(RuntimeError):
+            dist.monitored_barrier(timeout=timedelta(seconds=20))
+        return ""
+    return _message(lambda: _train(model), WorkerLostError)
+
+
+def _train(model: nn.Module) -> None:
+    model(torch.randint(0, 200, (3,))).square().sum().backward()
+
+
+def test_workers_that_wait_for_different_things_are_named_with_them() -> None:
+    message = run_ranks(_wait_for_different_things, 2, lost=[1], timeout_s=40)[0]
+    assert "nobody is dead, but rank 1" in message
+    assert "is alive, at step 0, finished backward, waiting for monitored_barrier() of torch.distributed" in message

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from poseidon.errors import ConfigError
 from poseidon.team.team import Team
+from poseidon.team.tensors import list_tensors, sum_tensors
 from ranks import run_ranks
 
 
@@ -37,7 +42,7 @@ def _refused() -> str:
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        ({"POSEIDON_WIRE_INTERFACE": "none-such"}, "rank 2 .* cannot join: .*'none-such' has no IPv4 address"),
+        ({"POSEIDON_WIRE_INTERFACE": "none-such"}, "rank 2 .* cannot join: .*'none-such' has no address"),
         ({"POSEIDON_SECRET": "short"}, "rank 2 .* cannot join: the job's secret .* has 5 bytes"),
         ({"POSEIDON_SECRET": "another secret, as long"}, "rank 2 .* has another secret than rank 0 .*POSEIDON_SECRET"),
         ({"POSEIDON_WIRE_ENCRYPT": "1"}, "rank 2 .* encrypts and rank 0 .* does not; set POSEIDON_WIRE_ENCRYPT alike"),
@@ -49,3 +54,27 @@ def test_workers_that_do_not_fit_together_are_refused_by_name_on_all_of_them(odd
     assert len(set(messages)) == 1
     with pytest.raises(ConfigError, match=says):
         raise ConfigError(messages[0])
+
+
+def _add_and_list() -> tuple[list[bytes], list[list[float]]]:
+    team = Team(None)
+    summed = []
+    with mock.patch.object(dist, "all_reduce", None), mock.patch.object(dist, "all_gather", None):
+        for count, dtype in itertools.product((0, 1, 7, 100_003), (torch.float32, torch.bfloat16, torch.int64)):
+            mine = (torch.arange(count) % 251 * 10**team.rank).to(dtype)
+            total = sum_tensors(team, mine, "a sum")
+            expected = torch.zeros_like(mine)
+            for rank in range(team.size):
+                expected += (torch.arange(count) % 251 * 10**rank).to(dtype)
+            assert total.dtype is dtype
+            assert torch.equal(total, expected), "they are added in rank order"
+            summed.append(total.view(torch.uint8).numpy().tobytes())
+        listed = list_tensors(team, torch.full((2, 2), float(team.rank)), "a list")
+    team.close()
+    return summed, [part.flatten().tolist() for part in listed]
+
+
+def test_tensors_that_no_route_carries_are_added_and_listed_over_the_wire() -> None:
+    results = run_ranks(_add_and_list, 3)
+    assert results[0] == results[1] == results[2]
+    assert results[0][1] == [[0.0] * 4, [1.0] * 4, [2.0] * 4]

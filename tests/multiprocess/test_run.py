@@ -177,7 +177,7 @@ def test_workers_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
     job.wait_for("at work", times=2)
     job.process.send_signal(signal.SIGTERM)
     ended = job.end(limit_s=15)
-    assert ended.status == 130
+    assert ended.status == 143
     assert not ended.left
 
 
@@ -287,7 +287,8 @@ def test_as_tasks_of_slurm_it_joins(tmp_path: Path) -> None:
         assert ended.out.count("trained 2 steps") == 1, "as it is: no prefix, no other worker"
 
 
-def test_in_a_pod_it_runs_the_machines_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_told_arguments_only", [False, True], ids=["PyTorchJob", "TrainJob"])
+def test_in_a_pod_it_runs_the_machines_share(tmp_path: Path, is_told_arguments_only: bool) -> None:
     (tmp_path / "who.py").write_text(
         "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
     )
@@ -298,7 +299,8 @@ def test_in_a_pod_it_runs_the_machines_share(tmp_path: Path) -> None:
         "PET_MASTER_ADDR": "m",
         "PET_MASTER_PORT": "9",
     }
-    pod |= {"RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "m", "MASTER_PORT": "9", "KUBERNETES_SERVICE_HOST": "x"}
+    if not is_told_arguments_only:
+        pod |= {"RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "m", "MASTER_PORT": "9", "KUBERNETES_SERVICE_HOST": "x"}
     ended = run_poseidon("who.py", folder=tmp_path, env=pod)
     assert sorted(ended.out.splitlines()) == ["[0] 2 6 m", "[1] 3 6 m"]
 

@@ -3,6 +3,7 @@
 import os
 import queue
 import re
+import signal
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 import numpy as np
+import psutil
 import pytest
 
 from poseidon.errors import FrameError, WireError
@@ -478,3 +480,31 @@ def test_a_connection_has_the_buffer_that_its_peer_shall_have():
     line.join(time.monotonic() + WAIT_S)
     assert broken[0][0] == 1
     assert share.buffer_bytes(2) == 2 * 10_000, "two peers are left, and only one has something to send"
+
+
+def close_before_one_that_does_not_read(streams):
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = TcpTransport(rank, size, SECRET, WireSettings(streams_per_peer=streams, close_timeout_s=1.0))
+    addresses = [""] * size
+    dist.all_gather_object(addresses, transport.address)
+    transport.connect(addresses)
+    processes = [0] * size
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while psutil.Process(processes[1]).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
+    for number in range(16):
+        transport.send(1, Header(Kind.PART, rank, 0, number, 0, 4 << 20), bytes(4 << 20))
+    began = time.monotonic()
+    transport.close()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_close_does_not_wait_for_a_peer_that_does_not_read(streams):
+    seconds = run_ranks(close_before_one_that_does_not_read, 2, streams, lost=[1])[0]
+    # The limit, then a second for the threads of either direction to notice that they were cut; and a busy machine.
+    assert 1.0 <= seconds < 10.0

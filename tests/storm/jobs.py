@@ -7,10 +7,10 @@ Simulated: processes, threads, clocks, sockets, the job's store. Left out: gloo 
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,10 +34,8 @@ from poseidon.planning.route import Routes
 from poseidon.routes.catalogue import ShardedRoute
 from poseidon.routes.sharded import ShardedExchanger
 from poseidon.tables.node import Node
-from poseidon.team import team as team_module
 from poseidon.team.membership import Membership
 from poseidon.team.team import Team
-from poseidon.team.watch import Watch
 from poseidon.team.wiring import connect_wire
 from storm.network import network_of
 from storm.world import Process, Task, World, here
@@ -59,14 +57,9 @@ _WAITS = (
 class SimulatedStore:
     """The job's store, which worker 0 holds: without it, nobody gets an answer."""
 
-    timeout = timedelta(seconds=STORE_S)
-
     def __init__(self, owner: Process) -> None:
         self._owner = owner
         self._values: dict[str, str] = {}
-
-    def set_timeout(self, _: timedelta) -> None:
-        """Change nothing: the simulation has a limit of its own."""
 
     def set(self, key: str, value: str) -> None:
         self._ask()
@@ -109,10 +102,8 @@ class SimulatedTeam(Team):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, TIMEOUT_S
         self._mail = None
-        self._deadline = timedelta(seconds=TIMEOUT_S)
         self.membership = Membership.unnamed(range(size))
-        self.watch = Watch(team_module._beating_store(), "team", rank, self.membership, TIMEOUT_S)
-        self.watch.membership = self.membership = self._introduce("team/hello")
+        self._introduce("team/hello")
 
     @property
     def is_nccl(self) -> bool:
@@ -152,6 +143,8 @@ def draw_plan(chance: Any) -> Plan:
 
 # Sums: gradients of random sizes through the parameter server.
 
+SUM_CHUNK_BYTES = 1024
+
 
 def part_of(rank: int, step: int, number: int, size: int) -> torch.Tensor:
     """Return values of which another order of additions would give other bits."""
@@ -171,7 +164,7 @@ def do_sums(plan: Plan, rank: int) -> list[bytes]:
     with closing_all() as opened:
         team = opened(SimulatedTeam(rank, plan.workers))
         context = SimpleNamespace(team=team, is_cuda=False, cluster=Cluster(plan.workers))
-        exchanger = opened(ShardedExchanger(context, chunk_bytes=1024))  # type: ignore[arg-type]
+        exchanger = opened(ShardedExchanger(context, chunk_bytes=SUM_CHUNK_BYTES))  # type: ignore[arg-type]
         slots = exchanger.book(sizes, [torch.float32] * len(sizes))
         for step in range(plan.steps):
             team.watch.note(step, "in backward")
@@ -332,16 +325,17 @@ def opened_tables(plan: Plan, rank: int) -> Iterator[ps.TableJob]:
     team = SimulatedTeam(rank, plan.workers)
     try:
         transport = connect_wire(team, range(team.size))
-        node = Node(transport, timeout_s=TIMEOUT_S, is_started=False)
-        job = ps.TableJob(node, transport)
-        try:
-            team.gather_ints([0], "the start of the tables")
-            node.start()
-        except BaseException as error:
-            job.__exit__(type(error), error, None)
-            raise
-    finally:
+        node = Node(transport, timeout_s=TIMEOUT_S, is_busy=team.watch.is_busy, is_started=False)
+        job = ps.TableJob(node, transport, team.close)
+    except BaseException:
         team.close()
+        raise
+    try:
+        team.gather_ints([0], "the start of the tables")
+        node.start()
+    except BaseException as error:
+        job.__exit__(type(error), error, None)
+        raise
     with job:
         yield job
 
@@ -364,6 +358,17 @@ JOBS: dict[str, tuple[Callable[[Plan, int], list[bytes]], Callable[[Plan], list[
     "tables": (do_tables, expect_tables),
     "stale": (do_stale, expect_stale),
 }
+
+
+def usual_moves(plan: Plan) -> int:
+    """Return about how many moves a job makes without a fault, so that faults come at any time of it."""
+    others, pairs = plan.workers - 1, plan.workers * (plan.workers - 1) // 2
+    if plan.kind == "sums":
+        chunks = sum(math.ceil(4 * size / SUM_CHUNK_BYTES) for size in sum_sizes(plan))
+        return (280 + (30 + 35 * chunks) * plan.steps) * others
+    if plan.kind == "engine":
+        return (800 + 400 * plan.steps) * others
+    return (550 + 130 * plan.steps) * pairs
 
 
 class Launcher:

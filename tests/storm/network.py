@@ -43,7 +43,11 @@ class Pipe:
         """Whether the sender will send nothing more."""
         self.flips = 0
         """Bits still to flip."""
-        self._vanished: list[bytes | None] = []
+        self._vanished: list[tuple[int, bytes | None]] = []
+        self._early: dict[int, bytes | None] = {}
+        """Pieces that wait for earlier ones, by number."""
+        self._sent = self._taken = 0
+        """Numbers of the next piece to send, and to hand over."""
         self._last = 0.0
         self._generation = 0
 
@@ -62,31 +66,42 @@ class Pipe:
     def drop(self) -> None:
         """Forget what has not arrived."""
         self._generation += 1
-        self._vanished = []
+        self._vanished, self._early, self._taken = [], {}, self._sent
 
     def lighten(self) -> None:
         """End the darkness: what vanished is sent again."""
         self.is_dark = False
         vanished, self._vanished = self._vanished, []
-        for data in vanished:
-            self._put(data)
+        for number, data in sorted(vanished, key=lambda piece: piece[0]):
+            self._carry(number, data)
 
     def _put(self, data: bytes | None) -> None:
+        self._sent += 1
+        self._carry(self._sent - 1, data)
+
+    def _carry(self, number: int, data: bytes | None) -> None:
         if self.is_dark:
-            self._vanished.append(data)
+            self._vanished.append((number, data))
             return
         size = 0 if data is None else len(data)
         jitter = self.world.random.expovariate(1 / (0.3 * self.latency_s))
         self._last = max(self._last, self.world.now + self.latency_s + jitter) + size / self.bytes_per_s
         generation = self._generation
-        self.world.at(self._last, lambda: self._arrive(data, generation))
+        self.world.at(self._last, lambda: self._arrive(number, data, generation))
 
-    def _arrive(self, data: bytes | None, generation: int) -> None:
+    def _arrive(self, number: int, data: bytes | None, generation: int) -> None:
         if generation != self._generation:
             return
         if self.is_dark:
-            self._vanished.append(data)
+            self._vanished.append((number, data))
             return
+        self._early[number] = data
+        # The kernel hands over what comes in order, and keeps the rest.
+        while self._taken in self._early and generation == self._generation:
+            self._taken += 1
+            self._hand_over(self._early.pop(self._taken - 1))
+
+    def _hand_over(self, data: bytes | None) -> None:
         if data and self.flips:
             self.flips -= 1
             bit = self.world.random.randrange(8 * len(data))
@@ -246,7 +261,7 @@ class Connection(Socket):
         self.world.point()
         while sent < len(view):
             self._check_open()
-            if self.error or self.is_shut:
+            if self.error or self.out.is_ended:
                 broken = self.error or errno.EPIPE
                 raise OSError(broken, os.strerror(broken))
             room = self.out.capacity - self.out.held
@@ -280,8 +295,7 @@ class Connection(Socket):
         self._check_open()
         if self.error:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        assert how == real.SHUT_RDWR
-        self.is_shut = True
+        self.is_shut = how == real.SHUT_RDWR
         self.out.end()
         self.notify()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -53,6 +54,14 @@ def _verdict(self: Watch, _peer: int | None, error: BaseException) -> str:
 _REAL_VERDICT = Watch._verdict
 
 
+def _tell_at_the_end(self: Watch) -> Any:
+    beat = _REAL_BEAT(self)
+    return beat if self._stop.is_set() else replace(beat, left="", why="")
+
+
+_REAL_BEAT = Watch._beat
+
+
 def _answer_error(self: Post, header: Any, error: Any) -> None:
     if header.kind is not Kind.ERROR:
         self.send(header.sender, Kind.ERROR, header.subject, header.clock, str(error).encode())
@@ -95,6 +104,10 @@ RELAPSES: dict[str, tuple[str, Callable[[], Any]]] = {
     "nobody tells a worker that it was given up": (
         "silent reset",
         lambda: replaced((Node, "_tell_loss", _tell_others), (Post, "_answer_error", _answer_error)),
+    ),
+    "who gives up tells it only after its connections have ended": (
+        "freeze",
+        lambda: replaced((Watch, "_beat", _tell_at_the_end)),
     ),
 }
 """By name: the kind of fault that shows it, and how to bring it back."""

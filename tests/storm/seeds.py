@@ -2,8 +2,9 @@
 
 ::
 
-    python tests/storm/seeds.py --seeds 10000            # stops at nothing; prints the seeds that failed
-    python tests/storm/seeds.py --seed 1234 --trace      # one of them again, to the last bit, and what happened
+    python tests/storm/seeds.py --seeds 10000                      # stops at nothing; prints the seeds that failed
+    python tests/storm/seeds.py --seeds 10000 --kept seeds.jsonl   # ... and goes on where it was interrupted
+    python tests/storm/seeds.py --seed 1234 --trace                # one of them again, to the last bit
 
 The invariants: every worker ends with exactly the right bits, or the job ends within the fault's limit and names the
 worker that the fault struck; nobody hangs; a fault that can be survived is survived.
@@ -22,22 +23,25 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
 
 from storm.faults import KINDS, Fault
-from storm.jobs import JOBS, Launcher, Plan, draw_plan
+from storm.jobs import JOBS, Launcher, Plan, draw_plan, usual_moves
 from storm.patching import simulated
 from storm.world import World
 
 LIMIT_S = 300.0
 """Virtual seconds; longer than any job may take, with any fault."""
-MOST_MOVES = {"sums": 2500, "engine": 3000, "tables": 2500, "stale": 2500}
-"""About as many as a job makes without a fault."""
+AT_ONCE = 25
+"""How many seeds a process gets at a time."""
 
 
 @dataclass
@@ -68,7 +72,7 @@ def run_seed(seed: int, kinds: list[str] | None = None, keep_trace: bool = False
     """Run one job; the same seed always does the same."""
     chance = random.Random(seed)
     plan = draw_plan(chance)
-    faults = [Fault(chance, plan, kinds or list(KINDS), MOST_MOVES[plan.kind])]
+    faults = [Fault(chance, plan, kinds or list(KINDS), usual_moves(plan))]
     with (
         quiet(keep_trace),
         mock.patch.dict(os.environ, plan.wire),
@@ -147,31 +151,112 @@ def quiet(keep_trace: bool) -> Iterator[None]:
         gc.enable()
 
 
+def run_few(seeds: list[int], kinds: list[str] | None) -> list[dict[str, Any]]:
+    """Run some seeds; return what came of each, as plain data."""
+    found = []
+    for seed in seeds:
+        outcome = run_seed(seed, kinds)
+        (fault,) = outcome.faults
+        found.append(
+            {
+                "seed": seed,
+                "job": outcome.plan.kind,
+                "fault": fault.kind.name,
+                "came": fault.struck_at is not None,
+                "said": [str(outcome), *outcome.said] if outcome.wrong else [],
+            }
+        )
+    return found
+
+
+def run_all(
+    seeds: list[int], kinds: list[str] | None, parallel: int, last_start: float = float("inf")
+) -> Iterator[list[dict[str, Any]]]:
+    """Run seeds in several processes, a few at a time; yield what came of them, in any order."""
+    waiting = [seeds[start : start + AT_ONCE] for start in range(0, len(seeds), AT_ONCE)]
+    # Fresh processes: the threads of this one would not live on in a copy.
+    with ProcessPoolExecutor(parallel, get_context("spawn")) as pool:
+        running: set[Future[list[dict[str, Any]]]] = set()
+        while waiting or running:
+            while waiting and len(running) < 2 * parallel and time.monotonic() < last_start:
+                running.add(pool.submit(run_few, waiting.pop(0), kinds))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for few in done:
+                yield few.result()
+
+
+class Tally:
+    """What came of many seeds; in a file too, so that an interrupted run can go on."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.results: dict[int, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            # A run that was killed may have left half a line.
+            with contextlib.suppress(ValueError):
+                for line in path.read_text().splitlines():
+                    result = json.loads(line)
+                    self.results[result["seed"]] = result
+
+    def add(self, results: list[dict[str, Any]]) -> None:
+        self.results |= {result["seed"]: result for result in results}
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write("".join(json.dumps(result) + "\n" for result in results))
+        for result in results:
+            if result["said"]:
+                print(*result["said"], sep="\n    ", flush=True)
+
+    def __str__(self) -> str:
+        rows = [f"{'fault':<14}{'seeds':>8}{'came':>8}{'failed':>8}"]
+        total: Counter[str] = Counter()
+        for fault in (*KINDS, ""):
+            mine = [result for result in self.results.values() if not fault or result["fault"] == fault]
+            total = Counter(came=sum(r["came"] for r in mine), failed=sum(bool(r["said"]) for r in mine))
+            if mine:
+                rows.append(f"{fault or 'all':<14}{len(mine):>8}{total['came']:>8}{total['failed']:>8}")
+        return "\n".join(rows)
+
+    @property
+    def failed(self) -> list[int]:
+        return sorted(seed for seed, result in self.results.items() if result["said"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="run this one only")
-    parser.add_argument("--trace", action="store_true", help="show everything that happened")
+    parser.add_argument("--trace", action="store_true", help="with --seed: show everything that happened")
     parser.add_argument("--faults", help=f"of {', '.join(KINDS)}; default: all")
+    parser.add_argument("--parallel", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no seed after that")
+    parser.add_argument(
+        "--kept", type=Path, help="a file of results: those in it are not run again, new ones are added"
+    )
     arguments = parser.parse_args()
     kinds = arguments.faults.split(",") if arguments.faults else None
-    chosen = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
-    failed = []
-    count: Counter[str] = Counter()
+    if not set(kinds or ()) <= set(KINDS):
+        parser.error(f"--faults must be of {', '.join(KINDS)}")
+    if arguments.seed is not None:
+        outcome = run_seed(arguments.seed, kinds, arguments.trace)
+        print(*outcome.trace, outcome, *(f"    {text}" for text in outcome.said), sep="\n")
+        return int(bool(outcome.wrong))
     began = time.monotonic()
-    for seed in chosen:
-        outcome = run_seed(seed, kinds, arguments.trace)
-        count[f"{outcome.plan.kind}, {outcome.faults[0].kind.name}"] += 1
-        if arguments.trace:
-            print("\n".join(outcome.trace))
-        if outcome.wrong or arguments.seed is not None:
-            print(outcome)
-            print(*(f"    {text}" for text in outcome.said), sep="\n", flush=True)
-        if outcome.wrong:
-            failed.append(seed)
-    print(f"{len(chosen)} seeds in {time.monotonic() - began:.1f} s, {len(failed)} failed: {failed[:50]}")
-    return int(bool(failed))
+    tally = Tally(arguments.kept)
+    chosen = range(arguments.first, arguments.first + arguments.seeds)
+    left = [seed for seed in chosen if seed not in tally.results]
+    for few in run_all(left, kinds, arguments.parallel, began + 60 * arguments.minutes):
+        tally.add(few)
+    missing = sum(seed not in tally.results for seed in chosen)
+    print(tally)
+    print(
+        f"{len(tally.results)} seeds, {len(left) - missing} of them now in {time.monotonic() - began:.1f} s, "
+        f"{missing} not run, {len(tally.failed)} failed: {tally.failed[:50]}"
+    )
+    return int(bool(tally.failed or missing))
 
 
 if __name__ == "__main__":

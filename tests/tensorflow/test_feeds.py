@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from poseidon.auto.frameworks import watch_import
 from poseidon.following.patches import Patches
-from poseidon.tensorflow.feeds import Division, mean_of, plan_division
+from poseidon.tensorflow.combining import ANY, LARGEST, MEAN, SMALLEST, SUM, chosen, combine, fitting
+from poseidon.tensorflow.feeds import Division, plan_division
 
 X, Y = np.zeros((7, 3)), np.zeros(7)
 RATE, TABLE = np.array(0.1), np.zeros((5, 2))
@@ -52,8 +54,39 @@ def test_what_cannot_be_divided_stays_whole_for_a_reason(
 
 
 def test_a_mean_weighs_samples_and_keeps_equal_numbers_as_they_are() -> None:
-    assert mean_of([1.0, 4.0], [2, 1]) == 2.0
-    assert mean_of([0.1, 0.1, 0.1], [1, 1, 1]) == 0.1
+    assert combine(MEAN, [np.array(1.0), np.array(4.0)], [2, 1]) == 2.0
+    assert combine(MEAN, [np.array(0.1)] * 3, [1, 1, 1]) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("function", "way"),
+    [
+        (lambda rows: rows.sum(0), SUM),
+        (lambda rows: np.array(len(rows)), SUM),
+        (lambda rows: rows.mean(0), MEAN),
+        (lambda rows: 0.1 * (rows.mean(0) - 3.0), MEAN),
+        (lambda rows: rows.max(0), LARGEST),
+        (lambda rows: rows.min(0), SMALLEST),
+        (lambda rows: np.ones_like(rows[0]), MEAN),
+        (lambda rows: rows[0], 0),
+    ],
+)
+@pytest.mark.parametrize("shape", [(7, 4), (40, 2)])
+def test_two_parts_tell_how_a_whole_is_made_of_them(function: Any, way: int, shape: tuple[int, int]) -> None:
+    rows = np.random.default_rng(3).normal(5.0, 3.0, size=shape)
+    cut = len(rows) // 3
+    ways = fitting(function(rows), (function(rows[:cut]), function(rows[cut:])), (cut, len(rows) - cut))
+    assert chosen(ways) == way
+    if way:
+        parts = [function(part) for part in (rows[:2], rows[2:5], rows[5:])]
+        np.testing.assert_allclose(combine(way, parts, [2, 3, len(rows) - 5]), function(rows))
+
+
+def test_what_a_batch_leaves_alone_tells_nothing_yet() -> None:
+    assert fitting(np.zeros(3), (np.zeros(3), np.zeros(3)), (1, 2)) == ANY
+    assert fitting(np.array(np.nan), (np.array(1.0), np.array(2.0)), (1, 2)) == ANY
+    assert chosen(ANY) == SUM
+    assert chosen(fitting(np.array(2.0), (np.array(2.0), np.array(0.0)), (1, 2))) == LARGEST
 
 
 def test_an_import_is_noticed_once_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,8 @@ def test_batches_of_a_fixed_length_stay_whole_and_it_says_so(results: list[dict[
 
 
 def test_fetched_rows_and_means_are_those_of_the_whole_batch(results: list[dict[str, Any]]) -> None:
-    for (apart, count), mean in (result["fetched"] for result in results):
-        assert (apart < 1e-12, count) == (True, 7)
+    for (apart, rows, count), mean in (result["fetched"] for result in results):
+        assert (apart < 1e-12, rows, count) == (True, 7, 7)
         assert abs(mean) < 1e-12
 
 
@@ -75,7 +75,7 @@ def test_learning_rates_are_multiplied_if_asked_for(results: list[dict[str, Any]
     assert [result["rate"] for result in results] == [2.0, 2.0]
 
 
-def test_moving_averages_are_those_of_worker_0_also_after_a_restore(results: list[dict[str, Any]]) -> None:
+def test_moving_averages_are_those_of_the_whole_batch_also_after_a_restore(results: list[dict[str, Any]]) -> None:
     for found, expected in (result["averages"] for result in results):
         assert found == results[0]["averages"][0]
         assert abs(found - expected) < 1e-12
@@ -155,3 +155,20 @@ def test_data_for_evaluation_stay_whole(results: list[dict[str, Any]]) -> None:
     deals = results[0]["deals"]
     assert deals["whole"] == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
     assert deals["test"] == [list(range(10))] * 2
+
+
+@pytest.mark.parametrize("source", ["feeds", "dataset"])
+def test_what_a_step_counts_is_what_one_worker_counts(source: str, results: list[dict[str, Any]]) -> None:
+    for together, alone in (result["counted"] for result in results):
+        assert together[source] == results[0]["counted"][0][source], "the workers differ"
+        for name, values in alone[source].items():
+            assert together[source][name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
+    assert alone["feeds"]["seen"] == [22], "all rows"
+
+
+def test_gradients_without_an_optimizer_are_averaged_or_refused(results: list[dict[str, Any]]) -> None:
+    for found, late, from_dataset, alone in (result["by gradients alone"] for result in results):
+        assert found == pytest.approx(alone, abs=1e-12)
+        assert late.startswith("UnsupportedError: weights: the script updates it by hand")
+        assert "apply_gradients" in late
+        assert from_dataset.startswith("UnsupportedError: weights: a run assigns it from a dataset")

@@ -21,8 +21,11 @@ import nightly
 from auto_runs import SCRIPTS, launch
 from poseidon.following.options import AutoOptions
 from poseidon.planning.cluster import Cluster, Link
+from ranks import run_ranks
 
 pytestmark = MARKS
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tensorflow"
 
 LINK = Link(bits_per_s=1e9, latency_s=1e-5)
 """Assumed instead of measured, to save the time."""
@@ -108,6 +111,12 @@ def test_a_loop_of_tensorflow_2(tmp_path: Path) -> None:
     assert "gradients are averaged when they are applied" in said
     found = load(tmp_path / "tf2_loop.npz")
     assert int(found["batches"]) == 30, "two epochs of 30 batches, two at a time"
+    assert float(found["seen"]) == 3000, "two epochs of 1,500 samples, whoever has seen them"
+    assert found["restored"]
+    assert "worker 0's values are kept" in said, "moving averages"
+    written = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert written == ["checkpoint", "ckpt-2.data-00000-of-00001", "ckpt-2.index"]
+    assert len(list((tmp_path / "events").iterdir())) == 1, "one worker writes summaries"
     assert float(found["accuracy"]) > 0.4, "a tenth by chance"
 
 
@@ -123,7 +132,8 @@ def test_the_originals_command_runs_scripts(script: str, backend: str, tmp_path:
     said = run_psd(tmp_path, f"python {SCRIPTS / script}.py", KERAS_BACKEND=backend)
     assert "server_nodes: not needed" in said
     assert float(load(tmp_path / f"{script}.npz")["accuracy"]) > (0.6 if script == "keras_text" else 0.3)
-    assert sorted(path.name for path in (tmp_path / "logs_of_nodes").iterdir()) == ["worker-0.log", "worker-1.log"]
+    logs = sorted(path.name for path in (tmp_path / "logs_of_nodes").glob("worker-*"))
+    assert logs == ["worker-0.log", "worker-1.log"]
 
 
 def test_the_originals_command_takes_a_command_for_each_worker(tmp_path: Path) -> None:
@@ -132,6 +142,51 @@ def test_the_originals_command_takes_a_command_for_each_worker(tmp_path: Path) -
     assert (tmp_path / "model.ckpt-12.index").exists()
 
 
+NETWORKS = {"vgg19": "32", "vgg19-22k": "32", "inception3": "75", "resnet152": "32"}
+"""Networks of the example, and a size of pictures that each can take."""
+
+
+def count_parameters() -> dict[str, int]:
+    """Build the networks of the example at full size, without values."""
+    import tensorflow.compat.v1 as tf
+
+    sys.path.insert(0, str(EXAMPLES))
+    import networks  # type: ignore[import-not-found]
+
+    found = {}
+    for name, (build, size, classes) in networks.NETWORKS.items():
+        with tf.Graph().as_default():
+            build(networks.Builder(1.0), tf.placeholder(tf.float32, [None, size, size, 3]), classes)
+            found[name] = sum(int(np.prod(variable.shape.as_list())) for variable in tf.trainable_variables())
+    return found
+
+
+def test_large_networks_have_their_published_numbers_of_parameters() -> None:
+    (found,) = run_ranks(count_parameters, 1, env=QUIET, timeout_s=550, preload=PRELOAD)
+    assert found == {
+        "inception3": 23_834_568,
+        "vgg19": 143_667_240,
+        "vgg19-22k": 229_052_817,
+        "resnet152": 60_192_808,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["vgg19-22k", *(pytest.param(name, marks=nightly.only) for name in ("inception3", "resnet152"))]
+)
+def test_a_large_network_made_small_comes_out_as_alone(name: str, tmp_path: Path) -> None:
+    small = ("--width", "0.05", "--classes", "30", "--size", NETWORKS[name])
+    words = (name, *small, "--batch", "6", "--steps", "3", "--losses", "losses.json")
+    found = {}
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        env = {**QUIET, "POSEIDON_SYNC_BATCHNORM": "1"}
+        launch(str(EXAMPLES / "networks.py"), size, folder, AutoOptions(), *words, env=env, preload=PRELOAD)
+        found[size] = json.loads((folder / "losses.json").read_text())
+    assert found[1]["parameters"] == found[2]["parameters"]
+    # In float32, with sums in another order.
+    assert found[2]["losses"] == pytest.approx(found[1]["losses"], rel=1e-3)
+
+
 def test_the_example_trains(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "tensorflow" / "cifar10.py"
-    assert "3 steps, test accuracy" in run([str(example), "--steps", "3", "--batch", "8"], tmp_path)
+    assert "3 steps, test accuracy" in run([str(EXAMPLES / "cifar10.py"), "--steps", "3", "--batch", "8"], tmp_path)

@@ -104,7 +104,7 @@ def fixed_rows(said: Any) -> tuple[float, float, str]:
 
 
 def fetched() -> tuple[list[float], float]:
-    """Fetch rows and a mean beside a step: they are those of the whole batch."""
+    """Fetch rows, a mean and a count beside a step: they are those of the whole batch."""
     with tf.Graph().as_default(), v1.Session() as session:
         x, y, weights, loss = line()
         rows = tf.squeeze(tf.matmul(x, weights), 1)
@@ -113,8 +113,9 @@ def fetched() -> tuple[list[float], float]:
         inputs, labels = batch(7)
         _, found, mean, length = session.run([step, rows, loss, tf.shape(rows)[0]], {x: inputs, y: labels})
         expected = (inputs @ session.run(weights))[:, 0]
-        assert length in (3, 4)
-        return [float(np.abs(found - expected).max()), len(found)], float(mean - np.mean((expected - labels) ** 2))
+        return [float(np.abs(found - expected).max()), len(found), int(length)], float(
+            mean - np.mean((expected - labels) ** 2)
+        )
 
 
 def by_hand() -> float:
@@ -178,7 +179,7 @@ def scaled_rate(options: AutoOptions) -> float:
 
 
 def moving_averages(rank: int) -> tuple[float, float]:
-    """Keep an average of each worker's own batch: worker 0's counts. Return the averages here and in the checkpoint."""
+    """Keep an average of what is in the batches. Return it after a restore, and what it should be."""
     with tf.Graph().as_default(), v1.Session() as session:
         x, y, _, loss = line()
         average = v1.get_variable("average", [], tf.float64, tf.zeros_initializer(), trainable=False)
@@ -188,7 +189,7 @@ def moving_averages(rank: int) -> tuple[float, float]:
         inputs, labels = batch()
         for _ in range(3):
             session.run(step, {x: inputs, y: labels})
-        expected = (1 + 0.5 + 0.25) * inputs[:3].mean()
+        expected = (1 + 0.5 + 0.25) * inputs.mean()
         saver = v1.train.Saver()
         path = saver.save(session, "./averages.ckpt", global_step=3)
         session.run(v1.assign(average, 100.0 + rank))
@@ -197,17 +198,18 @@ def moving_averages(rank: int) -> tuple[float, float]:
 
 
 def own_moments() -> float:
-    """Return how far from a worker's own mean the mean of a batch is, if nothing else is asked for."""
+    """Return how far a batch's variance is from the mean of the workers' own, if nothing else is asked for."""
     with tf.Graph().as_default(), v1.Session() as session:
         x, y, _, loss = line()
-        mean = tf.reduce_sum(tf.nn.moments(x, [0])[0])
+        variance = tf.reduce_sum(tf.nn.moments(x, [0])[1])
         kept = v1.get_variable("kept", [], tf.float64, tf.zeros_initializer(), trainable=False)
-        with tf.control_dependencies([kept.assign(mean)]):
+        with tf.control_dependencies([kept.assign(variance)]):
             step = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
         session.run(v1.global_variables_initializer())
         inputs, labels = batch()
         session.run(step, {x: inputs, y: labels})
-        return float(session.run(kept) - inputs[:3].mean(0).sum())  # as of worker 0
+        own = [part.var(0).sum() for part in (inputs[:3], inputs[3:])]
+        return min(abs(float(session.run(kept)) - one) for one in (own[0], sum(own) / 2))
 
 
 def normalized(size: int) -> list[float]:
@@ -339,6 +341,87 @@ def sums_in_any_order(rank: int) -> list[float]:
     return [found[0], found[1]]
 
 
+def counters(x: Any, y: Any, loss: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return variables that a step assigns from a batch in many ways, and the operations that do so."""
+
+    def keep(name: str, dtype: Any = tf.float64) -> Any:
+        return v1.get_variable(name, [], dtype, tf.zeros_initializer(), trainable=False)
+
+    rows = tf.shape(x)[0]
+    seen, steps, total = keep("seen", tf.int64), keep("steps", tf.int32), keep("total")
+    largest, average, latest = keep("largest"), keep("average"), keep("latest")
+    updates = [
+        v1.assign_add(seen, tf.cast(rows, tf.int64)),
+        v1.assign_add(steps, 1),
+        v1.assign(total, total + tf.reduce_sum(y)),
+        v1.assign(largest, tf.maximum(largest, tf.reduce_max(x))),
+        v1.assign_sub(average, 0.1 * (average - tf.reduce_mean(x))),
+        v1.assign(latest, loss),
+    ]
+    metrics = [
+        v1.metrics.accuracy(y > 0, x[:, 0] > 0, name="accuracy"),
+        v1.metrics.mean(loss, name="mean_of_scalars"),
+        v1.metrics.mean(tf.abs(y), name="mean_of_rows"),
+        v1.metrics.auc(y > 0, tf.sigmoid(x[:, 1]), num_thresholds=20),
+        v1.metrics.true_positives(y > 0, x[:, 2] > 0),
+    ]
+    names = {v.op.name: v for v in (seen, steps, total, largest, average, latest)}
+    local = {variable.op.name: variable for variable in v1.local_variables()}
+    return {**names, **local}, [*updates, *(update for _, update in metrics)]
+
+
+def counted(source: str, batch_size: int) -> dict[str, list[float]]:
+    """Train three steps, each with many counters; return them, and what the last step has fetched of them."""
+    generator = np.random.default_rng(6)
+    data = generator.normal(size=(22, 3)), generator.normal(size=22)
+    with tf.Graph().as_default(), v1.Session() as session:
+        if source == "feeds":
+            x, y, weights, loss = line()
+        else:
+            samples = tf.data.Dataset.from_tensor_slices(data).repeat(1).batch(batch_size)
+            x, y = v1.data.make_one_shot_iterator(samples).get_next()
+            weights = v1.get_variable("weights", initializer=np.random.default_rng(0).normal(size=(3, 1)))
+            loss = tf.reduce_mean(tf.square(tf.squeeze(tf.matmul(x, weights), 1) - y))
+        kept, updates = counters(x, y, loss)
+        step = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+        session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+        numbers = [loss, tf.reduce_sum(tf.cast(y > 0, tf.int32)), tf.reduce_sum(y)]
+        for number in range(3):
+            part = slice(number * batch_size, (number + 1) * batch_size)
+            feeds = {x: data[0][part], y: data[1][part]} if source == "feeds" else {}
+            fetched = session.run([step, *numbers, *updates], feeds)[1:]
+        values = {name: np.ravel(value).tolist() for name, value in session.run(kept).items()}
+        return {**values, "weights": np.ravel(session.run(weights)).tolist(), "fetched": [float(v) for v in fetched]}
+
+
+def by_gradients_alone() -> tuple[list[float], str, str]:
+    """Update with tf.gradients and assign_sub; return the result, and errors where it cannot be averaged."""
+
+    def train(is_late: bool = False) -> list[float]:
+        with tf.Graph().as_default(), v1.Session() as session:
+            x, y, weights, loss = line()
+            if is_late:
+                session.run(v1.global_variables_initializer())
+            clipped = tf.clip_by_norm(tf.gradients(loss, [weights])[0], 0.5)
+            step = v1.assign_sub(weights, 0.1 * clipped)
+            session.run(v1.global_variables_initializer())
+            for _ in range(2):
+                session.run(step, dict(zip((x, y), batch(7), strict=True)))
+            values: list[float] = session.run(weights)[:, 0].tolist()
+            return values
+
+    def from_dataset() -> None:
+        samples = tf.data.Dataset.from_tensor_slices(batch(8)[0]).repeat().batch(2)
+        x = v1.data.make_one_shot_iterator(samples).get_next()
+        weights = v1.get_variable("weights", initializer=np.zeros(3))
+        step = v1.assign_sub(weights, tf.reduce_mean(x, 0))
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(step)
+
+    return train(), message_of(lambda: train(is_late=True)), message_of(from_dataset)
+
+
 def random_numbers() -> tuple[list[float], list[int]]:
     """Return noise in the graph, which is each worker's own, and the order of a dataset, which is the same."""
     with tf.Graph().as_default(), v1.Session() as session:
@@ -395,6 +478,8 @@ def check_all(folder: str) -> dict[str, Any]:
     os.chdir(folder)
     deals = eager_deals() if rank == 0 else None
     alone = normalized(8) if rank == 0 else None
+    counted_alone = {"feeds": counted("feeds", 8), "dataset": counted("dataset", 8)}
+    by_hand_alone = by_gradients_alone()[0]
     following, patches, said = follow()
     results: dict[str, Any] = {
         "deals": deals,
@@ -410,6 +495,8 @@ def check_all(folder: str) -> dict[str, Any]:
         "sums": (sums_in_any_order(rank), sums_of_other_runs(rank)),
         "random": random_numbers(),
         "graph dataset": graph_dataset(),
+        "counted": ({"feeds": counted("feeds", 8), "dataset": counted("dataset", 4)}, counted_alone),
+        "by gradients alone": (*by_gradients_alone(), by_hand_alone),
     }
     following.conclude()
     patches.undo()

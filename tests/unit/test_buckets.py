@@ -6,7 +6,7 @@ from torch import nn
 
 from poseidon.planning.packing import SMALLEST_BUCKET_BYTES, assign_buckets, limit_collective, limit_served
 from poseidon.routes.buckets import Bucket
-from poseidon.sums.slots import chunk_bytes_for
+from poseidon.sums.slots import CHUNK_S, LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, WHOLE_CHUNK_S, chunk_bytes_for
 
 MB = 2**20
 SIZES = st.lists(st.tuples(st.sampled_from(["f32", "f16"]), st.integers(0, 40 * MB)), max_size=40)
@@ -195,3 +195,14 @@ def test_a_served_bucket_has_two_whole_chunks_for_every_owner_as_long_as_that_is
     limit = limit_served(None, owners, chunk_bytes)
     assert 4 * MB <= limit <= 25 * MB
     assert limit >= 2 * owners * chunk_bytes or limit == 25 * MB
+
+
+@given(st.floats(1e6, 1e11), st.booleans())
+def test_a_chunk_takes_about_as_long_as_it_should_unless_that_is_too_small_or_too_large(
+    bytes_per_s: float, lands_whole: bool
+) -> None:
+    size = chunk_bytes_for(bytes_per_s, lands_whole)
+    assert size.bit_count() == 1
+    assert SMALLEST_CHUNK_BYTES <= size <= LARGEST_CHUNK_BYTES
+    if SMALLEST_CHUNK_BYTES < size < LARGEST_CHUNK_BYTES:
+        assert 0.7 < size / bytes_per_s / (WHOLE_CHUNK_S if lands_whole else CHUNK_S) < 1.42

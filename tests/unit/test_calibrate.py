@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,10 +24,14 @@ class Room:
         self.topology = Topology.from_names(names)
         self._others = others
 
-    encrypts = False
+    @property
+    def size(self) -> int:
+        return self.topology.workers
 
-    def new_group(self) -> None:
-        """No group: nobody is pinged."""
+    @property
+    def mail(self) -> Any:
+        """Nobody is pinged."""
+        return SimpleNamespace(new_channel=lambda: 7)
 
     def gather_json(self, mine: Any) -> list[Any]:
         return [*self._others[: self.rank], mine, *self._others[self.rank :]]
@@ -111,6 +116,48 @@ def test_uneven_machines_count_as_their_fullest(monkeypatch: pytest.MonkeyPatch)
 def test_one_worker_alone_has_no_links_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure_flops", lambda _: 5e9)
     assert measure_cluster(room(0, "a", []), CPU) == Cluster(1, flops=5e9, source="measured")
+
+
+@pytest.mark.parametrize(
+    ("gbit", "expected_mb"),
+    [(0.1, 2), (1, 2), (10, 17.875), (25, 32), (100, 32)],
+)
+def test_a_probe_fills_a_fast_link_for_longer_than_a_burst(gbit: float, expected_mb: float) -> None:
+    assert calibrate.probe_bytes(2 * 2**20 * 8 / (gbit * 1e9)) == expected_mb * 2**20
+
+
+class Shaped:
+    """Round trips over a link of 10 Gbit/s that lets 1 MB through at once after a rest, and is slow at first."""
+
+    def __init__(self) -> None:
+        self.trips = 0
+        self.sent: list[int] = []
+
+    def time(self, size_bytes: int, count: int) -> list[float]:
+        self.sent += [size_bytes] * count
+        return [self._one(size_bytes) for _ in range(count)]
+
+    def agree(self, value: int) -> int:
+        return value
+
+    def _one(self, size_bytes: int) -> float:
+        self.trips += 1
+        warm = 1e-3 if self.trips in (1, 7) else 0.0
+        return 2 * (100e-6 + max(0, size_bytes - 2**20) / 1.25e9) + warm
+
+
+def test_a_burst_is_not_taken_for_the_links_speed() -> None:
+    link = Shaped()
+    found = calibrate._ping(cast("Any", link), 1 << 30)
+    assert found["latency_s"] == pytest.approx(100e-6)
+    assert found["bits_per_s"] == pytest.approx(10e9, rel=0.08)
+    assert sum(link.sent) / 1.25e9 * 2 < 0.15, "measuring takes no more time than that"
+
+
+def test_inside_a_machine_probes_stay_small() -> None:
+    link = Shaped()
+    calibrate._ping(cast("Any", link), 2 << 20)
+    assert max(link.sent) == 2 << 20
 
 
 def test_the_device_has_a_rate() -> None:

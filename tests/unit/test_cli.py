@@ -49,12 +49,14 @@ def test_arguments_come_from_the_process_by_default(command: Command, monkeypatc
     assert command.names == ["cat"]
 
 
-@pytest.mark.parametrize("error", [ConfigError("rate 'x' is wrong"), WorkerLostError("rank 'x' is wrong")])
-def test_an_error_of_ours_is_one_line_and_status_1(
-    command: Command, error: Exception, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("rate 'x' is wrong"), 1), (WorkerLostError("rank 'x' is wrong"), 75)]
+)
+def test_an_error_of_ours_is_one_line_and_a_status(
+    command: Command, error: Exception, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.error = error
-    assert cli.main(["greet", "ape"]) == 1
+    assert cli.main(["greet", "ape"]) == status
     captured = capsys.readouterr()
     assert captured.err == f"poseidon greet: {error}\n"
     assert captured.out == ""

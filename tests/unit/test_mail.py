@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 
 from poseidon.errors import FrameError
 from poseidon.team import mail as mail_module
-from poseidon.team.mail import Mail, Tag
+from poseidon.team import team as team_module
+from poseidon.team.mail import Mail, Tag, then
 from poseidon.team.membership import PeerLostError
+from poseidon.team.team import Team
 from poseidon.wire.memory import make_memory_network
 
 
@@ -74,3 +78,34 @@ def test_a_message_of_another_size_is_refused(comes_early: bool) -> None:
         mails[0].expect(1, Tag(1, 1), memoryview(bytearray(5)))
         with pytest.raises(FrameError, match="5 bytes were expected"):
             transports[0].network.pump()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("length", [0, 7, 150])
+def test_a_broadcast_reaches_everybody_and_crosses_no_link_twice(
+    size: int, source: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team_module, "_SMALL_BYTES", 20)
+    transports = make_memory_network(size)
+    teams = []
+    for rank, transport in enumerate(transports):
+        team = Team.__new__(Team)
+        team.rank, team.size, team._mail, team._tags = rank, size, Mail(transport), Counter()
+        teams.append(team)
+    for step in range(3):
+        data = [bytearray([rank + 10 * step] * length) for rank in range(size)]
+        futures = [team.start_broadcast(memoryview(mine), source) for team, mine in zip(teams, data, strict=True)]
+        transports[0].network.pump()
+        assert all(future.done() and future.exception() is None for some in futures for future in some)
+        assert data == [bytearray([source + 10 * step] * length)] * size
+    if length > 20:
+        assert max(transport.stats.sent_bytes for transport in transports) == 3 * length
+
+
+def test_a_broadcast_that_is_not_passed_on_fails_behind() -> None:
+    first: Future[None] = Future()
+    waiting = then(first, lambda: Future())
+    first.set_exception(PeerLostError(0, "gone"))
+    with pytest.raises(PeerLostError, match="gone"):
+        waiting.result(0)

@@ -9,7 +9,7 @@ import poseidon
 from poseidon import errors
 from poseidon.errors import ConfigError
 
-NAMES = ["DistributedDataParallel", "Plan", "distribute", "init", "plan", "ps"]
+NAMES = ["Checkpoint", "DistributedDataParallel", "Plan", "data", "distribute", "init", "plan", "ps"]
 
 
 def test_the_public_names_are_these() -> None:

@@ -1,172 +1,244 @@
+"""The thin part of the watch: what it sends, hears, and raises."""
+
 import gc
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from poseidon.errors import WorkerLostError
-from poseidon.team import watch
-from poseidon.team.membership import Member, Membership
+from poseidon.team import life, watch
+from poseidon.team.life import Beat
+from poseidon.team.membership import Member, Membership, PeerLostError
+from poseidon.team.pulse import BUSY_BYTES, Pulse, waiting_call
+from poseidon.team.team import Team
 from poseidon.team.watch import Watch
-from poseidon.wire.mesh import MeshError
+from poseidon.wire.mesh import Heard, MeshError
 
 TEAM = Membership(0, tuple(Member(rank, host, host) for rank, host in enumerate(["ape", "bee", "cat"])))
-Beat = dict[str, Any]
 
 
-class Store:
-    """A job's store in which the other workers' heartbeats follow a script: one entry per reading."""
+class Signals:
+    """A mesh in which the other workers' signals are what a test says."""
 
-    def __init__(self, script: dict[int, list[Beat | None]]) -> None:
-        self.values: dict[str, str] = {}
-        self.is_gone = False
+    def __init__(self, others: dict[int, Beat]) -> None:
+        self.others = others
+        self.ended: set[int] = set()
+        self.sent: list[Beat] = []
+        self.has_parted = False
         self.has_beaten = threading.Event()
-        self._script = script
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
+    def signal(self, data: bytes) -> None:
+        self.sent.append(Beat.unpack(data))
         self.has_beaten.set()
 
-    def check(self, keys: list[str]) -> bool:
-        if self.is_gone:
-            raise ConnectionError("connection refused\nand more of no interest")
-        for key in keys:
-            rank = int(key.rsplit("/", 1)[1])
-            beat = self._script[rank].pop(0) if self._script.get(rank) else None
-            if beat is not None:
-                self.values[key] = json.dumps(beat)
-        return all(key in self.values for key in keys)
+    def hear(self) -> dict[int, Heard]:
+        now = watch.time.monotonic()
+        return {
+            rank: Heard(now, beat.pack(), "its connection ended" if rank in self.ended else "")
+            for rank, beat in self.others.items()
+        }
 
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
+    def part(self) -> None:
+        self.has_parted = True
 
 
-def beats(count: int, step: int, doing: str) -> list[Beat | None]:
-    return [{"beat": number, "step": step, "doing": doing} for number in range(count)]
-
-
-Open = Callable[..., tuple[Watch, Store]]
+Open = Callable[..., tuple[Watch, Signals]]
 
 
 @pytest.fixture
 def open_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    monkeypatch.setattr(watch, "BEAT_S", 0.002)
+    for module in (watch, life):
+        monkeypatch.setattr(module, "BEAT_S", 0.002)
     opened: list[Watch] = []
 
-    def make(script: dict[int, list[Beat | None]] | None = None, **options: Any) -> tuple[Watch, Store]:
-        store = Store(script or {})
-        opened.append(Watch(store, "job", 0, TEAM, **{"timeout_s": 60.0, **options}))
-        return opened[-1], store
+    def make(others: dict[int, Beat] | None = None, **options: Any) -> tuple[Watch, Signals]:
+        mesh = Signals(others or {1: Beat(), 2: Beat()})
+        opened.append(Watch(mesh, 0, TEAM, **{"timeout_s": 60.0, **options}))  # type: ignore[arg-type]
+        return opened[-1], mesh
 
     yield make
     for one in opened:
         one.close()
-        assert not any(thread.is_alive() for thread in one._threads)
+        assert not one._thread.is_alive()
 
 
-def text_of(one: Watch, peer: int | None = None) -> str:
-    error = one.lost("fc1", peer, TimeoutError("no answer\nsecond line"))
-    assert isinstance(error, WorkerLostError)
-    return str(error)
+def _await_beats(mesh: Signals, count: int) -> None:
+    for _ in range(count):
+        mesh.has_beaten.clear()
+        assert mesh.has_beaten.wait(30)
 
 
 def test_the_heartbeat_says_what_this_worker_does(open_watch: Open) -> None:
-    one, store = open_watch()
+    one, mesh = open_watch()
     for step, doing in ((0, "starting"), (7, "in backward")):
         one.note(step, doing)
-        _await_beats(store, 2)
-        beat = json.loads(store.values["job/0"])
-        assert (beat["step"], beat["doing"]) == (step, doing)
+        _await_beats(mesh, 2)
+        assert (mesh.sent[-1].step, mesh.sent[-1].doing, mesh.sent[-1].left) == (step, doing, "")
 
 
-def _await_beats(store: Store, count: int) -> None:
-    for _ in range(count):
-        store.has_beaten.clear()
-        assert store.has_beaten.wait(30)
+def test_the_heartbeat_says_what_this_worker_waits_for(open_watch: Open) -> None:
+    one, mesh = open_watch()
+    with one.waiting("fc6"):
+        _await_beats(mesh, 2)
+        first = mesh.sent[-1]
+    _await_beats(mesh, 2)
+    between = mesh.sent[-1]
+    with one.waiting("fc6"):
+        _await_beats(mesh, 2)
+    assert (first.waits_for, between.waits_for, mesh.sent[-1].waits_for) == ("fc6", "", "fc6")
+    assert first.wait != mesh.sent[-1].wait
 
 
-def test_the_heartbeat_counts_up_and_ends_with_close(open_watch: Open) -> None:
-    one, store = open_watch()
-    _await_beats(store, 1)
-    first = json.loads(store.values["job/0"])["beat"]
-    _await_beats(store, 1)
-    assert json.loads(store.values["job/0"])["beat"] > first
+def test_waits_of_poseidons_own_threads_do_not_count(open_watch: Open) -> None:
+    one, mesh = open_watch()
+
+    def wait() -> None:
+        with one.waiting("fc6"):
+            _await_beats(mesh, 2)
+
+    thread = threading.Thread(target=wait, name="poseidon-levels")
+    thread.start()
+    thread.join()
+    assert not any(beat.waits_for for beat in mesh.sent)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("loss is nan\nand more")])
+def test_the_last_beat_says_how_the_worker_leaves(open_watch: Open, error: Exception | None) -> None:
+    one, mesh = open_watch()
+    one.note(12, "finished backward")
+    one.close(watch.FINISHED, error)
     one.close()
-    last = store.values["job/0"]
-    one.close()
-    assert store.values["job/0"] == last
+    last = mesh.sent[-1]
+    assert (last.step, last.left, last.why) == (
+        (12, "finished", "") if error is None else (12, "failed", "ValueError: loss is nan")
+    )
+    assert mesh.has_parted
+    assert [beat.left for beat in mesh.sent].count("") == len(mesh.sent) - 1
 
 
-def test_a_dead_worker_is_named_with_its_last_words(open_watch: Open) -> None:
-    one, _ = open_watch({1: beats(1, 41, "in forward"), 2: beats(9, 42, "in backward")})
-    one.note(42, "in backward")
-    text = text_of(one, peer=2)
-    assert text.startswith("rank 0 (ape) gave up waiting at step 42 for fc1 from rank 2 (cat): ")
-    assert "rank 1 (bee) is dead or cut off; last seen at step 41, in forward" in text
-    assert text.endswith("The wait ended with: TimeoutError: no answer")
-    assert "rank 2 (cat) is" not in text
+def test_a_wait_without_hope_ends_with_the_culprit(open_watch: Open) -> None:
+    one, _ = open_watch({1: Beat(4, "finished backward", left="finished"), 2: Beat(5, "in forward")})
+    one.note(5, "at the end of backward")
+    team = Team.__new__(Team)
+    team.watch = one
+    with pytest.raises(WorkerLostError) as caught:
+        team.result(Future(), "fc1")
+    text = str(caught.value)
+    assert text.startswith("rank 0 (ape) gave up waiting at step 5 for fc1: rank 1 (bee) finished at step 4")
+    assert "The wait ended with: HopelessError: no answer within" in text
 
 
-def test_a_worker_that_never_arrived_is_named(open_watch: Open) -> None:
-    one, _ = open_watch({1: beats(9, 0, "starting")})
-    assert "rank 2 (cat) never reported" in text_of(one)
+class LateWork:
+    """An operation that ends, well or not, at the very moment at which the first wait for it gives up."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error = error
+        self._waits = 0
+
+    def wait(self, limit: timedelta) -> None:
+        self._waits += 1
+        if self._waits == 1:
+            raise RuntimeError("timed out")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return True
 
 
-def test_all_dead_workers_are_named(open_watch: Open) -> None:
-    one, _ = open_watch({2: beats(1, 3, "finished backward")})
-    text = text_of(one)
-    assert "rank 1 (bee) never reported; rank 2 (cat) is dead or cut off" in text
+def test_an_operation_that_ends_as_its_wait_gives_up_has_ended_well(open_watch: Open) -> None:
+    one, _ = open_watch({1: Beat(5, "in forward"), 2: Beat(5, "in forward")})
+    team = Team.__new__(Team)
+    team.watch = one
+    team.wait(LateWork(), "fc1")
+    with pytest.raises(WorkerLostError, match="Connection closed by peer"):
+        team.wait(LateWork("Connection closed by peer"), "fc1")
 
 
-def test_the_worker_furthest_behind_is_named_if_all_are_alive(open_watch: Open) -> None:
-    one, _ = open_watch({1: beats(9, 6, "at the end of backward"), 2: beats(9, 6, "in forward")}, timeout_s=12.5)
-    one.note(6, "at the end of backward")
-    text = text_of(one)
-    assert "nobody is dead" in text
-    assert "rank 2 (cat) is alive, at step 6, in forward" in text
-    assert "rank 1" not in text
-    assert "12.5 s; timeout_s=" in text
+def test_a_wait_for_one_that_works_outside_goes_on_and_says_so(
+    open_watch: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, mesh = open_watch({1: Beat(4, "in forward"), 2: Beat(5, waits_for="fc1")}, timeout_s=0.05)
+    one.note(5, "in backward")
+    team = Team.__new__(Team)
+    team.watch = one
+    future: Future[int] = Future()
+    ends = threading.Event()
+
+    def work() -> None:
+        for count in range(10**6):
+            mesh.others[1] = Beat(4, "in forward", work=count)
+            if ends.wait(0.001):
+                break
+        future.set_result(7)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    found: list[int] = []
+    waiter = threading.Thread(target=lambda: found.append(team.result(future, "fc1")))
+    waiter.start()
+    while not caplog.records:
+        ends.wait(0.001)
+    ends.set()
+    thread.join()
+    waiter.join()
+    assert found == [7]
+    (record,) = caplog.records
+    assert "rank 1 (bee) is alive, at step 4, in forward" in record.getMessage()
+    assert "cat" not in record.getMessage()
 
 
-def test_an_earlier_step_is_further_behind_than_any_phase(open_watch: Open) -> None:
-    one, _ = open_watch({1: beats(9, 5, "finished backward"), 2: beats(9, 6, "starting")})
-    text = text_of(one)
-    assert "rank 1 (bee) is alive, at step 5" in text
-    assert "rank 2" not in text
+def test_a_broken_connection_waits_for_others_to_show_who_is_dead(open_watch: Open) -> None:
+    one, mesh = open_watch({1: Beat(5), 2: Beat(5)})
+    mesh.ended.add(1)
+    error = one.lost("fc1", 2, PeerLostError(2, "reset"))
+    assert "rank 2 (cat) is alive, at step 5, starting, but its connection with rank 0 broke" in str(error)
 
 
-def test_the_slowest_is_named_even_if_it_moves(open_watch: Open) -> None:
-    moving = [{"beat": number, "step": number, "doing": "in forward"} for number in range(9)]
-    one, _ = open_watch({1: list(moving), 2: beats(9, 30, "at the end of backward")})
-    text = text_of(one)
-    assert "rank 1 (bee) is alive" in text
-    assert "rank 2" not in text
+def test_who_gives_up_says_so_before_it_leaves(open_watch: Open) -> None:
+    one, mesh = open_watch()
+    error = one.lost("fc1", 1, watch.HopelessError(60.0))
+    one.lost("fc2", 2, watch.HopelessError(60.0))
+    assert one._thread.is_alive()
+    assert {(beat.left, beat.why) for beat in mesh.sent if beat.left} == {("failed", watch.first_line(error))}
+    one.close(error=ValueError("a consequence"))
+    assert (mesh.sent[-1].left, mesh.sent[-1].why) == ("failed", watch.first_line(error))
 
 
 def test_whoever_sent_a_damaged_message_is_named_whoever_is_dead(open_watch: Open) -> None:
-    watcher, _ = open_watch({1: beats(1, 3, "in backward"), 2: beats(5, 4, "in forward")})
+    watcher, mesh = open_watch()
+    mesh.ended.add(1)
     error = watcher.lost("the roll call", 2, MeshError(2, "message 7 is damaged", is_damaged=True))
     assert "rank 2 (cat) sent a damaged message. The wait ended with: MeshError" in str(error)
     assert "rank 1" not in str(error)
 
 
-def test_a_silent_store_points_at_rank_0(open_watch: Open) -> None:
-    one, store = open_watch()
-    store.is_gone = True
-    text = text_of(one)
-    assert (
-        "the job's store does not answer, so rank 0 (ape) is probably gone (ConnectionError: connection refused)"
-        in text
-    )
-    assert "no interest" not in text
-
-
 def test_an_error_without_words_is_named_by_its_class(open_watch: Open) -> None:
-    one, _ = open_watch({1: beats(9, 0, "starting"), 2: beats(9, 0, "starting")})
+    one, _ = open_watch()
     assert str(one.lost("fc1", None, KeyboardInterrupt())).endswith("The wait ended with: KeyboardInterrupt")
+
+
+def test_only_the_team_that_was_noted_last_tells_the_launcher(
+    open_watch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, str]] = []
+    monkeypatch.setattr(watch.report, "tell", lambda step, doing: told.append((step, doing)))
+    one, mesh = open_watch()
+    two, other = open_watch()
+    one.note(1, "in forward")
+    two.note(7, "in backward")
+    _await_beats(mesh, 3)
+    _await_beats(other, 3)
+    told.clear()
+    _await_beats(mesh, 3)
+    _await_beats(other, 3)
+    assert set(told) == {(7, "in backward")}, "or the launcher would take two workers' states in turn for progress"
 
 
 class Work:
@@ -191,12 +263,12 @@ class Ending:
         self.has_come.set()
 
 
-ALIVE = {1: beats(99, 3, "in backward"), 2: beats(99, 3, "in backward")}
+STUCK = {rank: Beat(3, "in backward", "fc6", 9) for rank in (1, 2)}
 
 
 def test_a_guarded_operation_that_never_ends_ends_the_process(open_watch: Open) -> None:
     ending = Ending()
-    one, _ = open_watch({rank: list(script) for rank, script in ALIVE.items()}, timeout_s=0.0, give_up=ending)
+    one, _ = open_watch(dict(STUCK), timeout_s=0.0, give_up=ending)
     one.note(3, "in backward")
     one.guard(Work(is_done=True), "conv1")
     one.guard(Work(is_done=True), "conv2")
@@ -205,12 +277,11 @@ def test_a_guarded_operation_that_never_ends_ends_the_process(open_watch: Open) 
     one.close()
     (error,) = ending.errors
     assert "at step 3 for fc6 ... fc8: nobody is dead" in str(error)
-    assert "TimeoutError: not done after 0 s" in str(error)
 
 
 def test_guarded_operations_have_their_time(open_watch: Open) -> None:
     ending = Ending()
-    one, _ = open_watch(timeout_s=3600.0, give_up=ending)
+    one, _ = open_watch(dict(STUCK), timeout_s=3600.0, give_up=ending)
     works = [Work(is_done=False), Work(is_done=True)]
     for number, work in enumerate(works):
         one.guard(work, f"bucket {number}")
@@ -233,23 +304,56 @@ def test_without_a_callback_the_process_says_why_and_ends(
         has_ended.set()
 
     monkeypatch.setattr("poseidon.team.watch.os._exit", end)
-    one, _ = open_watch({1: beats(99, 3, "in backward")}, timeout_s=0.0)
+    one, _ = open_watch(dict(STUCK), timeout_s=0.0)
     one.guard(Work(is_done=False), "fc8")
     assert has_ended.wait(30)
     one.close()
-    assert statuses == [watch.EXIT_STATUS] == [75]
-    assert (
-        "poseidon: rank 0 (ape) gave up waiting at step 0 for fc8: rank 2 (cat) never reported"
-        in capsys.readouterr().err
-    )
+    assert statuses == [WorkerLostError.exit_status] == [75]
+    assert "poseidon: rank 0 (ape) gave up waiting at step 0 for fc8: nobody is dead" in capsys.readouterr().err
 
 
-def test_a_closed_watch_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "BEAT_S", 0.002)
-    one = Watch(Store({}), "job", 0, TEAM, timeout_s=60.0)
+def test_a_closed_watch_is_not_kept_alive(open_watch: Open) -> None:
+    one = Watch(Signals({1: Beat()}), 0, TEAM, timeout_s=60.0)  # type: ignore[arg-type]
     is_there = weakref.ref(one)
     one.close()
     one.close()
     del one
     gc.collect()
     assert is_there() is None
+
+
+def test_a_process_that_computes_or_writes_is_found_working(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used, moved = [100.0], [5.0], [0]
+    monkeypatch.setattr("poseidon.team.pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("poseidon.team.pulse.time.process_time", lambda: used[0])
+    monkeypatch.setattr("poseidon.team.pulse.moved_bytes", lambda: moved[0])
+    pulse = Pulse()
+    for seconds, cpu_s, size, is_working in (
+        (1.0, 0.001, 200, False),
+        (1.0, 0.5, 0, True),
+        (1.0, 0.0, BUSY_BYTES, True),
+        (60.0, 0.05, 900, False),
+    ):
+        before = pulse.work
+        now[0], used[0], moved[0] = now[0] + seconds, used[0] + cpu_s, moved[0] + size
+        pulse.look()
+        assert (pulse.work > before) == is_working
+
+
+def test_a_thread_in_a_collective_of_the_scripts_own_is_seen_to_wait() -> None:
+    store = dist.HashStore()
+
+    def meet() -> None:
+        # With this torch starts a group.
+        dist.distributed_c10d._store_based_barrier(0, store, "g", 2, timedelta(seconds=30))
+
+    thread = threading.Thread(target=meet, daemon=True)
+    assert waiting_call(threading.get_ident()) == ("", 0)
+    thread.start()
+    assert thread.ident is not None
+    while waiting_call(thread.ident)[0] != "_store_based_barrier() of torch.distributed":
+        assert thread.is_alive()
+    assert waiting_call(thread.ident) == waiting_call(thread.ident)
+    meet()
+    thread.join()
+    assert waiting_call(thread.ident) == ("", 0)

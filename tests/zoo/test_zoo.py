@@ -232,7 +232,9 @@ def test_width_and_classes_change_the_sizes():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown network 'resnet51'; known: alexnet, .*resnet50"):
+    with pytest.raises(
+        ConfigError, match=r"unknown network 'resnet51'; did you mean 'resnet50'\? known: alexnet, .*resnet50"
+    ):
         zoo.build("resnet51")
 
 

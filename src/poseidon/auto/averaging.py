@@ -8,15 +8,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
+from poseidon.team.tensors import sum_tensors
 
 
-def average_gradients(team: Team, parameters: Sequence[Tensor]) -> None:
-    """Replace ``.grad`` of each parameter that has one on any worker by the mean. Collective."""
+def average_gradients(team: Team, parameters: Sequence[Tensor], weight: float = 1.0) -> None:
+    """Replace ``.grad`` of each parameter that has one on any worker by the weighted mean. Collective."""
     if not parameters:
         return
     has_gradient = [int(parameter.grad is not None) for parameter in parameters]
@@ -26,19 +26,19 @@ def average_gradients(team: Team, parameters: Sequence[Tensor]) -> None:
         if any(flags):
             groups[parameter.dtype, parameter.device].append(parameter)
     for members in groups.values():
-        _average(team, members)
+        _average(team, members, weight)
 
 
 @torch.no_grad()
-def _average(team: Team, parameters: Sequence[Tensor]) -> None:
+def _average(team: Team, parameters: Sequence[Tensor], weight: float) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(team.size)
-    team.wait_for(dist.all_reduce(flat, group=team.group, async_op=True), flat, "the mean of gradients")
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(weight / team.size)
+    flat = sum_tensors(team, flat, "the mean of gradients")
     start = 0
     for gradient in gradients:
         gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))

@@ -249,7 +249,7 @@ class Engines:
         return owner
 
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._step.is_forked:
             self._attach_pending()
 
     def _stop_waiting(self) -> None:

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from poseidon.auto.averaging import are_alike
@@ -24,6 +23,7 @@ from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
+from poseidon.team.tensors import list_tensors
 
 
 class SharedEvaluation:
@@ -101,9 +101,7 @@ class SharedEvaluation:
         padded = mine.new_zeros((max(shares), *mine.shape[1:]))
         size = shares[self._team.rank]
         padded[:size] = mine[:size]
-        parts = [torch.empty_like(padded) for _ in shares]
-        work = dist.all_gather(parts, padded, group=self._team.group, async_op=True)
-        self._team.wait_for(work, padded, "the outputs in evaluation")
+        parts = list_tensors(self._team, padded, "the outputs in evaluation")
         return torch.cat([part[:share] for part, share in zip(parts, shares, strict=True)])
 
 

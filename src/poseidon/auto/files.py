@@ -1,8 +1,9 @@
-"""Files of all workers but worker 0: each writes to its own scratch folder and reads back what it wrote.
+"""Where the kernel gives no private view (``private/``): Python's own calls write to a worker's scratch folder.
 
 A script that saves a checkpoint and loads it later works on every worker, on one machine or several, and the files that
-remain were written once, by worker 0. The redirection covers Python's own calls: ``open``, ``os``, ``pathlib``,
-``shutil``, ``torch.save``. A library that opens files in C (HDF5, SQLite) is not redirected.
+remain were written once, by worker 0. The redirection covers ``open``, ``os``, ``pathlib``, ``shutil``, ``tarfile``,
+``tempfile`` and ``torch.save``. A library that opens files in C or Rust (HDF5, SQLite) is not redirected, and neither
+are other programs.
 """
 
 # pathlib itself is redirected here, so this file must not use it.
@@ -16,6 +17,7 @@ import io
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +26,23 @@ from typing import Any
 
 import torch
 
+from poseidon.auto.private.outline import is_inside
 from poseidon.following.patches import Patches
 
 _SYSTEM = ("/dev", "/proc", "/sys", "/run")
 
-_ONE_PATH_READ = ("stat", "lstat", "access", "readlink")
-_ONE_PATH_WRITTEN = ("utime", "chmod", "truncate")
+_ONE_PATH_READ = tuple(
+    name for name in ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr") if hasattr(os, name)
+)
+_ONE_PATH_WRITTEN = tuple(
+    name for name in ("utime", "chmod", "chown", "truncate", "setxattr", "removexattr") if hasattr(os, name)
+)
+_REDIRECTED = (
+    *(*_ONE_PATH_READ, *_ONE_PATH_WRITTEN, "mkdir", "remove", "unlink", "rmdir", "rename", "replace"),
+    *("listdir", "scandir", "link", "symlink", "open"),
+)
+_SYSTEM_MODULES = ("posix", "_io", "importlib._bootstrap_external", "_frozen_importlib_external", __name__)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Overlay:
@@ -47,6 +60,8 @@ class Overlay:
 
     def install(self, patches: Patches) -> None:
         """Install the redirections."""
+        before = {id(getattr(os, name)): name for name in _REDIRECTED}
+        plain_open = builtins.open
         patches.wrap(builtins, "open", self._open)
         patches.replace(io, "open", builtins.open)
         for name in _ONE_PATH_READ:
@@ -60,20 +75,29 @@ class Overlay:
             ("rmdir", self._remove),
             ("rename", self._move),
             ("replace", self._move),
+            ("link", self._link),
+            ("symlink", self._link_by_name),
+            ("open", self._open_descriptor),
             ("listdir", self._list),
             ("scandir", self._scan),
         ):
             self._wrap_os(patches, name, around)
         patches.wrap(torch, "save", self._save)
         patches.wrap(torch, "load", self._load)
+        # By descriptors of folders nothing can be redirected, by paths it can.
+        if "_use_fd_functions" in shutil.__dict__:
+            patches.replace(shutil, "_use_fd_functions", False)
+        self._replace_copies(
+            patches, {id(plain_open): builtins.open} | {key: getattr(os, before[key]) for key in before}
+        )
 
     def covers(self, path: str) -> bool:
         """Whether writes to an absolute path are redirected: not for caches, devices and temporary files."""
-        if any(_is_inside(path, folder) for folder in self._left_alone):
+        if any(is_inside(path, folder) for folder in self._left_alone):
             return False
-        if not _is_inside(path, self._temporary):
+        if not is_inside(path, self._temporary):
             return True
-        return _is_inside(self._home, self._temporary) and _is_inside(path, self._home)
+        return is_inside(self._home, self._temporary) and is_inside(path, self._home)
 
     def reading(self, path: Any) -> Any:
         """Return the path to read from."""
@@ -143,16 +167,51 @@ class Overlay:
     def _move(self, original: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         absolute = _absolute(source)
         if absolute is None or not self.covers(absolute):
-            original(source, target, *args, **kwargs)
+            # From outside the scratch folder into it; between disks `shutil.move` copies then.
+            original(source, self.writing(target), *args, **kwargs)
             return
         seen, own = self.reading(source), self.writing(target)
-        if seen == self._own(absolute):
+        if self._is_folder(seen):
+            # Some of its files may be real ones, which stay.
+            if own == target:
+                shutil.copytree(source, target, symlinks=True)
+            else:
+                self._copy_folder(absolute, own)
+            shutil.rmtree(source)
+        elif seen == self._own(absolute):
             original(seen, own, *args, **kwargs)
-        elif self._is_folder(seen):
-            shutil.copytree(seen, own)
         else:
             shutil.copy2(seen, own)
         self._gone.add(absolute)
+
+    def _link(self, original: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        own = self.writing(target)
+        if self._exists(self.reading(target)):
+            raise FileExistsError(17, "File exists", str(target))
+        if own == target:
+            original(self.reading(source), target, *args, **kwargs)
+        else:
+            # A copy: what is written through a link would change the real file.
+            shutil.copy2(self.reading(source), own)
+
+    def _link_by_name(self, original: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        own = self.writing(target)
+        absolute = _absolute(target)
+        if own != target and absolute is not None:
+            if self._exists(self.reading(target)):
+                raise FileExistsError(17, "File exists", str(target))
+            # A relative name would lead to the scratch folder, where only this worker's files are.
+            source = self.reading(os.path.join(os.path.dirname(absolute), os.fsdecode(source)))
+        original(source, own, *args, **kwargs)
+
+    def _open_descriptor(self, original: Callable[..., Any], path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if kwargs.get("dir_fd") is not None:
+            return int(original(path, flags, *args, **kwargs))
+        if not flags & _WRITING or flags & getattr(os, "O_TMPFILE", 0) == getattr(os, "O_TMPFILE", -1):
+            return int(original(self.reading(path), flags, *args, **kwargs))
+        if flags & os.O_EXCL and self._exists(self.reading(path)):
+            raise FileExistsError(17, "File exists", str(path))
+        return int(original(self.writing(path, keeps=not flags & os.O_TRUNC), flags, *args, **kwargs))
 
     def _list(self, original: Callable[..., Any], path: Any = ".") -> list[Any]:
         absolute = _absolute(path)
@@ -164,7 +223,8 @@ class Overlay:
         absolute = _absolute(path)
         if absolute is None or not self.covers(absolute):
             return original(path)
-        return _Scan(self._entries(absolute))
+        shown = os.fsdecode(path)
+        return _Scan([_ScanEntry(entry, os.path.join(shown, entry.name)) for entry in self._entries(absolute)])
 
     # Inside.
 
@@ -173,6 +233,24 @@ class Overlay:
         accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own functions there
         if accessor is not None and name in accessor.__dict__:
             patches.replace(accessor, name, staticmethod(getattr(os, name)))
+
+    def _replace_copies(self, patches: Patches, redirected: dict[int, Any]) -> None:
+        """Replace the functions in modules that have imported them by name, as ``tarfile`` and ``lzma`` do."""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(names, dict) or module in (os, io, builtins):
+                continue
+            for name, value in list(names.items()):
+                if id(value) in redirected and module.__name__ not in _SYSTEM_MODULES:
+                    patches.replace(module, name, redirected[id(value)])
+
+    def _copy_folder(self, absolute: str, own: str) -> None:
+        self._make_folders(own)
+        for entry in self._entries(absolute):
+            if entry.is_dir(follow_symlinks=False):
+                self._copy_folder(os.path.join(absolute, entry.name), os.path.join(own, entry.name))
+            else:
+                shutil.copy2(entry.path, os.path.join(own, entry.name), follow_symlinks=False)
 
     def _entries(self, absolute: str) -> list[Any]:
         scan, own = self._scandir, self._own(absolute)
@@ -199,7 +277,7 @@ class Overlay:
 
     def _is_new_folder(self, seen: str) -> bool:
         """Whether worker 0 has probably just created a folder that this worker is about to create."""
-        is_own = _is_inside(os.path.abspath(seen), self._scratch)
+        is_own = is_inside(os.path.abspath(seen), self._scratch)
         return not is_own and self._is_folder(seen) and self._stat(seen).st_mtime > self._started
 
     def _exists(self, path: Any) -> bool:
@@ -241,6 +319,21 @@ class _Scan:
         """Do nothing: the entries are in memory."""
 
 
+class _ScanEntry:
+    """An entry of ``os.scandir`` under the path that the script knows, wherever the file is."""
+
+    def __init__(self, entry: os.DirEntry[str], path: str) -> None:
+        self._entry = entry
+        self.name = entry.name
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
 def _absolute(path: Any) -> str | None:
     """Return an absolute path as text, or None for file descriptors, open files and the like."""
     if isinstance(path, bytes):
@@ -248,10 +341,6 @@ def _absolute(path: Any) -> str | None:
     if not isinstance(path, str | os.PathLike):
         return None
     return os.path.abspath(path)
-
-
-def _is_inside(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _is_folder_mode(mode: int) -> bool:

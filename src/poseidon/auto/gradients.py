@@ -17,12 +17,17 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from poseidon.auto.averaging import are_alike, average_gradients, average_number
 from poseidon.auto.engines import Engines
+from poseidon.auto.losses import SameLoss
+from poseidon.auto.reductions import Counts, describe, pack, read_terms, weigh
 from poseidon.auto.step import ScriptStep
+from poseidon.auto.usage import Usage
 from poseidon.engine.outputs import find_leaves
 from poseidon.following.nesting import Nesting
+from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
@@ -33,14 +38,29 @@ class TorchGradients:
     """Hooks a script's optimizers and backward passes and keeps the workers' gradients equal."""
 
     def __init__(
-        self, team: Team, engines: Engines, step: ScriptStep, streams: Streams, report: ScriptReport, rate: float = 1.0
+        self,
+        team: Team,
+        engines: Engines,
+        usage: Usage,
+        step: ScriptStep,
+        streams: Streams,
+        report: ScriptReport,
+        options: AutoOptions,
+        same_loss: SameLoss | None = None,
     ) -> None:
         self._team = team
         self._engines = engines
         self._step = step
         self._streams = streams
         self._report = report
-        self._rate = rate
+        self._usage = usage
+        self._same_loss = same_loss
+        self._is_total = options.batch == "total"
+        self._reads_losses = self._is_total and options.loss == "auto"
+        self._counts = Counts()
+        self._loss_weight: float | None = None
+        """Factor of the last loss, if it is not the step's."""
+        self._rate = float(team.size) if options.scale_lr else 1.0
         """Factor for learning rates."""
         self._nesting = Nesting()
         """Around a backward: checkpoints run others inside it, which belong to it."""
@@ -72,7 +92,8 @@ class TorchGradients:
 
     def _optimizer_made(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        self._engines.owner_of(optimizer)
+        if not self._step.is_forked:
+            self._engines.owner_of(optimizer)
 
     def _group_added(self, original: Callable[..., None], optimizer: Optimizer, group: dict[str, Any]) -> None:
         original(optimizer, group)
@@ -80,6 +101,8 @@ class TorchGradients:
             optimizer.param_groups[-1]["lr"] *= self._rate
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._step.is_forked:
+            return None
         owner = self._engines.owner_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -87,7 +110,8 @@ class TorchGradients:
             return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
         if not owner.is_fresh:
             self._report.say(f"{owner.label}: gradients that did not come from backward() are averaged in step()")
-            average_gradients(self._team, [p for p in owner.parameters() if p.requires_grad])
+            self._usage.begin_backward()
+            average_gradients(self._team, [p for p in owner.parameters() if p.requires_grad], self._step.weight)
             self._has_averaged = True
         self._engines.count_step(owner)
         return None
@@ -99,7 +123,8 @@ class TorchGradients:
             loss = closure()
             if loss is None:
                 return None
-            mean = average_number(self._team, float(loss), self._step.weight)
+            weight = self._step.weight if self._loss_weight is None else self._loss_weight
+            mean = average_number(self._team, float(loss), weight)
             return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
 
         return shared
@@ -109,35 +134,76 @@ class TorchGradients:
     def _backward(
         self, original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kw: Any
     ) -> None:
-        if self._nesting.is_inside:
+        if self._step.is_forked:
+            self._report.say(
+                "a process that the script started trains by itself, on every worker: nothing of it is shared"
+            )
+        if self._nesting.is_inside or self._step.is_forked:
             original(tensors, grad_tensors, *args, **kw)
             return
         with self._nesting.enter():
             outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             loose = self._before_backward([output for output in outputs if isinstance(output, Tensor)])
-            original(tensors, self._weighted(outputs, grad_tensors), *args, **kw)
+            scaled = self._scale_terms(outputs)
+            try:
+                original(tensors, self._weighted(outputs, grad_tensors), *args, **kw)
+            finally:
+                for handle in scaled:
+                    handle.remove()
             self._has_averaged |= self._engines.end_backward()
             average_gradients(self._team, loose)
             self._has_averaged |= bool(loose)
 
     def _before_backward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Prepare the engines; return tensors to average at the end."""
+        self._usage.begin_backward()
+        if self._same_loss is not None:
+            self._same_loss.begin_backward(outputs)
         self._say_what_is_not_divided()
-        self._streams.part()
+        # Loaders part the workers' noise. Without one, noise gives each worker its own batches, if they may differ.
+        if not self._step.has_dealt and not self._is_total:
+            self._streams.part()
         loose = [] if self._engines.has_optimizer else self._find_unowned(find_leaves(outputs))
         self._engines.begin_backward()
         return loose
 
     def _say_what_is_not_divided(self) -> None:
+        if self._step.has_dealt or self._usage.has_trained:
+            return
+        same = "every worker computes the same steps"
         if self._step.is_shared:
             self._report.say(
-                "training on batches that every worker has as a whole saves no work; --deal NAME deals a loader out"
+                f"nothing is shared: training on batches that every worker has as a whole saves no work; {same}"
             )
-        elif not self._step.has_dealt:
+        elif self._is_total:
             self._report.say(
-                "no DataLoader is read for training: every worker goes through the script's own data; batches that "
-                "torch draws at random differ between workers, all others are the same on all of them"
+                f"nothing is shared, as no DataLoader is read for training: --batch total divides nothing, {same}"
             )
+        else:
+            self._report.say(
+                "nothing is shared, as no DataLoader is read for training: every worker goes through the script's own "
+                "data; batches that torch draws at random differ between workers, all others are the same on all"
+            )
+
+    def _scale_terms(self, outputs: Sequence[Any]) -> list[RemovableHandle]:
+        """Scale the terms of a loss that are not means over samples. Collective, if a batch was divided."""
+        self._loss_weight = None
+        portion = self._step.portion
+        if portion is None or not self._reads_losses:
+            return []
+        losses = [output for output in outputs if isinstance(output, Tensor)]
+        terms = read_terms(losses[0], portion.samples, portion.total) if len(losses) == 1 else []
+        rows = self._team.gather_ints(pack(terms, portion.real), "what the loss is a mean over")
+        factors = weigh(terms, rows, portion, self._counts)
+        if factors and len(set(factors)) == 1:
+            self._loss_weight = factors[0]
+        handles = []
+        for term, factor in zip(terms, factors, strict=True):
+            if factor != self._step.weight:
+                self._report.say(describe(term, factor, portion))
+            if self._step.weight and factor != self._step.weight:
+                handles.append(term.node.register_prehook(_scaling(factor / self._step.weight)))
+        return handles
 
     def _weighted(self, outputs: Sequence[Any], given: Any) -> Any:
         weight = self._step.weight
@@ -160,6 +226,10 @@ class TorchGradients:
 
     def _looks_like_data(self, tensor: Tensor) -> bool:
         return tensor.ndim > 0 and tensor.shape[0] == self._step.samples
+
+
+def _scaling(factor: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
+    return lambda gradients: tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
 
 def _scaled(output: Tensor, grad: Tensor | None, weight: float) -> Tensor | None:

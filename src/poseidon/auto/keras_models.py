@@ -89,7 +89,7 @@ class KerasModels:
         )
 
     def _write(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._team.rank == 0 or self._options.files == "each":
+        if self._team.rank == 0 or self._options.files == "shared":
             return original(model, *args, **kwargs)
         return None
 
@@ -107,7 +107,7 @@ class KerasModels:
         source = Path(path)
         size = source.stat().st_size if self._team.rank == 0 and source.is_file() else -1
         size = self._team.gather_ints([size], "the file to load")[0][0]
-        if size < 0 or self._options.files == "each":
+        if size < 0 or self._options.files == "shared":
             yield path
             return
         mine = np.fromfile(source, np.uint8) if self._team.rank == 0 else np.empty(size, np.uint8)

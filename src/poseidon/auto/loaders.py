@@ -1,7 +1,7 @@
 """DataLoaders: each worker gets its part of every training batch, and evaluation sees everything.
 
-Each iteration decides whether a loader is read for training: with gradients off, with all trained models in eval mode,
-or with nothing to train yet, every worker reads the whole of it.
+Each iteration is a pass (``passes.py``), which begins with a guess and goes on by what its batches are used for
+(``usage.py``). After a training pass the workers compare which samples each of them saw.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
-from poseidon.auto.dealing import Dealer, Part
+from poseidon.auto.dealing import Dealer, cut
 from poseidon.auto.engines import Engines
-from poseidon.auto.step import ScriptStep
-from poseidon.engine.outputs import tensors_in
-from poseidon.following.naming import find_name, is_called_by_keras
+from poseidon.auto.losses import END, PASS, SameLoss
+from poseidon.auto.passes import BatchShare, LoaderPass, PassPurpose, find_miscount
+from poseidon.auto.usage import Usage
+from poseidon.errors import MismatchError
+from poseidon.following.naming import find_name, find_place, is_called_by_keras, is_fetched_ahead
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
@@ -29,29 +31,67 @@ from poseidon.team.team import Team
 
 _EVALUATION_WORDS = ("val", "test", "eval", "dev")
 
+Place = tuple[tuple[str, int], ...]
+
 
 class LoaderDeal:
     """How one loader is divided between the workers; lives as long as the loader."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, size: int, options: AutoOptions) -> None:
-        batch = loader.batch_size
-        custom = batch is None and loader.batch_sampler is not None
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.is_batched = loader.batch_sampler is not None
-        self.divides = options.batch == "total" and self.is_batched
+        # A sampler of batches for a dataset that takes lists of indices.
+        self.has_lists = not self.is_batched and isinstance(loader.sampler, BatchSampler)
+        self.divides = options.batch == "total" and (self.is_batched or self.has_lists)
+        self.batch: int | None = loader.batch_size if self.is_batched else None
+        self.drop_last = bool(loader.drop_last)
+        self.is_apart = self.is_stream and loader.num_workers > 0
+        """Whether processes of the loader read a stream, and deal by themselves."""
+        self.dealer = Dealer(rank, size, self.divides, self.drop_last)
         self._is_sum = options.loss == "sum"
-        self.batch: int | None = None if custom or not self.is_batched else batch
-        self.dealer = Dealer(rank, size, self.divides, bool(loader.drop_last))
-        self.is_dealt = False
-        """Whether the current iteration is dealt out."""
-        self.is_decided = False
-        """Whether the loader was iterated before, so its purpose is known."""
-        self.weights: deque[float] = deque()
-        """Of the batches that are on their way, in their order."""
+        self.now: LoaderPass | None = None
+        """The current pass, or the last one."""
+        self.count_source = loader.dataset if self.is_stream else loader.sampler
+        """Whose length is the number of samples, where it has one."""
+        self.name = "a loader"
+        self.place: Place = ()
+        self.is_compared = True
+        """Whether the workers have compared the pass."""
+        self.rests: list[BatchShare] = []
+        """What is still to be read of the pass, instead of what the sampler draws."""
+        self.samples: deque[Any] = deque()
+        """Samples of a stream that were drawn and come next."""
+        self._purposes: dict[Place, bool] = {}
 
-    def weigh(self, part: Part[Any]) -> float:
-        """Return the factor of this worker's loss on a part."""
-        return part.sum_weight if self._is_sum else part.mean_weight
+    def begin(self, deals: bool, name: str, place: Place) -> LoaderPass:
+        """Start a pass."""
+        self.name, self.place = name, place
+        self.is_compared = False
+        self.rests = []
+        self.samples.clear()
+        self.now = LoaderPass(
+            self.dealer,
+            deals,
+            is_batched=self.is_batched or self.has_lists,
+            is_sum=self._is_sum,
+            is_frozen=self.is_apart,
+            key=(lambda pair: pair[0]) if self.is_stream else None,
+        )
+        return self.now
+
+    def remember(self) -> None:
+        """Remember what the current pass turned out to be for."""
+        if self.now is not None and self.now.purpose is not PassPurpose.OPEN:
+            self._purposes[self.place] = self.now.purpose is PassPurpose.TRAINING
+
+    def recall(self, place: Place) -> bool | None:
+        """Return whether a pass that began at a place of the script was for training; None if none began there."""
+        return self._purposes.get(place)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any pass was for training."""
+        return any(self._purposes.values())
 
     def local_batch(self) -> int:
         """Return how many samples of a full batch are this worker's."""
@@ -61,53 +101,65 @@ class LoaderDeal:
 
 
 class DealtSampler:
-    """Replaces a loader's sampler or batch sampler; passes everything on if the loader is read as a whole."""
+    """Replaces a loader's sampler or batch sampler and draws what the current pass gives this worker."""
 
-    def __init__(self, original: Any, deal: LoaderDeal, streams: Streams) -> None:
+    def __init__(self, original: Any, dataset: Any, deal: LoaderDeal, streams: Streams) -> None:
         self._original = original
+        self._dataset = dataset
         self._deal = deal
         self._streams = streams
 
     def __iter__(self) -> Iterator[Any]:
         deal = self._deal
-        weights = deal.weights
-        drawn = self._draw()
-        if not deal.is_dealt:
-            yield from drawn
-        elif deal.is_stream:
-            for batch in drawn:
-                yield batch[: max(1, deal.local_batch())] if deal.batch is not None else batch
-        elif deal.is_batched:
-            for part in deal.dealer.batches(drawn):
-                weights.append(deal.weigh(part))
-                yield part.items
-        else:
-            for part in deal.dealer.items(drawn):
-                weights.append(deal.weigh(part))
-                yield part.items[0]
+        assert deal.now is not None
+        if deal.is_apart:
+            for batch in self._original:
+                is_cut = deal.now.is_dealt and deal.batch is not None
+                yield batch[: max(1, deal.local_batch())] if is_cut else batch
+            return
+        if deal.rests:
+            for share in deal.rests:
+                yield self._requested(share)
+            return
+        with self._streams.using(ALIKE):
+            deal.now.begin(self._batches())
+        while True:
+            with self._streams.using(ALIKE):  # the random stream that all workers share
+                try:
+                    share = deal.now.draw()
+                except StopIteration:
+                    return
+            yield self._requested(share)
 
     def __len__(self) -> int:
         count = len(self._original)
-        return self._deal.dealer.count_batches(count) if self._deal.is_dealt else count
+        is_dealt = self._deal.now is not None and self._deal.now.is_dealt
+        return self._deal.dealer.count_batches(count) if is_dealt else count
 
-    def _draw(self) -> Iterator[Any]:
-        """Draw from the script's sampler, with the random stream that all workers share."""
-        with self._streams.using(ALIKE):
-            source = iter(self._original)
-        while True:
-            with self._streams.using(ALIKE):
-                try:
-                    item = next(source)
-                except StopIteration:
-                    return
-            yield item
+    def _batches(self) -> Iterator[Any]:
+        deal = self._deal
+        if deal.is_stream:
+            numbered = enumerate(self._dataset)
+            return (
+                iter([item] for item in numbered) if deal.batch is None else cut(numbered, deal.batch, deal.drop_last)
+            )
+        drawn = iter(self._original)
+        return drawn if deal.is_batched or deal.has_lists else ([item] for item in drawn)
+
+    def _requested(self, share: BatchShare) -> Any:
+        """Return what the loader shall fetch."""
+        deal = self._deal
+        if deal.is_stream:
+            deal.samples.extend(sample for _, sample in share.items)
+            return [None] * len(share.items) if deal.batch is not None else None
+        return share.items if deal.is_batched or deal.has_lists else share.items[0]
 
 
 class DealtStream(IterableDataset[Any]):
-    """Replaces an iterable dataset: reads all of it and keeps this worker's part."""
+    """Replaces an iterable dataset: yields what the sampler has drawn; in a loader process, it deals by itself."""
 
     def __init__(self, original: Any, deal: LoaderDeal) -> None:
-        self.__dict__.update(_original=original, _deal=deal)
+        self.__dict__.update(_original=original, _deal=deal, _is_dealt=deal.now is not None and deal.now.is_dealt)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_original"], name)
@@ -116,60 +168,62 @@ class DealtStream(IterableDataset[Any]):
         setattr(self._original, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        # The pass stays behind: it holds iterators, and a process could not follow it anyway.
+        deal: LoaderDeal = self._deal
+        return {"_original": self._original, "_is_dealt": self._is_dealt, "_terms": (deal.dealer, deal.batch)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __iter__(self) -> Iterator[Any]:
-        deal: LoaderDeal = self._deal
-        source: Iterable[Any] = self._original
-        if not deal.is_dealt:
-            yield from source
+        if get_worker_info() is None:
+            waiting = self._deal.samples
+            while waiting:
+                yield waiting.popleft()
             return
-        weights = deal.weights
-        parts = deal.dealer.items(source) if deal.batch is None else deal.dealer.stream(source, deal.batch)
+        if not self._is_dealt:
+            yield from self._original
+            return
+        dealer, batch = self.__dict__.get("_terms") or (self._deal.dealer, self._deal.batch)
+        if batch is None:
+            parts = dealer.items([item] for item in self._original)
+        else:
+            parts = dealer.batches(cut(self._original, batch, dealer.drop_last))
+        # A loader process cannot report weights; a short end counts like a full batch.
         for part in parts:
-            # A loader process cannot tell us the weights; there a short end counts like a full batch.
-            if get_worker_info() is None:
-                weights.append(deal.weigh(part))
             yield from part.items
 
 
 class Delivery:
-    """Iterates over a loader for the script and records the weight of each batch."""
+    """Iterates over a loader for the script and follows each batch to its use."""
 
-    def __init__(
-        self, batches: Iterator[Any], deal: LoaderDeal, engines: Engines, step: ScriptStep, streams: Streams
-    ) -> None:
-        self._batches = batches
-        self._engines = engines
+    def __init__(self, loaders: Loaders, loader: DataLoader[Any], deal: LoaderDeal, now: LoaderPass) -> None:
+        self._loaders = loaders
+        self._loader = loader
         self._deal = deal
-        self._step = step
-        self._streams = streams
-        self._is_dealt = deal.is_dealt
-        self._weights = deal.weights
+        self._pass = now
+        self._has_parted = now.is_dealt
+        self._batches = loaders.open_batches(loader, deal)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the script may still ask for batches."""
+        return not self._pass.is_over and self._deal.now is self._pass
 
     def __iter__(self) -> Delivery:
         return self
 
     def __next__(self) -> Any:
-        # A stream draws its order from the same generator as its samples, which must stay equal on all workers.
-        stream = APART if self._is_dealt and not self._deal.is_stream else ALIKE
         try:
-            with self._streams.using(stream):
-                batch = next(self._batches)
+            batch = self._fetch()
         except StopIteration:
-            self._step.weight = 1.0
-            raise
-        tensors = tensors_in(batch)
-        self._step.weight = self._weights.popleft() if self._is_dealt and self._weights else 1.0
-        self._step.samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
-        self._step.values = sum(tensor.numel() for tensor in tensors)
-        self._step.is_shared = not self._is_dealt
-        self._step.has_dealt |= self._is_dealt
-        if self._is_dealt:
-            self._engines.look_for_strangers()
+            if self._pass.purpose is PassPurpose.OPEN and is_fetched_ahead():
+                self._pass.lean()
+            if not self._reads_on():
+                self._loaders.end(self._deal, self._pass)
+                raise
+            batch = self._fetch()
+        self._loaders.hand_over(self._deal, self._pass, batch, weakref.ref(self))
         return batch
 
     def __len__(self) -> int:
@@ -178,59 +232,160 @@ class Delivery:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_batches"], name)
 
+    def _fetch(self) -> Any:
+        self._has_parted |= self._pass.is_dealt
+        # A stream draws its order from the same generator as its samples, which must stay equal on all workers.
+        stream = APART if self._has_parted and not self._deal.is_stream else ALIKE
+        with self._loaders.streams.using(stream):
+            return next(self._batches)
+
+    def _reads_on(self) -> bool:
+        """Turn to what the other workers got, if the pass was not for training; return whether there is any."""
+        if self._deal.now is not self._pass:
+            return False
+        self._deal.rests = self._pass.take_rests()
+        if self._deal.rests:
+            self._batches = self._loaders.open_batches(self._loader, self._deal)
+        return bool(self._deal.rests)
+
 
 class Loaders:
-    """Decides how each iteration of each loader is read."""
+    """Begins each pass over each loader, and compares the workers' samples after it."""
 
     def __init__(
         self,
         team: Team,
         options: AutoOptions,
         engines: Engines,
-        step: ScriptStep,
+        usage: Usage,
         streams: Streams,
         report: ScriptReport,
+        same_loss: SameLoss | None = None,
     ) -> None:
+        self._team = team
+        self._same_loss = same_loss
         self._rank, self._size = team.rank, team.size
         self._options = options
         self._engines = engines
-        self._step = step
-        self._streams = streams
+        self._usage = usage
+        self.streams = streams
         self._report = report
+        self._open: Callable[[DataLoader[Any]], Iterator[Any]] = DataLoader.__iter__
         self._deals: weakref.WeakKeyDictionary[DataLoader[Any], LoaderDeal] = weakref.WeakKeyDictionary()
+        self._unsettled: list[LoaderDeal] = []
+        self._deliveries: weakref.WeakSet[Delivery] = weakref.WeakSet()
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
         patches.wrap(DataLoader, "__iter__", self._iterate)
         patches.wrap(DataLoader, "__len__", self._count)
+        self.streams.before_seeding = self._before_seeding
+
+    def conclude(self) -> None:
+        """Compare the passes that the script did not finish. Collective."""
+        if self._same_loss is not None:
+            self._same_loss.announce(END)
+        for deal in self._unsettled:
+            self._compare(deal)
+        self._unsettled.clear()
+
+    # For a delivery.
+
+    def open_batches(self, loader: DataLoader[Any], deal: LoaderDeal) -> Iterator[Any]:
+        """Make torch's own iterator over what the current pass gives this worker."""
+        is_more = bool(deal.rests)
+        with _unchanged(loader.generator if is_more else None), _standing_in(loader, deal, self.streams, self._rank):
+            if is_more:
+                with self.streams.untouched():
+                    return self._open(loader)
+            with self.streams.using(ALIKE):
+                return self._open(loader)
+
+    def hand_over(self, deal: LoaderDeal, now: LoaderPass, batch: Any, delivery: weakref.ref[Delivery]) -> None:
+        """Note that the script gets a batch."""
+        share = now.hand_over()
+        if share.is_dealt:
+            self.streams.part()
+            self._engines.look_for_strangers()
+        self._usage.hand(now, share, batch, lambda: delivery() is not None or now.is_over)
+        if now.purpose is not PassPurpose.OPEN:
+            self._tell(deal, now)
+
+    def end(self, deal: LoaderDeal, now: LoaderPass) -> None:
+        """Note that a pass is over. Collective if it was for training."""
+        now.is_over = True
+        if self._usage.end(now):
+            # Between passes scripts decide, and build their next model: all workers draw the same, as one would.
+            self.streams.rejoin()
+        if deal.now is not now:
+            return  # the script has begun another pass over the same loader
+        if now.purpose is PassPurpose.TRAINING:
+            self._compare(deal)
+        self._tell(deal, now)
+
+    # Inside.
 
     def _iterate(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
-        if is_called_by_keras():
+        if is_called_by_keras() or self._usage.is_forked:
             return original(loader)
+        self._open = original
         deal = self._deal_of(loader)
-        name = find_name(loader) or "a loader"
-        deal.is_dealt = self._is_for_training(loader, name)
-        deal.is_decided = True
-        deal.weights = deque()
-        self._tell(loader, deal, name)
-        with self._streams.using(ALIKE), _standing_in(loader, deal, self._streams, self._rank):
-            batches = original(loader)
-        if deal.is_dealt:
-            self._streams.part()
-        return Delivery(batches, deal, self._engines, self._step, self._streams)
+        self._compare(deal)
+        name, place = find_name(loader) or "a loader", find_place()
+        deals = self._guess(loader, deal, name, place)
+        now = deal.begin(deals, name, place)
+        if deal not in self._unsettled:
+            self._unsettled.append(deal)
+        if deals:
+            self.streams.part()
+        elif name in self._options.whole or not torch.is_grad_enabled():
+            now.read()
+        if deal.is_apart:
+            self._tell(deal, now)
+        delivery = Delivery(self, loader, deal, now)
+        self._deliveries.add(delivery)
+        return delivery
+
+    def _before_seeding(self) -> None:
+        """Rejoin the random streams if the script seeds after leaving its passes early: it begins something new."""
+        gc.collect()  # an unreachable iterator may already be freed on one worker and not yet on another
+        if not any(delivery.is_under_way for delivery in self._deliveries):
+            self.streams.rejoin()
+
+    def _compare(self, deal: LoaderDeal) -> None:
+        """Compare which samples the workers saw in the last pass. Collective if it was for training."""
+        now = deal.now
+        if now is None or deal.is_compared:
+            return
+        deal.is_compared = True
+        deal.remember()
+        if now.is_unused:
+            raise MismatchError(
+                f"{deal.name} was dealt out, and no backward followed: each worker used only its part of the samples. "
+                f"If it is not for training, run with --whole {deal.name}"
+            )
+        if now.purpose is PassPurpose.TRAINING and not deal.is_apart:
+            if self._same_loss is not None:
+                self._same_loss.announce(PASS)
+            accounts = self._team.gather_ints(now.account(), f"the samples seen in {deal.name}")
+            if (miscount := find_miscount(accounts)) is not None:
+                raise MismatchError(f"{deal.name}: {miscount}")
 
     def _count(self, original: Callable[..., int], loader: DataLoader[Any]) -> int:
         count = original(loader)
-        if is_called_by_keras():
+        if is_called_by_keras() or self._usage.is_forked:
             return count
         deal = self._deal_of(loader)
-        is_dealt = deal.is_dealt if deal.is_decided else self._guess(loader)
+        if deal.now is not None:
+            is_dealt = deal.now.is_dealt if deal.now.purpose is not PassPurpose.READING else deal.has_trained
+        else:
+            is_dealt = self._guess(loader, deal, find_name(loader) or "", ())
         if not is_dealt:
             return count
         if deal.is_stream and deal.batch is not None:
             samples = len(loader.dataset)  # type: ignore[arg-type]
             block = deal.batch * (1 if deal.divides else self._size)
-            return samples // block if deal.dealer.drop_last else -(-samples // block)
+            return samples // block if deal.drop_last else -(-samples // block)
         return deal.dealer.count_batches(count)
 
     def _deal_of(self, loader: DataLoader[Any]) -> LoaderDeal:
@@ -238,34 +393,33 @@ class Loaders:
             self._deals[loader] = LoaderDeal(loader, self._rank, self._size, self._options)
         return self._deals[loader]
 
-    def _is_for_training(self, loader: DataLoader[Any], name: str) -> bool:
+    def _guess(self, loader: DataLoader[Any], deal: LoaderDeal, name: str, place: Place) -> bool:
+        """Guess whether the batches of a pass will be trained on. A wrong guess costs time, or order, not samples."""
         if name in self._options.whole or not torch.is_grad_enabled():
             return False
-        if name in self._options.deal:
-            return True
-        # Reading too much is only slow; reading too little is wrong. So a name that speaks of evaluation is believed.
-        return not _sounds_like_evaluation(loader, name) and self._is_training()
-
-    def _is_training(self) -> bool:
+        before = deal.recall(place)
+        if before is not None:
+            return before
         roots = self._engines.roots
-        if roots:
-            return any(root.training for root in roots)
-        return self._engines.has_optimizer or _is_anything_trainable()
-
-    def _guess(self, loader: DataLoader[Any]) -> bool:
-        """Guess whether a loader that was never iterated is for training, for a script that asks for its length."""
-        name = find_name(loader) or ""
-        if name in self._options.whole or not torch.is_grad_enabled():
+        is_evaluating = bool(roots) and not any(root.training for root in roots)
+        if name in self._options.deal:
+            return not is_evaluating or not self._usage.has_trained or deal.has_trained
+        is_in_order = deal.is_stream or _is_in_order(loader)
+        if is_in_order and _sounds_like_evaluation(name):
             return False
-        return name in self._options.deal or not _sounds_like_evaluation(loader, name)
+        if place and not roots and not self._engines.has_optimizer and not _is_anything_trainable():
+            return False
+        # Models from a library may be in eval mode until the first step.
+        return not is_evaluating or (not is_in_order and not self._usage.has_trained)
 
-    def _tell(self, loader: DataLoader[Any], deal: LoaderDeal, name: str) -> None:
+    def _tell(self, deal: LoaderDeal, now: LoaderPass) -> None:
         try:
-            samples = len(loader.sampler) if not deal.is_stream else len(loader.dataset)  # type: ignore[arg-type]
+            samples = len(deal.count_source)  # type: ignore[arg-type]
         except TypeError:
             samples = None
+        name = deal.name
         count = "" if samples is None else f"{samples:,} samples"
-        if not deal.is_dealt:
+        if now.purpose is not PassPurpose.TRAINING and not now.is_dealt:
             why = "as --whole says" if name in self._options.whole else "not for training"
             self._report.say(f"{name}: whole on every worker ({why}){', ' + count if count else ''}")
             return
@@ -283,17 +437,34 @@ class Loaders:
         return f"batches of {deal.local_batch()} ({total} in all)"
 
 
+class _unchanged:  # noqa: N801 - reads as a statement in `with`
+    """Restores a generator, if there is one, to its state at the beginning."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+        self._state = None if generator is None else generator.get_state()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._generator is not None and self._state is not None:
+            self._generator.set_state(self._state)
+
+
 class _standing_in:  # noqa: N801 - reads as a statement in `with`
     """Puts our sampler and dataset into a loader while an iterator is created from it."""
 
     def __init__(self, loader: DataLoader[Any], deal: LoaderDeal, streams: Streams, rank: int) -> None:
         self._fields = loader.__dict__
         field = "batch_sampler" if deal.is_batched else "sampler"
-        self._ours: dict[str, Any] = {field: DealtSampler(self._fields[field], deal, streams)}
+        self._ours: dict[str, Any] = {field: DealtSampler(self._fields[field], loader.dataset, deal, streams)}
         if deal.is_stream:
             self._ours["dataset"] = DealtStream(loader.dataset, deal)
         else:
-            self._ours["worker_init_fn"] = WorkerSeeds(rank if deal.is_dealt else 0, loader.worker_init_fn)
+            self._ours["worker_init_fn"] = WorkerSeeds(
+                rank if deal.now is not None and deal.now.is_dealt else 0, loader.worker_init_fn
+            )
         self._before = {name: self._fields[name] for name in self._ours}
 
     def __enter__(self) -> None:
@@ -304,9 +475,14 @@ class _standing_in:  # noqa: N801 - reads as a statement in `with`
         self._fields.update(self._before)
 
 
-def _sounds_like_evaluation(loader: DataLoader[Any], name: str) -> bool:
-    is_in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
-    return is_in_order and any(word in name.lower() for word in _EVALUATION_WORDS)
+def _is_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether a loader does not shuffle, as far as can be seen; a batch sampler has its own sampler, or none."""
+    by_batches = loader.batch_sampler
+    return isinstance(loader.sampler if by_batches is None else getattr(by_batches, "sampler", None), SequentialSampler)
+
+
+def _sounds_like_evaluation(name: str) -> bool:
+    return any(word in name.lower() for word in _EVALUATION_WORDS)
 
 
 def _is_anything_trainable() -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from poseidon.errors import ConfigError
+
+log = logging.getLogger("poseidon.caffe")
 
 _active = torch.device("cpu")
 _gpu_index = 0
@@ -22,10 +26,13 @@ def set_mode_cpu() -> None:
 
 
 def set_mode_gpu() -> None:
-    """Compute on the chosen GPU from now on."""
+    """Compute on the chosen GPU from now on; on a machine without one, on the CPU, with a warning."""
     global _active
     if not torch.cuda.is_available():
-        raise ConfigError("set_mode_gpu: this machine has no usable CUDA device; use set_mode_cpu instead")
+        # As for solver_mode: scripts and solvers that name the GPU run everywhere.
+        log.warning("set_mode_gpu: this machine has no usable GPU: computing on the CPU")
+        set_mode_cpu()
+        return
     _active = torch.device("cuda", _gpu_index)
 
 

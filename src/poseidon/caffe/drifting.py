@@ -38,7 +38,7 @@ class Drifting(JoinedWorkers):
     The constructor is collective: it copies worker 0's parameters and raises if the workers' nets differ.
     """
 
-    def __init__(self, net: BuiltNet, staleness: int, model: str = "SSPPush", timeout_s: float = 300.0) -> None:
+    def __init__(self, net: BuiltNet, staleness: int, model: str = "SSPPush", timeout_s: float | None = None) -> None:
         if model not in MODELS:
             raise unknown_name("consistency model with staleness", model, tuple(MODELS))
         if not net.learnable:

@@ -19,7 +19,7 @@ class JoinedWorkers:
     The constructor is collective: it copies worker 0's parameters and raises if the workers' nets differ.
     """
 
-    def __init__(self, net: BuiltNet, timeout_s: float) -> None:
+    def __init__(self, net: BuiltNet, timeout_s: float | None) -> None:
         self._net = net
         self._team = Team(None, timeout_s)
         learnable = net.learnable

@@ -54,7 +54,7 @@ class TrainSettings:
     log_dir: str = ""
     routes: Mapping[str, str] | None = None
     cluster: str = ""
-    timeout_s: float = 300.0
+    timeout_s: float | None = None
     staleness: int = 0
     """How many iterations a worker may be ahead of the slowest; 0 keeps all in step."""
     consistency_model: str = "SSPPush"
@@ -115,6 +115,16 @@ def parse_gpus(text: str) -> tuple[int, ...] | None:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise ConfigError(f"--gpu {text!r} is not understood; write numbers such as 0,1, or all") from None
+
+
+def check_gpus(gpus: Sequence[int] | None, flag: str) -> None:
+    """Refuse GPUs that this machine does not have, in the words of the command line."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = [index for index in gpus or () if not 0 <= index < count]
+    if missing and not count:
+        raise ConfigError(f"--gpu {flag}: this machine has no usable GPU; leave --gpu out to use the CPU")
+    if missing:
+        raise ConfigError(f"--gpu {flag}: there is no GPU {missing[0]}; this machine has 0 to {count - 1}")
 
 
 def _backend(world: World) -> str | None:

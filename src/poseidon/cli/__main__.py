@@ -1,7 +1,5 @@
 """``python -m poseidon.cli COMMAND``: the ``poseidon`` command without its script."""
 
-import sys
+from poseidon.cli.main import command
 
-from poseidon.cli.main import main
-
-sys.exit(main())
+command()

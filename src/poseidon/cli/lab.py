@@ -19,7 +19,9 @@ from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.network import Traffic
 from poseidon.lab.spec import format_rate, machine_address, machine_name, parse_machines
 
-FAULTS = ("cut", "heal", "kill", "pause")
+CHOOSING = ("reset", "half-open", "flip")
+"""Faults of connections, which can be chosen by peer and port."""
+FAULTS = ("cut", "pause", "kill", "slow", *CHOOSING, "heal")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     down = actions.add_parser("down", help="remove labs, and whatever killed ones left behind")
     down.add_argument("names", nargs="*", metavar="NAME", help="labs to remove; default: all that no job is using")
     down.add_argument("--all", action="store_true", help="also labs whose job is still running")
-    fault = actions.add_parser("fault", help="cut, pause, kill or heal machines while a job runs")
+    fault = actions.add_parser("fault", help="break machines, links and connections while a job runs, and heal them")
     fault.add_argument("fault", choices=FAULTS)
     fault.add_argument("machines", metavar="N", help="machine numbers: 2, or 0,3, or 1-3")
+    fault.add_argument("--peer", type=int, metavar="M", help="reset, half-open, flip: only connections with machine M")
+    fault.add_argument("--port", type=int, help="reset, half-open, flip: only connections with this port at either end")
+    fault.add_argument("--times", type=int, metavar="T", help="flip: in how many packets (default 1)")
+    fault.add_argument("--factor", type=float, metavar="F", help="slow: how many times slower (default 100)")
     fault.add_argument("--lab", metavar="NAME", help="which lab, when there are several")
     execute = actions.add_parser("exec", help="run one command on one machine of a running lab")
     execute.add_argument("--lab", metavar="NAME", help="which lab, when there are several")
@@ -166,7 +172,7 @@ def _status(_: argparse.Namespace) -> int:
         kept = "until `poseidon lab down`" if lab.owner is None else f"while process {lab.owner.pid} runs"
         print(f"lab {lab.name}: {lab.spec.describe()}, {kept}")
         for number, traffic in enumerate(Lab.attach(lab.name).traffic()):
-            faults = [word for word in ("cut", "paused") if number in getattr(lab, word)]
+            faults = [word for word in state.FAULTS if number in getattr(lab, word)]
             print(
                 f"  {machine_name(number):<10} {machine_address(number):<12} "
                 f"{format_rate(lab.spec.rates_bits[number]):>8}  {len(lab.processes(number)):3d} processes  "
@@ -193,11 +199,33 @@ def _down(args: argparse.Namespace) -> int:
 
 def _fault(args: argparse.Namespace) -> int:
     lab = Lab.attach(args.lab)
-    act = {"cut": lab.cut, "heal": lab.heal, "kill": lab.kill, "pause": lab.pause}[args.fault]
+    _check_fault_options(args)
     for machine in parse_machines(args.machines, lab.machines):
-        act(machine)
-        print(f"lab {lab.name}: {args.fault} {machine_name(machine)}")
+        print(f"lab {lab.name}: {args.fault} {machine_name(machine)}{_act(lab, machine, args)}")
     return 0
+
+
+def _check_fault_options(args: argparse.Namespace) -> None:
+    fitting = {"peer": CHOOSING, "port": CHOOSING, "times": ("flip",), "factor": ("slow",)}
+    for name, faults in fitting.items():
+        if getattr(args, name) is not None and args.fault not in faults:
+            raise ConfigError(f"--{name} goes with {', '.join(faults)}, not with {args.fault}")
+
+
+def _act(lab: Lab, machine: int, args: argparse.Namespace) -> str:
+    """Do it; return what else to say of it."""
+    chosen = (args.peer, args.port or 0)
+    if args.fault == "reset":
+        return f": {lab.reset(machine, *chosen)} connections"
+    if args.fault == "half-open":
+        lab.half_open(machine, *chosen)
+    elif args.fault == "flip":
+        lab.flip(machine, *chosen, times=1 if args.times is None else args.times).close()
+    elif args.fault == "slow":
+        lab.slow(machine, 100.0 if args.factor is None else args.factor)
+    else:
+        {"cut": lab.cut, "heal": lab.heal, "kill": lab.kill, "pause": lab.pause}[args.fault](machine)
+    return ""
 
 
 def _execute(args: argparse.Namespace) -> int:

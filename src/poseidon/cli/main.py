@@ -12,17 +12,23 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
-from poseidon.errors import PoseidonError
+from poseidon.errors import PoseidonError, unknown_name
+from poseidon.job import closing
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("poseidon.cli.bench", "compare Poseidon with its peers on an emulated cluster"),
+    "completion": ("poseidon.cli.completion", "print what a shell needs to complete commands and options"),
     "compute-image-mean": ("poseidon.caffe.commands.compute_image_mean", "compute the mean image of a Caffe database"),
+    "convert-cifar-data": ("poseidon.caffe.commands.convert_cifar_data", "write CIFAR-10 to Caffe databases"),
     "convert-imageset": ("poseidon.caffe.commands.convert_imageset", "write the images of a list to a Caffe database"),
+    "convert-mnist-data": ("poseidon.caffe.commands.convert_mnist_data", "write MNIST to a Caffe database"),
     "device-query": ("poseidon.caffe.commands.device_query", "show the GPUs of this machine"),
     "doctor": ("poseidon.doctor.command", "check hosts and links before a long job"),
     "extract-features": ("poseidon.caffe.commands.extract_features", "write a Caffe net's blobs to databases"),
     "lab": ("poseidon.cli.lab", "turn this machine into a cluster of emulated machines"),
+    "page": ("poseidon.cli.page", "show a run, running or finished, in a browser"),
     "partition-data": (
         "poseidon.caffe.commands.partition_data",
         "split a Caffe database or list, one part per worker",
@@ -34,8 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "run": ("poseidon.launch.run", "run a script on this machine's workers, or on many machines over ssh"),
     "simulate": ("poseidon.cli.simulate", "predict speedups over machines, links, batches and systems"),
+    "status": ("poseidon.cli.status", "say how a run is doing, or how it ended"),
     "test": ("poseidon.caffe.commands.test", "score a Caffe net"),
     "time": ("poseidon.caffe.commands.time", "time the layers of a Caffe net"),
+    "trace": ("poseidon.cli.trace", "find the trace of a run's steps, for ui.perfetto.dev"),
     "train": ("poseidon.caffe.commands.train", "train a Caffe solver's net, on one worker or many"),
     "upgrade-net": ("poseidon.caffe.commands.upgrade_net", "rewrite an old Caffe net or solver in the current form"),
 }
@@ -52,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(arguments[:1])
     name = arguments[0]
     if name not in COMMANDS:
-        print(f"poseidon: unknown command {name!r}; known: {', '.join(sorted(COMMANDS))}", file=sys.stderr)
+        print(f"poseidon: {unknown_name('command', name, list(COMMANDS))}", file=sys.stderr)
         return 2
     module_name, summary = COMMANDS[name]
     try:
@@ -64,10 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("POSEIDON_TRACEBACK"):
             traceback.print_exc()
         print(f"poseidon {name}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         print(f"poseidon {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def command() -> NoReturn:
+    """Be the process of the ``poseidon`` command."""
+    status = main()
+    closing.end_after_hooks(status)
+    sys.exit(status)
 
 
 def _overview_parser() -> argparse.ArgumentParser:

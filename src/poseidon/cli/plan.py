@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from poseidon.planning.cluster import Cluster, Link, parse_rate
 from poseidon.planning.planner import server_beats_nccl
 from poseidon.planning.profile import Profile
 from poseidon.planning.table import format_bytes
-from poseidon.profiling.source import ProfileSource, device_flops, find_profile
+from poseidon.profiling.source import ProfileSource, device_flops, device_rates, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
 from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA
 from poseidon.sim.setting import Setting
@@ -23,6 +25,10 @@ from poseidon.sim.systems import SYSTEMS, find_system
 GPU_FLOPS = 1e12
 """A device with a higher matrix rate counts as a GPU, whose collectives run on NCCL."""
 TYPICAL_GPU_FLOPS = 20e12
+STDOUT = Path("-")
+"""Stands for the standard output where a file is asked for."""
+BUSY_SPREAD = 1.5
+"""Largest over smallest rate of one product: a machine on which it varies more is busy with something else."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", type=Path, help="take machines, workers, links and device from this JSON file")
     systems = ", ".join(SYSTEMS)
     parser.add_argument("--system", default="poseidon", help=f"what is predicted, of: {systems} (default: poseidon)")
-    parser.add_argument("--json", type=Path, help="also write the plan and the prediction to this file")
+    parser.add_argument(
+        "--json", type=Path, help="also write the plan and the prediction to this file; -: print that, and nothing else"
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,12 +76,16 @@ def run(args: argparse.Namespace) -> int:
     save_profile(args, profile)
     explanation = explain(make_setting(args, profile, cluster, args.system))
     plan = explanation.outcome.plan
+    facts = {**plan.to_dict(), "prediction": _to_dict(explanation)} if args.json else {}
+    if args.json == STDOUT:
+        print(json.dumps(facts, indent=1))
+        return 0
     print(plan)
     memory = f", {format_bytes(profile.memory_bytes)} of memory" if profile.memory_bytes else ""
     print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker{memory}")
     print(format_explanation(explanation))
     if args.json:
-        files.write_json(args.json, {**plan.to_dict(), "prediction": _to_dict(explanation)}, "plan")
+        files.write_json(args.json, facts, "plan")
     return 0
 
 
@@ -99,7 +111,16 @@ def with_device(cluster: Cluster, source: ProfileSource, profile: Profile) -> Cl
     if source.flops is not None:
         return replace(cluster, flops=source.flops)
     if source.profile is None and not source.model.endswith(".json"):
-        return replace(cluster, flops=device_flops(source), source="given; device measured on this machine")
+        rates = device_rates()
+        spread = f"{min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s in {len(rates)} rounds"
+        if max(rates) > BUSY_SPREAD * min(rates):
+            print(
+                f"poseidon plan: warning: the device's measured rate varies a lot ({spread}); something else uses this "
+                "machine. Repeat when it is quiet, or give the rate with --device-gflops",
+                file=sys.stderr,
+            )
+        source_text = f"given; device measured on this machine ({spread})"
+        return replace(cluster, flops=device_flops(source), source=source_text)
     return replace(cluster, flops=_implied_flops(profile), source="given; device as in the profile")
 
 

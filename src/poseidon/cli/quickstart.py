@@ -21,6 +21,17 @@ EMULATION_LIMIT_S = 90.0
 """The emulated job takes about 15 s on two idle cores; a machine that needs far longer is too busy to measure on."""
 
 
+_NEXT = """
+Next: a script of your own. As it is, with no line changed:
+    poseidon run --nproc 2 --auto train.py
+Or, with two lines before the optimizer is made:
+    poseidon.init()
+    model = poseidon.DistributedDataParallel(model)
+and then, here or on several machines:
+    poseidon run --nproc 2 train.py
+    poseidon run --hosts a,b train.py"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--workers", type=int, default=4, help="workers on this machine (default: 4)")
@@ -59,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             print(compare_systems(args.machines))
         except ConfigError as error:
             print(f"left out: {error}")
-    print("\nNext: wrap your own model with poseidon.DistributedDataParallel; docs/first-steps.md shows how.")
+    print(_NEXT)
     return 0
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from poseidon import files
 from poseidon.cli.plan import (
+    STDOUT,
     add_model_arguments,
     make_cluster,
     make_setting,
@@ -50,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     uneven.add_argument("--seed", type=int, default=0, help="of the random delays")
     uneven.add_argument("--steps", type=int, help="simulated steps (default: 5; 30 with --straggle or --consistency)")
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--json", type=Path, help="write all figures to this file")
+    out.add_argument("--json", type=Path, help="write all figures to this file; -: print them, and nothing else")
     out.add_argument("--picture", type=Path, help="write speedup curves to this PNG file")
     out.add_argument(
         "--timeline", type=Path, help="write the timeline of device and network card there to this PNG file"
@@ -69,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     axes = Axes(machines, rates, batches or [base.profile.batch], systems)
     points = _sweep(args, base, axes, consistency)
     profile = base.profile
+    if args.json == STDOUT:
+        print(json.dumps(_figures(args, base, points), indent=1))
+        return 0
     size = format_bytes(profile.size_bytes)
     print(f"{profile.model}: {size} of gradients; one worker alone {profile.step_s * 1e3:.4g} ms")
     print(f"times: {profile.source}, {profile.device}, batch {profile.batch}")
@@ -100,14 +106,14 @@ def _sweep(args: argparse.Namespace, base: Setting, axes: Axes, consistency: Con
     return points
 
 
+def _figures(args: argparse.Namespace, base: Setting, points: list[Point]) -> dict[str, Any]:
+    described = {"profile": base.profile.to_dict(), "cluster": base.cluster.to_dict(), "seed": args.seed}
+    return {**described, "points": [point.to_dict() for point in points]}
+
+
 def _write(args: argparse.Namespace, base: Setting, axes: Axes, points: list[Point]) -> None:
     if args.json:
-        files.write_json(
-            args.json,
-            {"profile": base.profile.to_dict(), "cluster": base.cluster.to_dict(), "seed": args.seed,
-             "points": [point.to_dict() for point in points]},
-            "figures",
-        )  # fmt: skip
+        files.write_json(args.json, _figures(args, base, points), "figures")
         print(f"figures: {args.json}")
     largest = f"{max(axes.machines)} machines at {format_rate(axes.rates_bits[-1])}"
     timelines = _timelines(base, axes) if args.trace or args.timeline else {}

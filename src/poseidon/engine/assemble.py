@@ -27,8 +27,8 @@ class ExchangeOptions:
     """Forced routes, by unit name or pattern."""
     cluster: Cluster | str | Path | None = None
     """Speeds of links and devices, or a file of them, instead of a measurement."""
-    timeout_s: float = 300.0
-    """How long to wait for another worker, which may be compiling its step or writing a large snapshot."""
+    timeout_s: float | None = None
+    """How long to wait for another worker; None: ``POSEIDON_TIMEOUT``."""
 
 
 def assemble_engine(

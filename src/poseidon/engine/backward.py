@@ -7,6 +7,7 @@ real team, and holds this backward's contributions and the exchanges under way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,6 +71,10 @@ class Backward:
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
         self._used: PendingGather | None = None
+        clock = team.watch.clock
+        self._spans = None if clock is None else clock.spans
+        """Where times go if this step is recorded in full."""
+        self._left_at: dict[int, float] = {}
 
     def begin(self, unused: Collection[int]) -> None:
         """Send the roll call and start; ``unused`` are parameters that get no gradient on this worker."""
@@ -130,6 +135,9 @@ class Backward:
             self._exchanges.pop(number).finish(any(used))
             if live.bucket is not None:
                 live.bucket.unpack(used)
+        if self._spans is not None and number in self._left_at:
+            name = f"{live.item.route} {live.item.name}"
+            self._spans.append(("item", name, self._left_at[number], time.monotonic()))
         self.step.land(number)
 
     def _perform(self, actions: list[Action]) -> None:
@@ -149,6 +157,8 @@ class Backward:
 
     def _start(self, number: int) -> list[Action]:
         live = self.live.items[number]
+        if self._spans is not None:
+            self._left_at[number] = time.monotonic()
         parts = [self.brought[unit] for unit in live.item.units]
         exchange = self.live.exchangers[live.item.route].start(live, parts, self.step.number)
         self._exchanges[number] = exchange

@@ -24,6 +24,7 @@ from poseidon.engine.schedules import Schedules
 from poseidon.engine.step import Phase, Step, Verdict
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
+from poseidon.observe.recorder import Recorder
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
 from poseidon.planning.route import Delivery, Route, Routes
@@ -92,6 +93,9 @@ class Engine:
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
+        self._told_plan: Plan | None = None
+        if team.watch.recorder is not None:
+            team.watch.recorder.is_async = any(parameter.is_cuda for parameter in self.parameters)
 
     # What a front end calls.
 
@@ -225,8 +229,11 @@ class Engine:
             assert self._backward is not None
             self._backward.head(unit.index, gradient, is_last)
 
-    def arm(self, is_armed: bool, batch: int) -> None:
-        """Set, before a forward, whether its backward exchanges gradients, and the size of its batch."""
+    def arm(self, is_armed: bool, batch: int, samples: int = 0) -> None:
+        """Set, before a forward, whether its backward exchanges gradients, and the size of its batch.
+
+        ``batch`` is any number that grows with it; ``samples`` is how many there are, for whoever watches the job.
+        """
         self._complain()
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
@@ -235,7 +242,7 @@ class Engine:
                 "restart from a checkpoint"
             )
         self.is_armed, self.batch = is_armed, batch
-        self.team.watch.note(self.step, "in forward")
+        self.team.watch.note(self.step, "in forward", samples)
 
     def will_be_dense(self) -> bool:
         """Whether the next backward sends full gradients only: before the first plan, and after no_sync."""
@@ -339,6 +346,8 @@ class Engine:
             self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
+        if self.team.watch.recorder is not None and self._told_plan is not self.plan:
+            self._tell_plan(self.team.watch.recorder)
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
         return Landing(flights, verdict.must_land)
@@ -404,7 +413,7 @@ class Engine:
     def close(self) -> None:
         """Stop the background threads of this engine and its team."""
         self.detach()
-        self.team.close()
+        self.team.close(self._failure)
 
     def detach(self) -> None:
         """Flush what is queued for other workers and stop this engine's background threads; the team stays open."""
@@ -412,6 +421,21 @@ class Engine:
         self._schedules.close()
 
     # One step.
+
+    def _tell_plan(self, recorder: Recorder) -> None:
+        """Tell whoever watches the job which items travel, by which route, with the times that the planner expects."""
+        plan = self._told_plan = self.plan
+        planned = self._schedules.planned
+        if plan is None or planned is None or self.team.rank != 0:
+            return
+        costs = {entry.unit: entry.cost for entry in plan.entries}
+        rows = []
+        for live in planned.items:
+            found = [costs[spec.name] for spec in live.item.specs if spec.name in costs]
+            wire_bytes, wire_s = sum(one.wire_bytes for one in found), sum(one.wire_s for one in found)
+            rows.append((live.item.route, live.item.name, wire_bytes, wire_s))
+        link = self.cluster.between if len(self.team.topology.machines) > 1 else None
+        recorder.tell_plan(plan.name, self.step, rows, 0.0 if link is None else 8 * link.bytes_per_s)
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()

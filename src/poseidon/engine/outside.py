@@ -14,14 +14,14 @@ One step, the same on every worker::
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from poseidon.engine.assemble import ExchangeOptions, assemble_engine
@@ -32,6 +32,7 @@ from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
 from poseidon.team.agree import check_same_model
+from poseidon.team.mail import Tag
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.units import Kind, Load, ParameterSpec, Unit
@@ -114,9 +115,12 @@ class OutsideFrontEnd:
         variables: Sequence[OutsideVariable],
         units: Sequence[OutsideUnit],
         options: ExchangeOptions | None = None,
+        weigh: Callable[[], float] | None = None,
     ) -> None:
+        """``weigh`` returns :attr:`weight`, where the caller counts the samples of all workers itself."""
         options = options or ExchangeOptions()
         self.team = team
+        self._weigh = weigh
         self._variables = list(variables)
         self._parameters = [_mirror(variable) for variable in variables]
         self._units = [self._make_unit(number, unit) for number, unit in enumerate(units)]
@@ -150,11 +154,12 @@ class OutsideFrontEnd:
         are positions to :meth:`leave_out`.
         """
         self._samples = samples
-        self._counts = self.team.start_gather([samples])
+        if self._weigh is None:
+            self._counts = self.team.start_gather([samples])
         for unit in self._units:
             if unit.spec.kind != "dense":
                 unit.weight.grad = None
-        self._engine.arm(True, samples)
+        self._engine.arm(True, samples, samples)
         self._engine.begin_backward()
         for position in unused:
             self.leave_out(position)
@@ -168,6 +173,8 @@ class OutsideFrontEnd:
     @property
     def weight(self) -> float:
         """Factor of this worker's gradients in this step; blocks until every worker has begun it."""
+        if self._weigh is not None:
+            return self._weigh()
         with self._lock:
             if self._counts is not None:
                 counts = [row[0] for row in self._counts("the others to begin the step")]
@@ -274,12 +281,18 @@ class SummingChannel:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._group = team.new_group()
+        self._channel = team.mail.new_channel()
+        self._numbers = itertools.count()
 
     def sum(self, array: Array, what: str) -> Array:
         """Return the sum of all workers' arrays, bit-identical everywhere. Blocks."""
-        total = np.array(array, order="C")
-        self._team.wait(dist.all_reduce(as_tensor(total), group=self._group, async_op=True), what)
+        mine = np.array(array, order="C")
+        data = mine.reshape(-1).view(np.uint8).data
+        parts = self._team.exchange(data, what, Tag(self._channel, next(self._numbers)))
+        # All workers add in rank order.
+        total, *others = (np.frombuffer(part, mine.dtype).reshape(mine.shape) for part in parts)
+        for other in others:
+            total = total + other
         return total
 
 

@@ -93,5 +93,7 @@ def land(*values: Any) -> None:
     for value in values:
         if isinstance(value, Pending):
             value._poseidon_land(value)  # type: ignore[arg-type]
+        elif type(value) in (tuple, list):  # such as strides
+            land(*value)
         elif not isinstance(value, _LEAVES):
             land(*(leaf for leaf in tree_leaves(value) if isinstance(leaf, Pending)))

@@ -29,6 +29,8 @@ class Policy(ABC):
     """Buffers travel right after the forward that changed them instead of before the next one."""
     holds_replicas: bool = True
     """All workers hold the same bits of every parameter whenever a backward begins."""
+    is_lasting: bool = True
+    """Whether training can go on with other workers, from a copy of the last complete step."""
     is_copyable: bool = True
     """Whether a copy of the wrapper can have its own policy."""
 
@@ -57,6 +59,10 @@ class Policy(ABC):
     def zero_grad(self, set_to_none: bool) -> bool:  # noqa: ARG002 - part of the contract
         """Clear gradients once the update that needs them is done; return false if the caller must clear them."""
         return False
+
+    def renewed(self) -> Policy:
+        """Return a policy like this one, which is closed, for the same optimizer among other workers."""
+        return self
 
     @abstractmethod
     def close(self) -> None:

@@ -104,6 +104,7 @@ class RelaxedUpdates(Policy):
 
     uses_engine = False
     is_copyable = False
+    is_lasting = False
     is_updating = True
     """The optimizer's state always belongs to a finished step."""
 
@@ -114,7 +115,7 @@ class RelaxedUpdates(Policy):
         staleness: int,
         max_grad_norm: float | None = None,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         managed: bool = False,
         settings: WireSettings | None = None,
     ) -> None:

@@ -44,6 +44,7 @@ class ServedUpdates(TakenSteps):
     """Lets the owners step one optimizer; any thread may touch parameters."""
 
     serves = True
+    is_lasting = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
         super().__init__(optimizer, max_grad_norm)

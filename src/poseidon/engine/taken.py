@@ -77,7 +77,7 @@ class TakenSteps(Policy):
         if self._engine is None:
             return
         try:
-            if self.engine.failure is None:
+            if self._is_intact:
                 self._give_everything_back()
         finally:
             self._release_parameters()
@@ -114,8 +114,13 @@ class TakenSteps(Policy):
         """Restore the parameters' own class."""
 
     def _leave_unless_broken(self) -> None:
-        if self._engine is not None and self.engine.failure is None:
+        if self._engine is not None and self._is_intact:
             self._leave()
+
+    @property
+    def _is_intact(self) -> bool:
+        """Whether all can still finish a step: in an interrupted backward each needs the other."""
+        return self.engine.failure is None and not self.engine.in_backward
 
     def _land_at_once(self) -> None:
         """End a backward with all means in ``.grad``."""

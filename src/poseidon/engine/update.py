@@ -51,6 +51,10 @@ class DeferredUpdates(TakenSteps):
 
     # What the wrapper and the front end call.
 
+    def renewed(self) -> DeferredUpdates:
+        """Return updates of the same optimizer, among other workers."""
+        return DeferredUpdates(self.optimizer, self._max_grad_norm)
+
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
         """Finish the step if the forward does not touch parameters one by one."""
         self._is_paused = is_joining

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from poseidon.errors import ConfigError, unknown_name
-
-BATCHES = ("per-worker", "total")
-EVALUATIONS = ("full", "first", "shard")
-LOSSES = ("mean", "sum")
-WRITERS = ("first", "each")
+from poseidon.job.limits import time_limit
+from poseidon.launch.auto_options import AUTO_OPTIONS, BATCHES, EVALUATIONS, FILES, LOSSES, WRITERS
 
 USAGE = "python -m poseidon.auto [options] script.py [arguments] | -m module [arguments]"
 
@@ -25,37 +22,39 @@ class AutoOptions:
     """What a batch size in the script counts: the samples of one worker, or of all workers together."""
     evaluation: Literal["full", "first", "shard"] = "full"
     """Who computes a model's outputs in evaluation: every worker all of them, worker 0 for all, or each a part."""
-    loss: Literal["mean", "sum"] = "mean"
-    """How the script's loss combines the samples of a batch."""
+    loss: Literal["auto", "mean", "sum"] = "auto"
+    """How the script's loss combines the samples of a batch; auto: read from its graph, with ``batch="total"``."""
+    same_loss: bool = False
+    """Give the script the mean over workers of a training loss that it reads."""
     scale_lr: bool = False
     """Multiply the optimizers' learning rates by the number of workers."""
     seed: int | None = None
     """The seed of a script that sets none; None: worker 0 draws one."""
-    files: Literal["first", "each"] = "first"
-    """Whose files are kept: worker 0's, or every worker's."""
+    files: Literal["private", "python", "shared"] = "private"
+    """How files of workers other than worker 0 are kept from its own: by the kernel, by Python, or not at all."""
     output: Literal["first", "each"] = "first"
     """Whose output is shown."""
     whole: tuple[str, ...] = ()
     """Names of loaders that every worker reads as a whole."""
     deal: tuple[str, ...] = ()
     """Names of loaders that are dealt out whenever gradients are on."""
-    timeout_s: float = 600.0
-    """How long to wait for another worker."""
+    timeout_s: float | None = None
+    """How long to wait for another worker; None: ``POSEIDON_TIMEOUT``."""
 
     def __post_init__(self) -> None:
         for what, value, known in (
             ("--batch", self.batch, BATCHES),
             ("--eval", self.evaluation, EVALUATIONS),
             ("--loss", self.loss, LOSSES),
-            ("--files", self.files, WRITERS),
+            ("--files", self.files, FILES),
             ("--output", self.output, WRITERS),
         ):
             if value not in known:
                 raise unknown_name(what, value, known)
         if twice := sorted(set(self.whole) & set(self.deal)):
             raise ConfigError(f"{twice[0]} is in both --whole and --deal; name it in one of them")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"--timeout is {self.timeout_s}; it must be positive")
+        if self.timeout_s is not None:
+            time_limit(self.timeout_s, "--timeout")
         if self.seed is not None and self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must not be negative")
 
@@ -71,21 +70,13 @@ class ScriptTarget:
 
 def add_auto_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``--auto`` to a parser."""
-    parser.add_argument("--batch", choices=BATCHES, default="per-worker", help="what the script's batch size counts")
-    parser.add_argument("--eval", choices=EVALUATIONS, default="full", help="who computes outputs in evaluation")
-    parser.add_argument("--loss", choices=LOSSES, default="mean", help="how the loss combines the samples of a batch")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply learning rates by the number of workers")
-    parser.add_argument("--seed", type=int, help="seed of a script that sets none")
-    parser.add_argument("--files", choices=WRITERS, default="first", help="whose files are kept")
-    parser.add_argument("--output", choices=WRITERS, default="first", help="whose output is shown")
-    parser.add_argument("--whole", default="", metavar="NAMES", help="loaders to leave whole, separated by commas")
-    parser.add_argument("--deal", default="", metavar="NAMES", help="loaders to deal out, separated by commas")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for another worker")
+    for option in AUTO_OPTIONS:
+        option.add_to(parser, has_default=True)
 
 
 def parse(arguments: Sequence[str]) -> tuple[AutoOptions, ScriptTarget]:
     """Split a command line into our options, the script or module, and its own arguments."""
-    parser = argparse.ArgumentParser(prog="poseidon run --auto", usage=USAGE)
+    parser = argparse.ArgumentParser(prog="poseidon run --auto", usage=USAGE, allow_abbrev=False)
     add_auto_arguments(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script")
     parser.add_argument("script", nargs=argparse.REMAINDER)
@@ -102,6 +93,7 @@ def options_of(known: argparse.Namespace) -> AutoOptions:
         batch=known.batch,
         evaluation=known.eval,
         loss=known.loss,
+        same_loss=known.same_loss,
         scale_lr=known.scale_lr,
         seed=known.seed,
         files=known.files,

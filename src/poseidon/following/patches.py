@@ -25,9 +25,10 @@ class Patches:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of a module or class."""
-        before = owner.__dict__[name]
+        is_inherited = name not in owner.__dict__
+        before = None if is_inherited else owner.__dict__[name]
         setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, before))
+        self._undo.append(lambda: delattr(owner, name) if is_inherited else setattr(owner, name, before))
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Register another action for :meth:`undo`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,13 @@ def _numpy_state(seed: int) -> Any:
     return np.random.RandomState(seed % 2**32).get_state()
 
 
+def _name_state(state: Any) -> int:
+    return zlib.crc32(state.numpy().data)
+
+
+_SAVED = 512
+"""Saved states of torch's generator to remember; checkpointed layers save one each."""
+
 _LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]] = {
     "torch": (torch.get_rng_state, torch.set_rng_state, _torch_state),
     "random": (random.getstate, random.setstate, _random_state),
@@ -59,7 +67,13 @@ class Streams:
         self._now = dict.fromkeys(_LIBRARIES, ALIKE)
         self._kept: dict[tuple[str, str], Any] = {}
         self._has_parted = False
+        self._is_using = False
+        """Whether a context chooses the stream."""
+        self._saved: dict[int, Any] = {}
+        """By the script's saved states of torch's generator: the state of *alike* at that time."""
         self._generators = 0
+        self.before_seeding: Callable[[], None] = lambda: None
+        """Called when the script seeds torch after training has begun."""
 
     def install(self, patches: Patches) -> None:
         """Seed all libraries equally on all workers, and keep the streams apart when the script seeds later."""
@@ -69,18 +83,29 @@ class Streams:
         patches.wrap(torch, "manual_seed", self._manual_seed)
         patches.replace(torch.random, "manual_seed", torch.manual_seed)
         patches.wrap(np.random, "default_rng", self._default_rng)
+        for name, around in (("get_rng_state", self._get_state), ("set_rng_state", self._set_state)):
+            patches.wrap(torch, name, around)
+            patches.replace(torch.random, name, getattr(torch, name))
 
     def part(self) -> None:
         """Start training: from now on each worker draws its own noise."""
-        if self._has_parted:
-            return
+        if not self._has_parted:
+            self._separate()
+        if not self._is_using:
+            self._switch("torch", APART)
+
+    def rejoin(self) -> None:
+        """Take back :meth:`part`: it was no training yet."""
+        if self._has_parted and not self._is_using:
+            self._switch("torch", ALIKE)
+
+    def _separate(self) -> None:
         self._has_parted = True
         seed = derive(torch.initial_seed(), self._rank)
         for library, (get, _, state_of) in _LIBRARIES.items():
             self._kept[library, APART] = get() if self._rank == 0 else state_of(seed)
         if self._rank and torch.cuda.is_available():
             torch.cuda.manual_seed_all(seed)
-        self._switch("torch", APART)
 
     @contextlib.contextmanager
     def using(self, stream: str) -> Iterator[None]:
@@ -89,11 +114,13 @@ class Streams:
             yield
             return
         before = dict(self._now)
+        was_using, self._is_using = self._is_using, True
         for library in _LIBRARIES:
             self._switch(library, stream)
         try:
             yield
         finally:
+            self._is_using = was_using
             for library, stream_before in before.items():
                 self._switch(library, stream_before)
 
@@ -118,12 +145,29 @@ class Streams:
     def _manual_seed(self, original: Callable[[int], Any], seed: int) -> Any:
         if not self._has_parted:
             return original(seed)
+        self.before_seeding()
         states = {ALIKE: _torch_state(int(seed)), APART: _torch_state(derive(int(seed), self._rank))}
         generator = original(derive(int(seed), self._rank))
         for stream, state in states.items():
             self._kept["torch", stream] = state
         torch.set_rng_state(states[self._now["torch"]])
         return generator
+
+    def _get_state(self, original: Callable[[], Any]) -> Any:
+        """Remember, with a state that the script saves, where the stream that decides on samples is."""
+        state = original()
+        is_alike = self._now["torch"] == ALIKE
+        self._saved[_name_state(state)] = state if is_alike else self._kept["torch", ALIKE]
+        if len(self._saved) > _SAVED:
+            del self._saved[next(iter(self._saved))]
+        return state
+
+    def _set_state(self, original: Callable[[Any], Any], state: Any) -> None:
+        """Restore both streams: what happened in between, an evaluation for example, leaves no trace in the order."""
+        original(state)
+        alike = self._saved.get(_name_state(state))
+        if alike is not None and self._now["torch"] == APART:
+            self._kept["torch", ALIKE] = alike
 
     def _default_rng(self, original: Callable[..., Any], seed: Any = None) -> Any:
         if seed is not None:

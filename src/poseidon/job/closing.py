@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -79,3 +81,40 @@ def at_exit(stage: Stage, close: Callable[[], None]) -> Callable[[], None]:
     atexit.unregister(_PROCESS.close)
     atexit.register(_PROCESS.close)
     return _PROCESS.register(stage, close)
+
+
+def end_after_hooks(status: int) -> None:
+    """Make this process, which is about to exit, end as soon as its exit hooks have run.
+
+    What the interpreter and PyTorch do after them, freeing one object at a time what the kernel frees at once, takes
+    seconds on a busy machine, and a thread that is still inside a library can make it abort or hang.
+    """
+
+    def end() -> None:
+        # The last registered runs first, so none of the others has run yet.
+        atexit.unregister(end)
+        atexit._run_exitfuncs()
+        os._exit(status if _flush_output() else status or _UNWRITTEN)
+
+    atexit.register(end)
+
+
+_UNWRITTEN = 120
+"""Python's own exit status when its last output could not be written."""
+
+
+def _flush_output() -> bool:
+    """Return whether all output could be written."""
+    is_written = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            is_written = False
+    return is_written
+
+
+def close_now() -> None:
+    """Close everything before the process ends: another launcher is about to take the process group away."""
+    _PROCESS.close()

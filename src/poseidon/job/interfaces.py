@@ -44,7 +44,7 @@ def read_interfaces() -> tuple[Interface, ...]:
     found = []
     stats = psutil.net_if_stats()
     for name, address in _addresses():
-        if name not in stats or (":" in address and ipaddress.ip_address(address).is_link_local):
+        if name not in stats or (":" in address and _is_local(address)):
             continue
         flags = stats[name].flags.split(",")
         if "up" in flags:
@@ -64,11 +64,12 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def address_of(interface: str) -> str:
-    """Return the first IPv4 address of an interface."""
-    for name, address in _addresses():
-        if name == interface and ":" not in address:
-            return address
-    raise ConfigError(f"interface {interface!r} has no IPv4 address here; this machine has {_describe_addresses()}")
+    """Return the first IPv4 address of an interface or, if it has none, its first IPv6 address that others can use."""
+    own = [address for name, address in _addresses() if name == interface]
+    found = [address for address in own if ":" not in address] or [address for address in own if not _is_local(address)]
+    if not found:
+        raise ConfigError(f"interface {interface!r} has no address here; this machine has {_describe_addresses()}")
+    return found[0]
 
 
 def interface_with(address: str) -> str:
@@ -79,15 +80,19 @@ def interface_with(address: str) -> str:
     return next((name for name, own in _addresses() if ipaddress.ip_address(own) == wanted), "")
 
 
-def free_port(address: str, wanted: int | None = None) -> int:
-    """Return a free port at this address of this machine: the wanted one, or any."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def reserve_port(address: str, wanted: int | None = None) -> socket.socket:
+    """Return a socket bound to a free port at this address of this machine: the wanted one, or any.
+
+    It does not listen. While it is open the system gives the port to nobody who asks for any, for connections neither;
+    but whoever names it, as worker 0 does, may listen there.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, wanted or 0))
-            return int(probe.getsockname()[1])
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, wanted or 0))
+        return holder
     except OSError as error:
+        holder.close()
         what = f"port {wanted} at {address}" if wanted else f"address {address}"
         raise ConfigError(
             f"{what} cannot be used here ({error.strerror}); this machine has {_describe_addresses()}: "
@@ -109,8 +114,14 @@ def _addresses() -> list[tuple[str, str]]:
     ]
 
 
+def _is_local(address: str) -> bool:
+    """Return whether an address means something on one link only: others need to say which."""
+    return ipaddress.ip_address(address).is_link_local
+
+
 def _describe_addresses() -> str:
-    return ", ".join(f"{name} ({address})" for name, address in _addresses() if ":" not in address)
+    usable = [(name, address) for name, address in _addresses() if ":" not in address or not _is_local(address)]
+    return ", ".join(f"{name} ({address})" for name, address in usable)
 
 
 # psutil reports neither the driver nor whether an interface is wireless.

@@ -57,6 +57,14 @@ def number(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """Return how many of something there are, at least one."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def switch(text: str) -> bool:
     """Return whether a switch is on."""
     answers = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -77,11 +85,21 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
+def step_range(text: str) -> tuple[int, int]:
+    """Return the first step of a range and the one after its last."""
+    first, _, last = text.partition(":")
+    if not 0 <= int(first) < int(last):
+        raise ValueError(text)
+    return int(first), int(last)
+
+
 TEXT = Notation("a text", str)
 WHOLE = Notation("a whole number", int)
+COUNT = Notation("a whole number above 0", count)
 NUMBER = Notation("a number", number)
 SWITCH = Notation("1 or 0", switch)
 TRIAL_MODE = Notation("1, 0 or fresh", trial_mode)
+STEPS = Notation("a range of steps such as 100:110", step_range)
 WORDS = Notation("words, quoted as in a shell", words)
 
 
@@ -108,6 +126,15 @@ class Variable(Generic[T]):
         return value
 
 
+TIMEOUT = Variable(
+    "POSEIDON_TIMEOUT",
+    NUMBER,
+    300.0,
+    "job/limits.py",
+    "Seconds after which a worker is lost whose heartbeat has stopped, or workers that all wait in exchanges, each for "
+    "something else; `timeout_s=` overrides it. A worker that beats and works outside of exchanges (evaluates, writes "
+    "a checkpoint, loads data) has all the time it needs.",
+)
 CLUSTER = Variable(
     "POSEIDON_CLUSTER",
     TEXT,
@@ -131,6 +158,14 @@ MACHINE = Variable(
     "team/team.py",
     "Name of this worker's machine; workers with equal names share one. Default: host name, boot and network "
     "namespace.",
+)
+INPUT_THREADS: Variable[int | None] = Variable(
+    "POSEIDON_INPUT_THREADS",
+    COUNT,
+    None,
+    "caffe/io/prefetch.py",
+    "How many threads read, decode and transform for each data layer of a Caffe net. Default: the machine's cores "
+    "divided by its workers.",
 )
 SHARED_MEMORY = Variable(
     "POSEIDON_SHARED_MEMORY",
@@ -203,6 +238,21 @@ PROBE_CLOCK_OFFSET = Variable(
     "doctor/probe.py",
     "On a host that `poseidon doctor` asks: seconds added to its clock, to rehearse a wrong one.",
 )
+FAILPOINTS: Variable[tuple[str, ...]] = Variable(
+    "POSEIDON_FAILPOINTS",
+    WORDS,
+    (),
+    "team/team.py",
+    "Makes workers fail on purpose, such as `unsafe wire.send=raise@20#1` (see faults.md); refused unless its first "
+    "word is `unsafe`.",
+)
+TRACE: Variable[tuple[int, int] | None] = Variable(
+    "POSEIDON_TRACE",
+    STEPS,
+    None,
+    "team/watch.py",
+    "Steps that workers of `poseidon run` record in full, such as `100:110`; `--trace` sets it.",
+)
 RUN = Variable(
     "POSEIDON_RUN",
     TEXT,
@@ -219,12 +269,28 @@ REPORT = Variable(
     "The pipe from a worker to its agent: file descriptor and inode.",
     is_internal=True,
 )
+ELASTIC = Variable(
+    "POSEIDON_ELASTIC",
+    TEXT,
+    "",
+    "job/elastic.py",
+    "Of a worker of an elastic job: the pipe from its agent, its address, and how many workers there may be.",
+    is_internal=True,
+)
 LIFELINE: Variable[int | None] = Variable(
     "POSEIDON_LIFELINE",
     WHOLE,
     None,
     "launch/local.py",
     "File descriptor of a pipe that closes when the launcher is gone.",
+    is_internal=True,
+)
+VIEW = Variable(
+    "POSEIDON_VIEW",
+    TEXT,
+    "",
+    "auto/session.py",
+    "Of a worker under `--auto`: `private` if it has its own view of the file system, else why not.",
     is_internal=True,
 )
 LAB = Variable(
@@ -235,9 +301,11 @@ JOB = Variable(
 )
 
 VARIABLES: tuple[Variable[Any], ...] = (
+    TIMEOUT,
     CLUSTER,
     TRIALS,
     MACHINE,
+    INPUT_THREADS,
     SHARED_MEMORY,
     SECRET,
     SECRET_FILE,
@@ -249,9 +317,13 @@ VARIABLES: tuple[Variable[Any], ...] = (
     LAB_FOLDER,
     PROBE_CLOCK_OFFSET,
     TRACEBACK,
+    FAILPOINTS,
+    TRACE,
     RUN,
     REPORT,
+    ELASTIC,
     LIFELINE,
+    VIEW,
     LAB,
     JOB,
 )
@@ -289,8 +361,12 @@ FOREIGN = (
     ),
     ForeignVariables(
         ("PET_NPROC_PER_NODE", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-        "launch/join.py",
-        "Kubernetes' PyTorchJob, where a pod runs several workers.",
+        "job/world.py",
+        "torchrun's arguments, which Kubeflow's operators set for a pod: the same, where torchrun's own are absent; "
+        "and how many workers a pod runs.",
+    ),
+    ForeignVariables(
+        ("ACCELERATE_USE_CPU",), "trainers/in_place.py", "Set, unless set, with `--as-ddp` on a machine without a GPU."
     ),
     ForeignVariables(
         ("TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"), "launch/join.py", "Which launcher started this process."

@@ -1,10 +1,12 @@
 """Which worker of the job this process is, from the variables that its launcher sets.
 
-torchrun, ``poseidon run``, Kubernetes' PyTorchJob and Ray Train all set torchrun's variables; Slurm has its own.
+torchrun, ``poseidon run``, Kubernetes' PyTorchJob, Ray Train and Spark's TorchDistributor all set torchrun's variables;
+Slurm has its own. Kubeflow Trainer tells each pod only what torchrun's arguments would be, in ``PET_`` variables.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -15,7 +17,11 @@ from typing import Any
 
 from poseidon.errors import ConfigError
 from poseidon.job import settings
-from poseidon.job.settings import WHOLE
+from poseidon.job.cutting import TORCH
+from poseidon.job.elastic import this_job
+from poseidon.job.filter import admit_only_peers, shut_afterwards
+from poseidon.job.limits import time_limit, torch_limit
+from poseidon.job.settings import WHOLE, refuse
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class World:
         # Only tasks that srun started: a batch script has a rank too, but is alone.
         if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
             return cls._from_slurm(env)
+        if "PET_NNODES" in env:
+            return cls._from_pod(env)
         return cls()
 
     @classmethod
@@ -53,8 +61,9 @@ class World:
 
     @classmethod
     def _from_slurm(cls, env: Mapping[str, str]) -> World:
-        # Slurm names no port; derive one from the job's number, so that all its tasks agree.
-        port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000
+        # Slurm names no port; derive one from the job's number, so that all its tasks agree. Below 32768, where systems
+        # begin to take ports for connections.
+        port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 12000
         first_host = _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "127.0.0.1")))
         return cls(
             _number(env, "SLURM_PROCID"),
@@ -65,9 +74,45 @@ class World:
             _number(env, "MASTER_PORT", port),
         )
 
+    @classmethod
+    def _from_pod(cls, env: Mapping[str, str]) -> World:
+        """Read torchrun's arguments, for a process that is its pod's only worker."""
+        workers = env.get("PET_NPROC_PER_NODE", "1")
+        if workers.isdigit() and int(workers) > 1:
+            raise ConfigError(
+                f"PET_NPROC_PER_NODE is {workers}, but nothing has started that many workers here; start the script "
+                "with `poseidon run` or torchrun"
+            )
+        nodes = pod_number(env, "PET_NNODES")
+        if nodes == 1:
+            return cls()
+        return cls(pod_number(env, "PET_NODE_RANK"), nodes, 0, 1, pod_address(env), pod_number(env, "PET_MASTER_PORT"))
+
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} of {self.size} workers is impossible; ranks count from 0")
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a launcher has made this process a worker, be it the only one."""
+    env = os.environ if environ is None else environ
+    return "RANK" in env or ("WORLD_SIZE" not in env and World.from_environment(env).size > 1)
+
+
+def pod_number(env: Mapping[str, str], name: str) -> int:
+    """Return one of the numbers that an operator gives a pod for torchrun."""
+    text = env.get(name, "")
+    # An elastic job has 1:4 as its number of nodes; its machines come and go, which is not supported.
+    if not text.isdigit():
+        raise refuse(f"environment variable {name}", text, WHOLE.expected)
+    return int(text)
+
+
+def pod_address(env: Mapping[str, str]) -> str:
+    """Return where the workers of pods meet."""
+    if "PET_MASTER_ADDR" not in env:
+        raise ConfigError("environment variable PET_MASTER_ADDR is not set, so the workers cannot meet")
+    return env["PET_MASTER_ADDR"]
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -93,15 +138,23 @@ def _tasks_on_node(counts: str, node: int) -> int | None:
     return tasks[node] if node < len(tasks) else None
 
 
-def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
+def init(backend: str | None = None, timeout_s: float | None = None) -> World:
     """Join the job that the environment describes and return this worker's place in it.
 
     Makes the default process group (gloo; with GPUs NCCL as well) unless there is one, and selects the worker's GPU.
-    For a process that is alone it is a no-op. Safe to call more than once.
+    ``timeout_s`` (default: ``POSEIDON_TIMEOUT``) is how long to wait for another worker; torch's own collectives, which
+    cannot know whether one is busy, wait six times as long. For a process that is alone it is a no-op. Safe to call
+    more than once. A worker that joins an elastic job under way is alone until ``poseidon.Checkpoint.run``.
     """
     import torch
     import torch.distributed as dist
 
+    job = this_job()
+    if job is not None and job.seat is None and not dist.is_initialized():
+        if job.is_late:
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        else:
+            job.arrive()
     world = World.from_environment()
     if dist.is_initialized() and world.size != dist.get_world_size():
         world = World(dist.get_rank(), dist.get_world_size(), world.local_rank)
@@ -112,13 +165,39 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
         # on 8 x 10 GbE ran 5 % faster with one. Inside a machine NCCL needs its channels, so it chooses for itself.
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     if world.size > 1 and not dist.is_initialized():
-        chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        timeout = timedelta(seconds=timeout_s)
-        meeting: dict[str, Any] = {"init_method": f"tcp://{world.master_addr}:{world.master_port}"}
+        # NCCL's operations cannot be interrupted when a worker is lost.
+        has_nccl = torch.cuda.is_available() and job is None
+        chosen = backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo")
+        timeout = timedelta(seconds=torch_limit(time_limit(timeout_s)))
+        meeting: dict[str, Any] = {"init_method": f"tcp://{_in_brackets(world.master_addr)}:{world.master_port}"}
         if settings.RUN.read():
-            meeting = {"store": _open_store(world, timeout)}
-        dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
+            with TORCH.noting():
+                meeting = {"store": _open_store(world, timeout)}
+        with (
+            contextlib.nullcontext() if _connects_late() else shut_afterwards(world.master_port),
+            TORCH.noting(),
+        ):
+            dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
+        if settings.RUN.read() and world.rank == 0 and world.master_port is not None:
+            admit_only_peers(world.master_port)
     return world
+
+
+def join_workers(timeout_s: float | None = None) -> int:
+    """Join the job that the environment describes, if not yet done; return the number of workers."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else init(timeout_s=timeout_s).size
+
+
+def _in_brackets(address: str | None) -> str:
+    """Return an address as it stands in a URL."""
+    return f"[{address}]" if address is not None and ":" in address else str(address)
+
+
+def _connects_late() -> bool:
+    """Return whether gloo was asked to connect workers when they first need it, and so must go on listening."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "true", "yes", "y")
 
 
 def _open_store(world: World, timeout: timedelta) -> Any:
@@ -129,8 +208,12 @@ def _open_store(world: World, timeout: timedelta) -> Any:
     assert world.master_port is not None
     if world.rank != 0:
         return TCPStore(world.master_addr, world.master_port, world.size, False, timeout)
-    family = socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((world.master_addr, world.master_port), family=family, backlog=1024)
+    job = this_job()
+    if job is not None and job.listener is not None:
+        listener, job.listener = job.listener, None
+    else:
+        family = socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((world.master_addr, world.master_port), family=family, backlog=1024)
     # Only torch's older server, requested here, accepts an open socket; it owns the socket from now on.
     return TCPStore(
         world.master_addr,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from poseidon.engine.assemble import ExchangeOptions
-from poseidon.errors import ConfigError
+from poseidon.job.limits import time_limit
+from poseidon.job.world import join_workers
 from poseidon.keras.callbacks import BroadcastCallback
 from poseidon.keras.distribution import Alone, DistributeOptions, Distribution
-from poseidon.keras.sharing import join_workers
 from poseidon.planning.cluster import Cluster
 
 __all__ = ["Alone", "BroadcastCallback", "Distribution", "distribute"]
@@ -27,7 +27,7 @@ def distribute(
     sync_batchnorm: bool | None = None,
     routes: Mapping[str, str] | None = None,
     cluster: Cluster | str | Path | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Distribution | Alone:
     """Train a model on all workers; call it on every worker, before ``fit``, before or after ``compile``.
 
@@ -39,9 +39,7 @@ def distribute(
 
     Returns an object that knows the plan. With one worker the model does not change.
     """
-    if timeout_s <= 0:
-        raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
-    options = DistributeOptions(batch, data, sync_batchnorm, ExchangeOptions(routes, cluster, timeout_s))
+    options = DistributeOptions(batch, data, sync_batchnorm, ExchangeOptions(routes, cluster, time_limit(timeout_s)))
     if join_workers() == 1:
         return Alone()
     return Distribution(model, options)

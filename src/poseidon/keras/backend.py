@@ -56,6 +56,10 @@ class KerasExchange(Protocol):
     def error(self) -> BaseException | None:
         """The exception raised inside the framework's own machinery, which only passes on its text."""
 
+    @property
+    def share(self) -> float:
+        """The part of this worker in the samples of the last step."""
+
     def detach(self) -> None:
         """Restore model, layers and optimizer and close the engine, but not the team."""
 
@@ -73,27 +77,20 @@ class Backend(Protocol):
     def check(self, model: Any) -> None:
         """Raise :class:`~poseidon.errors.UnsupportedError`, with a remedy, if the model cannot be distributed."""
 
+    def build(self, model: Any, batch: Any) -> None:
+        """Create the variables of a model whose shapes follow from a batch; ``batch`` has shapes and types only."""
+
     def attach(self, setup: Setup) -> KerasExchange:
         """Make every train step of the model exchange gradients. Collective."""
 
 
-def check_alone(model: Any) -> None:
-    """Raise if Keras itself distributes, or if the model has optimizers whose gradients would not be averaged."""
+def check_alone() -> None:
+    """Raise if Keras itself distributes."""
     active = keras.distribution.distribution()
     if active is not None:
         raise UnsupportedError(
             f"keras.distribution.{type(active).__name__} is active; leave out keras.distribution.set_distribution: "
             "Poseidon runs one worker per device"
-        )
-    others = [
-        name
-        for name, value in vars(model).items()
-        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
-    ]
-    if others:
-        raise UnsupportedError(
-            f"{model.name} has optimizers besides its compiled one: {', '.join(sorted(others))}. Only gradients of "
-            "model.optimizer are averaged; train each part as a model of its own and distribute each"
         )
 
 

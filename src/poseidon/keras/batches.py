@@ -24,7 +24,8 @@ _SAMPLES = "poseidon_samples"
 
 def pack(batch: Batch, samples: int) -> Batch:
     """Return the batch with the number of samples that count hidden in its inputs."""
-    x, *rest = batch if isinstance(batch, tuple) else (batch,)
+    # tf.data would make one tensor of a list; Keras takes tuples for lists of inputs and outputs.
+    x, *rest = keras.tree.lists_to_tuples(batch) if isinstance(batch, tuple) else (batch,)
     return ({_SAMPLES: np.array([samples], np.int32), "x": x}, *rest)
 
 
@@ -183,13 +184,14 @@ class DealtLoader(_Ordered):
 
     def __getitem__(self, index: int) -> Batch:
         if index == 0:
-            self._pass = self._deal.stream(_plain(batch) for batch in self._source)
+            self._pass = self._deal.stream(as_arrays(batch) for batch in self._source)
         return next(self._pass)
 
 
-def _plain(batch: Batch) -> Batch:
+def as_arrays(batch: Batch) -> Batch:
+    """Return a batch of numpy arrays."""
     batch = tuple(batch) if isinstance(batch, list) else batch
-    return keras.tree.map_structure(np.asarray, batch)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), batch)
 
 
 def deal_tf_dataset(source: Any, deal: BatchDeal) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from poseidon.keras.sharing import join_workers, same_logs, share, state_of
+from poseidon.job.world import join_workers
+from poseidon.keras.sharing import same_logs, share, state_of
 from poseidon.team.team import Team
 
 _WRITERS = (
@@ -25,7 +26,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
     ``distribute`` does this itself; the callback is for your own loop that loads a checkpoint on worker 0 alone.
     """
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float | None = None) -> None:
         super().__init__()
         self._timeout_s = timeout_s
 

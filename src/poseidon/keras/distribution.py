@@ -24,7 +24,7 @@ from poseidon.keras.backend import Backend, KerasExchange, Setup, load_backend
 from poseidon.keras.batches import BatchDeal, unpack
 from poseidon.keras.callbacks import with_ours
 from poseidon.keras.inputs import deal_inputs, symbolic_batch
-from poseidon.keras.sharing import add_up_metrics, share, state_of
+from poseidon.keras.sharing import add_up_metrics, mean_logs, share, state_of
 from poseidon.keras.units import describe_model, find_units
 from poseidon.planning.planner import Plan
 from poseidon.team.team import Team
@@ -93,6 +93,7 @@ class Distribution:
         self._moments: SummingChannel | None = None
         self._is_seeded = False
         self._is_evaluating = False
+        self._has_named = False
         self._originals: dict[str, Any] = {}
         _DISTRIBUTED.add(model)
         self._replace("fit", self._fit)
@@ -223,7 +224,12 @@ class Distribution:
             return
         if self.model.built and isinstance(settings["x"], types.GeneratorType):
             return
-        self.model._symbolic_build(data_batch=symbolic_batch(settings["x"], settings.get("y")))
+        if type(self.model).call is keras.Model.call and self._has_built_layers():
+            return  # it is never called, so it never counts as built
+        load_backend(self.model).build(self.model, symbolic_batch(settings["x"], settings.get("y")))
+
+    def _has_built_layers(self) -> bool:
+        return all(layer.built for layer in self.model._flatten_layers(include_self=False))
 
     def _is_complete(self) -> bool:
         model = self.model
@@ -258,9 +264,22 @@ class Distribution:
         """Sum the metrics of an epoch, and copy worker 0's moving averages before any evaluation."""
         if not self._is_evaluating and self._exchange is not None:
             end_steps(self._team)
-            share(self._team, self.model.non_trainable_weights, "the moving averages")
+            self._name_assigned(share(self._team, self.model.non_trainable_weights, "the moving averages"))
+            if keras.backend.backend() != "jax":  # which keeps the weights elsewhere until fit ends
+                self.verify_replicas()
             add_up_metrics(self._team, self.model.metrics)
+            found = original(logs)
+            return mean_logs(self._team, found, self._exchange.share) if found is logs else found
         return original(logs)
+
+    def _name_assigned(self, changed: list[Any]) -> None:
+        """Say which variables, besides moving averages, a step has assigned from each worker's own samples."""
+        layers = [layer for layer in self.model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+        averages = {id(variable) for layer in layers for variable in layer.variables}
+        names = [variable.path for variable in changed if id(variable) not in averages]
+        if names and not self._has_named and self.rank == 0:
+            log.warning("%s: assigned from each worker's own samples; worker 0's value is kept", ", ".join(names[:3]))
+        self._has_named = self._has_named or bool(names)
 
     def _write(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if self.rank == 0 else None

@@ -6,10 +6,18 @@ import types
 from typing import Any
 
 import keras
-import numpy as np
 
 from poseidon.errors import ConfigError, UnsupportedError
-from poseidon.keras.batches import Batch, BatchDeal, DealtArrays, DealtDataset, DealtLoader, deal_tf_dataset, unpack
+from poseidon.keras.batches import (
+    Batch,
+    BatchDeal,
+    DealtArrays,
+    DealtDataset,
+    DealtLoader,
+    as_arrays,
+    deal_tf_dataset,
+    unpack,
+)
 
 _KERAS_BATCH = 32
 """Keras' default batch size."""
@@ -32,7 +40,7 @@ def deal_inputs(settings: dict[str, Any], deal: BatchDeal, seed: int, is_own: bo
     elif _is_from(x, "torch", "DataLoader"):
         settings["x"] = DealtLoader(x, deal)
     elif isinstance(x, types.GeneratorType):
-        settings["x"] = deal.stream(keras.tree.map_structure(np.asarray, batch) for batch in x)
+        settings["x"] = deal.stream(as_arrays(batch) for batch in x)
     else:
         settings = _deal_arrays(settings, deal, seed if shuffle else None)
     if settings.get("steps_per_epoch"):

@@ -22,10 +22,11 @@ import keras
 from poseidon.engine.moments import MomentsExchange
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
 from poseidon.errors import UnsupportedError
+from poseidon.jax.callbacks import HostCallbacks
 from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
 from poseidon.keras.batches import count_rows, unpack
-from poseidon.keras.jax_callbacks import HostCallbacks
 from poseidon.keras.moments import replace_moments
+from poseidon.keras.step_share import weighing_means
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.keras.units import describe_variables
 from poseidon.planning.planner import Plan
@@ -49,11 +50,16 @@ class JaxBackend:
 
     def check(self, model: Any) -> None:
         """Raise if something else already distributes the model, or trains it without its optimizer."""
-        check_alone(model)
+        check_alone()
+        _check_optimizers(model)
         if keras.config.is_nnx_enabled():
             raise UnsupportedError(
                 f"{model.name} uses Flax NNX variables, which are not supported; unset KERAS_NNX_ENABLED"
             )
+
+    def build(self, model: Any, batch: Any) -> None:
+        """Create a model's variables, as Keras does it."""
+        model._symbolic_build(data_batch=batch)
 
     def attach(self, setup: Setup) -> KerasExchange:
         """Install the exchange in the train step. Collective."""
@@ -98,6 +104,11 @@ class JaxExchange:
     def error(self) -> BaseException | None:
         """The first error of a callback."""
         return self._host.error
+
+    @property
+    def share(self) -> float:
+        """The part of this worker in the samples of the last step."""
+        return self._host.front.weight / self._host.front.team.size
 
     def detach(self) -> None:
         """Restore model, layers and optimizer."""
@@ -159,7 +170,8 @@ class JaxExchange:
         self._host.begin(samples)
         self._is_averaged = False
         self._row_weight = samples[0] / rows
-        logs, after = self._train_step(state, data)
+        with weighing_means(self._host.share):
+            logs, after = self._train_step(state, data)
         self._row_weight = None
         if not self._is_averaged:
             raise UnsupportedError(
@@ -199,6 +211,20 @@ class JaxExchange:
         if self._row_weight is None:  # a call of the user's own, which the other workers may not make
             return mean, variance
         return self._host.combine(mean, variance, jnp.asarray(count * self._row_weight, mean.dtype), name)
+
+
+def _check_optimizers(model: Any) -> None:
+    """Raise if the model has optimizers besides its compiled one: Keras keeps no state of theirs in a jitted step."""
+    others = [
+        name
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+    ]
+    if others:
+        raise UnsupportedError(
+            f"{model.name} has optimizers besides its compiled one: {', '.join(sorted(others))}. On JAX only "
+            "gradients of model.optimizer are averaged; train each part as a model of its own and distribute each"
+        )
 
 
 def _make_host(setup: Setup) -> HostCallbacks:

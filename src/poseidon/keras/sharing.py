@@ -9,17 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import torch.distributed as dist
 
 from poseidon.engine.outside import take_from_first
 from poseidon.errors import MismatchError
-from poseidon.job.world import init
 from poseidon.team.team import Team
-
-
-def join_workers() -> int:
-    """Join the job that the environment describes, if not yet done; return the number of workers."""
-    return dist.get_world_size() if dist.is_initialized() else init().size
 
 
 def state_of(model: Any) -> list[Any]:
@@ -28,16 +21,17 @@ def state_of(model: Any) -> list[Any]:
     return [*model.weights, *(optimizer.variables if optimizer is not None else ())]
 
 
-def share(team: Team, variables: Sequence[Any], what: str) -> None:
-    """Make variables equal to worker 0's; only those that differ travel. Collective."""
+def share(team: Team, variables: Sequence[Any], what: str) -> list[Any]:
+    """Make variables equal to worker 0's; only those that differ travel, and are returned. Collective."""
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable), order="C") for variable in variables]
     if not arrays:
-        return
+        return []
     rows = team.gather_ints([zlib.crc32(array.tobytes()) for array in arrays], what)
     changed = [i for i, sums in enumerate(zip(*rows, strict=True)) if len(set(sums)) > 1]
     for i, array in zip(changed, take_from_first(team, [arrays[i] for i in changed], what), strict=True):
         if team.rank != 0:
             variables[i].assign(array)
+    return [variables[i] for i in changed]
 
 
 def add_up_metrics(team: Team, metrics: Sequence[Any]) -> None:
@@ -77,6 +71,15 @@ def same_logs(team: Team, logs: Mapping[str, Any]) -> dict[str, float]:
         )
     first = _gather_floats(team, list(numbers.values()), "the logs")[0]
     return dict(zip(numbers, first, strict=True))
+
+
+def mean_logs(team: Team, logs: Any, part: float) -> Any:
+    """Return logs that a step itself returned, averaged over all workers; ``part`` is this one's share. Collective."""
+    if not isinstance(logs, Mapping):
+        return logs
+    numbers = {name: float(logs[name]) * part for name in sorted(logs) if np.ndim(logs[name]) == 0}
+    totals = sum_floats(team, list(numbers.values()), "the logs")
+    return {**logs, **dict(zip(numbers, totals, strict=True))}
 
 
 def _gather_floats(team: Team, values: Sequence[float], what: str) -> list[tuple[float, ...]]:

@@ -13,27 +13,28 @@ import numpy as np
 import tensorflow as tf
 
 from poseidon.engine.moments import MomentsExchange
-from poseidon.engine.outside import Array, OutsideFrontEnd
+from poseidon.engine.outside import Array
 from poseidon.keras.backend import Setup
+from poseidon.keras.step_share import StepWeight
 from poseidon.tensorflow.moments import combine_moments
 
 
 class Moments:
     """Replaces the moments of some layers by those over all workers."""
 
-    def __init__(self, setup: Setup, front: OutsideFrontEnd) -> None:
+    def __init__(self, setup: Setup, weight: StepWeight) -> None:
         self._layers = setup.synchronized
         self._row_weight: Any = 1.0
         self.error: BaseException | None = None
         """The first error of a callback."""
         if setup.moments is not None:
-            self._exchange = MomentsExchange(setup.team, setup.moments, lambda: front.weight)
+            self._exchange = MomentsExchange(setup.team, setup.moments, weight.get)
         for layer in self._layers:
             layer._moments = self._moments_of(layer)
 
     def begin(self, row_weight: Any, token: Any) -> None:
         """Record, in each step, how many samples a row of the batch counts for; ``token`` marks its beginning."""
-        if token is not None:
+        if not tf.executing_eagerly():
             with tf.control_dependencies([token]):
                 row_weight = tf.identity(row_weight)
         self._row_weight = row_weight

@@ -16,17 +16,16 @@ from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.moments import MomentsExchange, differentiate
 from poseidon.engine.options import Options
-from poseidon.engine.outside import OutsideUnit, step_weight
+from poseidon.engine.outside import OutsideUnit
 from poseidon.errors import UnsupportedError
 from poseidon.keras.backend import Backend, KerasExchange, Setup
 from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.moments import replace_moments
+from poseidon.keras.step_share import StepWeight, weighing_means
 from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
-from poseidon.team.gathering import PendingGather
-from poseidon.team.team import Team
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 log = logging.getLogger("poseidon.keras")
@@ -50,32 +49,13 @@ class TorchBackend:
             log.warning("jit_compile is turned off: a compiled train step does not call gradient hooks")
             model.jit_compile = False
 
+    def build(self, model: Any, batch: Any) -> None:
+        """Create a model's variables, as Keras does it."""
+        model._symbolic_build(data_batch=batch)
+
     def attach(self, setup: Setup) -> KerasExchange:
         """Put hooks on the variables. Collective."""
         return TorchExchange(setup)
-
-
-class StepWeight:
-    """A worker's weight in each step: its share of all samples."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._samples = 0
-        self._counts: PendingGather | None = None
-        self._value = 1.0
-
-    def begin(self, samples: int) -> None:
-        """Announce how many samples this worker adds in a new step; never blocks."""
-        self._samples = samples
-        self._counts = self._team.start_gather([samples])
-
-    def get(self) -> float:
-        """Return the factor of this worker's gradients; waits until every worker has begun the step."""
-        if self._counts is not None:
-            counts = [row[0] for row in self._counts("the others to begin the step")]
-            self._counts = None
-            self._value = step_weight(self._samples, counts)
-        return self._value
 
 
 class TorchExchange:
@@ -110,6 +90,11 @@ class TorchExchange:
         """The routes in force; None before the end of the first step."""
         return self._engine.plan
 
+    @property
+    def share(self) -> float:
+        """The part of this worker in the samples of the last step."""
+        return self._weight.share
+
     def detach(self) -> None:
         """Restore model, layers and optimizer."""
         for handle in self._handles:
@@ -134,11 +119,12 @@ class TorchExchange:
         samples = rows if packed is None else int(packed[0])
         self._row_weight = samples / rows
         self._weight.begin(samples)
-        self._engine.arm(True, samples)
+        self._engine.arm(True, samples, samples)
         self._front.watch_outputs((), ())
         before = [] if samples else [v.value.detach().clone() for v in self._model.metrics_variables]
         step = self._engine.step
-        logs = self._train_step(data)
+        with weighing_means(lambda: self._weight.share):
+            logs = self._train_step(data)
         # Backward passes outside a train step are not exchanged.
         self._engine.is_armed, self._row_weight = False, None
         if self._engine.step == step:

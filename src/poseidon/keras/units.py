@@ -65,6 +65,18 @@ def find_units(model: Any, forms: Collection[Kind], has_sparse_means: bool) -> l
     return units
 
 
+def select_units(units: Sequence[OutsideUnit], variables: Sequence[Any], wanted: Sequence[Any]) -> list[OutsideUnit]:
+    """Return units for some variables only, in the forms that they have among all; positions count in ``wanted``."""
+    left = {id(variable): position for position, variable in enumerate(wanted)}
+    found = []
+    for unit in units:
+        positions = tuple(left.pop(id(variables[p])) for p in unit.positions if id(variables[p]) in left)
+        if positions:
+            found.append(OutsideUnit(unit.name, unit.kind, positions, unit.is_sparse))
+    found += [OutsideUnit(wanted[position].path, "dense", (position,)) for position in left.values()]
+    return found
+
+
 def _split(layer: Any, variables: list[Any], forms: Collection[Kind]) -> Iterator[tuple[Kind, list[Any]]]:
     """Yield a layer's variables as they travel: a weight in its short form, the rest dense."""
     if not variables:

@@ -17,9 +17,10 @@ from typing import IO, Any, TypeVar, cast
 import poseidon
 from poseidon.errors import ConfigError
 from poseidon.job import members
-from poseidon.lab import namespace, network, state, warden
+from poseidon.lab import bpf, connections, namespace, network, state, warden
+from poseidon.lab.connections import TcpConnection
 from poseidon.lab.network import Traffic
-from poseidon.lab.spec import LabSpec, check_machine, machine_address, make_spec
+from poseidon.lab.spec import LabSpec, LinkShape, check_machine, machine_address, make_spec
 
 T = TypeVar("T")
 
@@ -165,34 +166,101 @@ class Lab:
         """Return the bytes each machine has sent and received since the lab started."""
         return self._in_switch(lambda switch: network.read_traffic(switch, self.machines))
 
+    def connections(self, machine: int, peer: int | None = None, port: int = 0) -> list[TcpConnection]:
+        """Return a machine's TCP connections with other machines, or with one; with one port at either end."""
+        found = self._in_machine(machine, connections.established)
+        ip = "" if peer is None else self.address(peer)
+        return [each for each in found if (not ip or each.remote_ip == ip) and (not port or port in each.ports)]
+
     def cut(self, machine: int) -> None:
         """Unplug a machine's cable."""
         check_machine(machine, self.machines)
         self._in_switch(lambda switch: network.set_link(switch, machine, is_up=False))
-        now = self.state
-        state.save(replace(now, cut=tuple(sorted({*now.cut, machine}))))
+        self._note(machine, "cut")
 
     def pause(self, machine: int) -> None:
         """Stop a machine's processes, as on a hung or swapping machine."""
         check_machine(machine, self.machines)
-        now = self.state
-        state.save(replace(now, paused=tuple(sorted({*now.paused, machine}))))
+        self._note(machine, "paused")
         members.send_signal(self.processes(machine), signal.SIGSTOP)
 
-    def heal(self, machine: int) -> None:
-        """Plug the cable back in and resume the machine's processes."""
+    def slow(self, machine: int, factor: float = 100.0) -> None:
+        """Make a machine's link slower, in both directions."""
         check_machine(machine, self.machines)
-        self._in_switch(lambda switch: network.set_link(switch, machine, is_up=True))
+        self._reshape(machine, self.spec.slower_shape(machine, factor))
+        self._note(machine, "slowed")
+
+    def reset(self, machine: int, peer: int | None = None, port: int = 0) -> int:
+        """Reset a machine's TCP connections, as a firewall that restarts does; return how many there were.
+
+        Choose as in :meth:`connections`.
+        """
+        chosen = self.connections(machine, peer, port)
+        return self._in_machine(machine, lambda: connections.reset(chosen))
+
+    def half_open(self, machine: int, peer: int | None = None, port: int = 0) -> None:
+        """Let vanish what a machine sends on established TCP connections; it still hears the others.
+
+        Choose as in :meth:`connections`. There is one such fault per machine, or :meth:`flip`: the last one.
+        """
+        self._tamper(machine, bpf.dropping(self._flow(machine, peer, port)))
+
+    def flip(self, machine: int, peer: int | None = None, port: int = 0, times: int = 1) -> bpf.Counter:
+        """Flip a bit in the next packets that a machine sends, in a way that no checksum of TCP notices.
+
+        Choose as in :meth:`connections`. The counter says how many flips are still to come; close it at last.
+        """
+        counter = bpf.Counter(times)
+        try:
+            self._tamper(machine, bpf.flipping(self._flow(machine, peer, port), counter))
+        except BaseException:
+            counter.close()
+            raise
+        return counter
+
+    def heal(self, machine: int) -> None:
+        """Undo whatever was done to a machine's link, and resume its processes."""
+        check_machine(machine, self.machines)
         now = self.state
-        cut = tuple(number for number in now.cut if number != machine)
-        paused = tuple(number for number in now.paused if number != machine)
-        state.save(replace(now, cut=cut, paused=paused))
+        if machine in now.tampered:
+            self._in_switch(lambda switch: network.remove_program(switch, machine))
+        shape = self.spec.shape(machine)
+        if machine in now.slowed and shape is not None:
+            self._reshape(machine, shape)
+        self._in_switch(lambda switch: network.set_link(switch, machine, is_up=True))
+        state.save(now.healed(machine))
         members.send_signal(self.processes(machine), signal.SIGCONT)
 
     def kill(self, machine: int) -> None:
         """Power a machine off: the link goes first, so that no connection is closed cleanly."""
         self.cut(machine)
         members.kill_all(lambda: self.processes(machine))
+
+    def _note(self, machine: int, kind: str) -> None:
+        state.save(self.state.with_fault(kind, machine))
+
+    def _flow(self, machine: int, peer: int | None, port: int) -> bpf.Flow:
+        check_machine(machine, self.machines)
+        return bpf.Flow("" if peer is None else self.address(peer), port)
+
+    def _tamper(self, machine: int, instructions: list[Any]) -> None:
+        program = bpf.load(instructions)
+        try:
+            self._in_switch(lambda switch: network.hang_program(switch, machine, program))
+        finally:
+            os.close(program)
+        self._note(machine, "tampered")
+
+    def _reshape(self, machine: int, shape: LinkShape) -> None:
+        now = self.state
+        with _Opened(now.warden.pid, [now.switch.net_fd, now.machines[machine].net_fd]) as (switch, here):
+            network.reshape(shape, bool(self.spec.delay_s or self.spec.loss), switch, here, machine)
+
+    def _in_machine(self, machine: int, use: Callable[[], T]) -> T:
+        check_machine(machine, self.machines)
+        now = self.state
+        with _Opened(now.warden.pid, [now.machines[machine].net_fd]) as namespaces:
+            return namespace.call_inside(namespaces, use)
 
     def _in_switch(self, use: Callable[[int], T]) -> T:
         now = self.state

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 NETEM_HANDLE = 0x10000
 # Packets netem may hold while it delays them: plenty, since the queue that matters is the token bucket's.
 NETEM_LIMIT = 100_000
+CLSACT_HANDLE, CLSACT_PARENT, INGRESS = 0xFFFF0000, 0xFFFFFFF1, 0xFFFFFFF2
+"""Where programs for packets hang, by the kernel's numbers."""
+
+
+_MODULES = {"tbf": "sch_tbf", "netem": "sch_netem", "clsact": "sch_ingress", "bpf": "cls_bpf"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,23 @@ def read_traffic(switch: int, machines: int) -> list[Traffic]:
 def set_link(switch: int, machine: int, is_up: bool) -> None:
     """Plug or unplug a machine's cable: without carrier packets vanish, and no connection is notified."""
     call_inside([switch], lambda: _set_port(machine, is_up))
+
+
+def reshape(shape: LinkShape, has_netem: bool, switch: int, namespace: int, machine: int) -> None:
+    """Give both ends of a machine's link another shape."""
+    place = {"parent": NETEM_HANDLE + 1} if has_netem else {}
+    call_inside([switch], lambda: _reshape(f"port{machine}", shape))
+    call_inside([namespace], lambda: _reshape("eth0", shape, **place))
+
+
+def hang_program(switch: int, machine: int, program: int) -> None:
+    """Let a program of the kernel see every packet that a machine sends, in the place of an earlier one."""
+    call_inside([switch], lambda: _hang_program(machine, program))
+
+
+def remove_program(switch: int, machine: int) -> None:
+    """Let a machine's packets pass again."""
+    call_inside([switch], lambda: _remove_program(machine))
 
 
 def open_netlink() -> IPRoute:
@@ -95,12 +117,41 @@ def _wire_machine(spec: LabSpec, machine: int) -> None:
         _shape(netlink, index, spec.shape(machine), parent=NETEM_HANDLE + 1)
 
 
-def _shape(netlink: IPRoute, index: int, shape: LinkShape | None, **place: int) -> None:
+def _reshape(interface: str, shape: LinkShape, **place: int) -> None:
+    with open_netlink() as netlink:
+        _shape(netlink, netlink.link_lookup(ifname=interface)[0], shape, "replace", **place)
+
+
+def _hang_program(machine: int, program: int) -> None:
+    _remove_program(machine)
+    with open_netlink() as netlink:
+        index = netlink.link_lookup(ifname=f"port{machine}")[0]
+        _request(netlink.tc, "add", "clsact", index=index, handle=CLSACT_HANDLE, parent=CLSACT_PARENT)
+        _request(
+            netlink.tc,
+            "add-filter",
+            "bpf",
+            index=index,
+            parent=INGRESS,
+            fd=program,
+            name="poseidon",
+            direct_action=True,
+        )
+
+
+def _remove_program(machine: int) -> None:
+    with open_netlink() as netlink:
+        index = netlink.link_lookup(ifname=f"port{machine}")[0]
+        if any(qdisc.get_attr("TCA_KIND") == "clsact" for qdisc in netlink.get_qdiscs(index=index)):
+            _request(netlink.tc, "del", "clsact", index=index, handle=CLSACT_HANDLE, parent=CLSACT_PARENT)
+
+
+def _shape(netlink: IPRoute, index: int, shape: LinkShape | None, verb: str = "add", **place: int) -> None:
     if shape is None:
         return
     _request(
         netlink.tc,
-        "add",
+        verb,
         "tbf",
         index=index,
         rate=shape.rate_bytes,
@@ -120,7 +171,7 @@ def _request(call: Any, *words: str, **options: Any) -> None:
         kind = options.get("kind", words[-1])
         if error.code in (1, 13):  # EPERM, EACCES
             raise ConfigError(f"not permitted to add {kind}; {HOW_TO_GET_PERMISSION}") from None
-        module = {"tbf": "sch_tbf", "netem": "sch_netem"}.get(kind, kind)
+        module = _MODULES.get(kind, kind)
         raise ConfigError(
             f"the kernel refused to add {kind} ({error}); it needs {module}: try `modprobe {module}`"
             + (", or leave out --delay and --loss" if kind == "netem" else "")

@@ -73,6 +73,17 @@ class LabSpec:
         rate = self.rates_bits[machine]
         return None if rate == UNSHAPED else link_shape(rate, self.queue_s)
 
+    def slower_shape(self, machine: int, factor: float) -> LinkShape:
+        """Return the shape of a machine's link at a fraction of its speed."""
+        rate = self.rates_bits[machine]
+        if rate == UNSHAPED:
+            raise ConfigError(
+                f"the link of machine {machine} has no rate that could become slower; give the lab --rate"
+            )
+        if factor < 1.0:
+            raise ConfigError(f"a link cannot be {factor:g} times slower; use a factor above 1")
+        return link_shape(max(MIN_RATE_BITS, round(rate / factor)), self.queue_s)
+
     def describe(self) -> str:
         """Return one line for people, such as ``4 machines at 1gbit, delay 0.1 ms``."""
         rates = sorted(set(self.rates_bits), reverse=True)

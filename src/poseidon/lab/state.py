@@ -15,6 +15,8 @@ from poseidon.job.members import LAB_MARK, pids_in, pids_marked, start_time
 from poseidon.lab.spec import LabSpec
 
 FOLDER_VARIABLE = "POSEIDON_LAB_FOLDER"
+FAULTS = ("cut", "paused", "slowed", "tampered")
+"""What may be wrong with a machine: fields of :class:`LabState`."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,27 @@ class LabState:
     machines: tuple[Namespace, ...]
     cut: tuple[int, ...] = ()
     paused: tuple[int, ...] = ()
+    slowed: tuple[int, ...] = ()
+    """Machines whose links are slower than they should be."""
+    tampered: tuple[int, ...] = ()
+    """Machines whose packets a program drops or damages."""
 
     @property
     def is_abandoned(self) -> bool:
         """Whether the process that should have removed this lab is gone."""
         return not self.warden.is_alive or (self.owner is not None and not self.owner.is_alive)
+
+    def with_fault(self, kind: str, machine: int) -> LabState:
+        """Return the record with one more fault, such as ``cut``."""
+        changed: dict[str, Any] = {kind: tuple(sorted({*getattr(self, kind), machine}))}
+        return replace(self, **changed)
+
+    def healed(self, machine: int) -> LabState:
+        """Return the record without a machine's faults."""
+        changed: dict[str, Any] = {
+            kind: tuple(each for each in getattr(self, kind) if each != machine) for kind in FAULTS
+        }
+        return replace(self, **changed)
 
     def processes(self, machine: int | None = None) -> list[int]:
         """Return the processes on one machine, or everything that belongs to the lab.
@@ -156,4 +174,6 @@ def _from_json(data: dict[str, Any]) -> LabState:
         machines=tuple(Namespace(**machine) for machine in data["machines"]),
         cut=tuple(data["cut"]),
         paused=tuple(data["paused"]),
+        slowed=tuple(data["slowed"]),
+        tampered=tuple(data["tampered"]),
     )

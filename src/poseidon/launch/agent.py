@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import platform
 import select
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -25,9 +27,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from poseidon.errors import ConfigError
-from poseidon.job import interfaces
+from poseidon.job import interfaces, settings
 from poseidon.job import tell as report
-from poseidon.launch import processes, protocol
+from poseidon.launch import processes, protocol, scratch
 from poseidon.launch.lines import LineCutter
 from poseidon.launch.protocol import Message
 from poseidon.launch.script import check_script
@@ -47,8 +49,14 @@ class Agent:
         self._outlet = outlet
         self._speaking = threading.Lock()
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._news: dict[int, int] = {}
+        """Pipes to the workers of an elastic job."""
         self._watchers: list[threading.Thread] = []
         self._run = ""
+        self._silence_s = protocol.SILENCE_S
+        self._directory = ""
+        self._meeting: socket.socket | None = None
+        """Reserves the port where workers meet."""
 
     def serve(self) -> int:
         """Obey the launcher until it says stop or is gone; return the exit status."""
@@ -66,13 +74,14 @@ class Agent:
         finally:
             if self._run:
                 processes.end_all(self._run)
+                self._sweep()
         return 1
 
     def _messages(self) -> Iterator[Message]:
         """Yield the launcher's messages until it is gone."""
         pending = b""
         while True:
-            ready, _, _ = select.select([self._inlet], [], [], protocol.SILENCE_S)
+            ready, _, _ = select.select([self._inlet], [], [], self._silence_s)
             data = os.read(self._inlet, 1 << 16) if ready else b""
             if not data:
                 return
@@ -85,45 +94,67 @@ class Agent:
     def _obey(self, message: Message) -> None:
         kind = message["kind"]
         if kind == protocol.PREPARE:
+            self._silence_s = float(message["silence_s"])
+            for mark in message.get("ends", ()):
+                processes.end_all(str(mark))
             self._tell(protocol.READY, **look_around(message))
         elif kind == protocol.PORT:
-            address = str(message["address"])
-            self._tell(protocol.PORT, port=interfaces.free_port(address, message["wanted"]))
+            # Kept until this process ends: the workers come to use it only when they have imported torch.
+            self._meeting = interfaces.reserve_port(str(message["address"]), message["wanted"])
+            self._tell(protocol.PORT, port=self._meeting.getsockname()[1])
         elif kind == protocol.START:
             self._start(message)
         elif kind == protocol.SIGNAL:
             self._signal(signal.Signals(message["number"]))
+        elif kind == protocol.NEWS:
+            self._pass_on(int(message["rank"]), message["news"])
+        elif kind == protocol.KILL:
+            self._workers[int(message["rank"])].kill()
 
     def _start(self, message: Message) -> None:
         self._run = str(message["run"])
+        self._directory = str(message["directory"])
         network = network_variables(str(message["address"]))
         for worker in message["workers"]:
             env = {**network, **_login_environment(), **worker["env"], processes.MARK: self._run}
             if "POSEIDON_WIRE_INTERFACE" in env:
                 env.pop("POSEIDON_WIRE_IP", None)
-            self._start_one(int(worker["rank"]), [sys.executable, *worker["argv"]], env, message["directory"])
+            argv = [sys.executable, *worker["argv"]]
+            self._start_one(int(worker["rank"]), argv, env, message["directory"], worker.get("elastic"))
         self._tell(protocol.STARTED, pids={str(rank): worker.pid for rank, worker in self._workers.items()})
         for watcher in self._watchers:
-            watcher.start()
+            if watcher.ident is None:
+                watcher.start()
 
-    def _start_one(self, rank: int, argv: list[str], env: dict[str, str], directory: str) -> None:
+    def _start_one(
+        self, rank: int, argv: list[str], env: dict[str, str], directory: str, elastic: dict[str, Any] | None
+    ) -> None:
         reading, writing = os.pipe()
+        given = [writing]
+        env[report.VARIABLE] = report.name_pipe(writing)
+        if elastic is not None:
+            news, self._news[rank] = os.pipe()
+            os.set_blocking(self._news[rank], False)
+            given.append(news)
+            facts = {**elastic, "pipe": news, "inode": os.fstat(news).st_ino}
+            env[settings.ELASTIC.name] = json.dumps(facts)
         try:
             worker = subprocess.Popen(
                 argv,
-                env={**env, report.VARIABLE: report.name_pipe(writing)},
+                env=env,
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(writing,),
+                pass_fds=given,
                 start_new_session=True,
                 preexec_fn=processes.dies_with_parent(),
             )
         except OSError as error:
             raise ConfigError(f"worker {rank} cannot be started: {argv[0]}: {error.strerror}") from None
         finally:
-            os.close(writing)
+            for pipe in given:
+                os.close(pipe)
         assert worker.stdout is not None
         assert worker.stderr is not None
         self._workers[rank] = worker
@@ -168,6 +199,18 @@ class Agent:
                 if facts:
                     self._tell(protocol.REPORT, rank=rank, facts=facts)
 
+    def _pass_on(self, rank: int, news: Message) -> None:
+        # A worker that does not read is stopped, and will be ended.
+        with contextlib.suppress(OSError):
+            os.write(self._news[rank], json.dumps(news).encode() + b"\n")
+
+    def _tell_stopped(self) -> None:
+        """Say which workers of an elastic job are stopped."""
+        running = [rank for rank in self._news if self._workers[rank].poll() is None]
+        if running:
+            stopped = [rank for rank in running if processes.is_stopped(self._workers[rank].pid)]
+            self._tell(protocol.STOPPED, stopped=stopped, ranks=running)
+
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():
             # To the worker alone: it ends its own children, such as data loaders.
@@ -183,15 +226,22 @@ class Agent:
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))
         left = processes.end_all(self._run or run)
+        self._sweep()
         for watcher in self._watchers:
             watcher.join(_DRAIN_S + 1.0)
         self._run = ""
         self._tell(protocol.ENDED, left=left)
 
+    def _sweep(self) -> None:
+        """Remove what killed workers could not."""
+        with contextlib.suppress(OSError):
+            scratch.sweep(Path(self._directory or "."))
+
     def _show_life(self) -> None:
         while True:
-            time.sleep(protocol.ALIVE_S)
+            time.sleep(protocol.beat_s(self._silence_s))
             self._tell(protocol.ALIVE)
+            self._tell_stopped()
 
     def _tell(self, kind: str, **content: Any) -> None:
         data = memoryview(protocol.pack(kind, **content))

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from poseidon.team.watch import EXIT_STATUS as BLAMES_ANOTHER
+from poseidon.errors import WorkerLostError
+
+BLAMES_ANOTHER = WorkerLostError.exit_status
 
 HUNG_STATUS = 124
 """Exit status of a job that was ended because it hung, as ``timeout`` uses it."""
@@ -76,10 +78,21 @@ _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
 _ACCUSED = re.compile(
     r"(?:rank|worker) (\d+)(?: \([^)]*\))? "
     r"(is dead or cut off|never reported|sent a damaged message|is alive, at step \d+, [a-z]+(?: [a-z]+)*"
+    r"(?:, waiting for (?:(?! \(waited |; rank |, but ).)+)?"
     r"|is lost after clock \d+|was given up by the others)"
 )
 _SUSPECTED = re.compile(r"rank (\d+) \([^)]*\) (is probably gone)")
 """Said where the store is gone; it also goes with a worker that another one's failure ended."""
+
+
+def is_symptom_text(text: str) -> bool:
+    """Return whether a line of an error only says that another worker, or the connection to it, was lost."""
+    return _SYMPTOMS.search(text) is not None
+
+
+def strip_rank(line: str) -> str:
+    """Return a line without torch's mark of the rank."""
+    return _RANK_MARK.sub("", line)
 
 
 def describe_status(status: int) -> str:

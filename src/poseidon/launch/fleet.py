@@ -29,11 +29,20 @@ class Fleet:
     """One agent per host. ``take`` gets every message that does not answer a question, on the caller's thread."""
 
     def __init__(
-        self, hosts: Sequence[Host], directory: str, settings: ssh.SshSettings, run: str, take: Handler
+        self,
+        hosts: Sequence[Host],
+        directory: str,
+        settings: ssh.SshSettings,
+        run: str,
+        take: Handler,
+        silence_s: float = protocol.SILENCE_S,
     ) -> None:
         self.links: list[AgentLink] = []
         self.left: dict[int, list[int]] = {}
         """Machines that were checked, with the processes that could not be ended there."""
+        self.dropped: set[int] = set()
+        """Machines that were never reached, or that another agent has looked after since."""
+        self._silence_s = silence_s
         self._hosts = hosts
         self._directory = directory
         self._settings = settings
@@ -41,21 +50,38 @@ class Fleet:
         self._take = take
         self._events: Events = queue.Queue(maxsize=4096)
         self._closing = threading.Event()
+        self._script: str | None = None
 
     def start(self, script: str | None) -> None:
         """Start the agents and ask them to look around; their answers come later."""
-        for number, host in enumerate(self._hosts):
-            link = AgentLink(number, host, ssh.is_here(host), self._home(host), self._settings)
-            self.links.append(link)
-            link.listen(self._events)
-            link.send(
-                protocol.PREPARE,
-                directory=self._home(host),
-                script=script,
-                interface=host.interface,
-                via_ssh=not link.is_local,
-            )
+        self._script = script
+        for host in self._hosts:
+            self.add(host)
         threading.Thread(target=self._show_life, daemon=True).start()
+
+    def add(self, host: Host, ends: Sequence[str] = ()) -> int:
+        """Start an agent on one more host, or once more, and ask it to look around; return its machine's number.
+
+        It first ends the processes with the marks ``ends``.
+        """
+        is_here, home = ssh.is_here(host), self._home(host)
+        link = AgentLink(len(self.links), host, is_here, home, self._settings, self._silence_s)
+        self.links.append(link)
+        link.listen(self._events)
+        link.send(
+            protocol.PREPARE,
+            directory=self._home(host),
+            script=self._script,
+            interface=host.interface,
+            via_ssh=not link.is_local,
+            silence_s=self._silence_s,
+            ends=list(ends),
+        )
+        return link.number
+
+    def drop(self, number: int) -> None:
+        """Care no more for a machine."""
+        self.dropped.add(number)
 
     def mark(self, machine: int) -> str:
         """Return the mark of the job's processes on one machine."""
@@ -148,7 +174,7 @@ class Fleet:
         return host.directory or self._directory
 
     def _start_sweeps(self, lost: Sequence[AgentLink]) -> list[threading.Thread]:
-        links = [link for link in lost if link.number not in self.left]
+        links = [link for link in lost if link.number not in self.left and link.number not in self.dropped]
         sweeps = [threading.Thread(target=self._sweep, args=(link,), daemon=True) for link in links]
         for sweep in sweeps:
             sweep.start()
@@ -174,5 +200,5 @@ class Fleet:
         link.close()
 
     def _show_life(self) -> None:
-        while not self._closing.wait(protocol.ALIVE_S):
+        while not self._closing.wait(protocol.beat_s(self._silence_s)):
             self.send_all(protocol.ALIVE)

@@ -7,6 +7,7 @@ of ``id ip port`` lines, and a JSON or TOML file with ``hosts`` (or the original
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -194,6 +195,9 @@ def _parse_word(word: str) -> Host:
 def _values_of(word: str) -> dict[str, Any]:
     """Return the parts of ``user@name:slots`` that are given."""
     match = re.fullmatch(r"(?:([^@]+)@)?(\[[^\]]+\]|[^:]+)(?::(.*))?", word)
+    bare = word.rpartition("@")[2]
+    if _is_new_address(bare):
+        raise ConfigError(f"host {word!r}: write an IPv6 address in brackets, [{bare}] or [{bare}]:WORKERS")
     if match is None:
         raise ConfigError(f"host {word!r} is not understood; write NAME, NAME:WORKERS or USER@NAME:WORKERS")
     user, name, slots = match.groups()
@@ -205,6 +209,25 @@ def _values_of(word: str) -> dict[str, Any]:
     if user is not None:
         values["user"] = user
     return values
+
+
+def _is_new_address(word: str) -> bool:
+    """Return whether a word is an IPv6 address."""
+    try:
+        return ipaddress.ip_address(word.partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
+def split_port(node: str) -> tuple[str, str]:
+    """Return the name and the port, perhaps empty, of ``name:port``, ``[::1]:port`` or ``::1``."""
+    if _is_new_address(node):
+        return node, ""
+    match = re.fullmatch(r"\[([^\]]+)\](?::(.*))?", node)
+    if match is not None:
+        return match[1], match[2] or ""
+    name, _, port = node.partition(":")
+    return name, port
 
 
 def is_number(word: str) -> bool:
@@ -276,7 +299,7 @@ def _parse_worker_nodes(data: Mapping[str, Any], source: str) -> ClusterFile:
     python = str(Path(str(data["virtualenv"])) / "bin" / "python") if data.get("virtualenv") else ""
     hosts: dict[str, Host] = {}
     for node in nodes:
-        name, _, port = node.partition(":")
+        name, port = split_port(node)
         if port and not is_number(port):
             raise ConfigError(f"{source}: worker node {node!r} is neither an address nor address:port")
         if name in hosts:
@@ -285,7 +308,7 @@ def _parse_worker_nodes(data: Mapping[str, Any], source: str) -> ClusterFile:
             continue
         user, key = str(data.get("username", "")), str(data.get("pem_file", ""))
         hosts[name] = Host(name, user=user, identity=key, python=python, service_port=int(port) if port else None)
-    master = str(data.get("master_node") or "").partition(":")[0]
+    master = split_port(str(data.get("master_node") or ""))[0]
     # Workers meet where the original's master ran, if that is a worker's host: it comes first.
     ordered = sorted(hosts.values(), key=lambda host: host.name != master)
     settings = {key: value for key, value in data.items() if key not in ORIGINAL_KEYS}

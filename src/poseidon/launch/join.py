@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from poseidon.errors import ConfigError
-from poseidon.job.settings import RUN, WHOLE, refuse
-from poseidon.job.world import World
+from poseidon.job.settings import RUN
+from poseidon.job.world import World, pod_address, pod_number
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,17 @@ class Joined:
     share: MachineShare | None = None
 
 
-def find_starter(environ: Mapping[str, str]) -> Joined | None:
-    """Return the launcher that started this process; None if it was started by hand."""
-    share = _kubernetes_share(environ)
+def find_starter(environ: Mapping[str, str], gpus: int = 0) -> Joined | None:
+    """Return the launcher that started this process; None if it was started by hand. This machine has ``gpus``."""
+    share = _pod_share(environ, gpus)
     if share is not None:
-        return Joined("Kubernetes (PyTorchJob)", World.from_environment(environ), share)
+        first = World(share.machine * share.workers, share.machines * share.workers)
+        return Joined(_name_of(environ), first, share)
     world = World.from_environment(environ)
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return Joined(_name_of(environ), world)
     if world.size > 1:
-        return Joined("Slurm (srun)", world)
+        return Joined("Slurm (srun)" if "SLURM_PROCID" in environ else _name_of(environ), world)
     return None
 
 
@@ -58,30 +58,21 @@ def joined_environment(joined: Joined, environ: Mapping[str, str]) -> dict[str, 
     return {**{name: value for name, value in known.items() if value is not None}, **environ}
 
 
-def _kubernetes_share(environ: Mapping[str, str]) -> MachineShare | None:
-    """Read the PET_ variables that the training operator sets for torchrun, if a pod runs several workers."""
+def _pod_share(environ: Mapping[str, str], gpus: int) -> MachineShare | None:
+    """Read the PET_ variables that Kubeflow's operators set for torchrun, if a pod runs several workers."""
     if "PET_NPROC_PER_NODE" not in environ or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
         return None
-    workers = environ["PET_NPROC_PER_NODE"]
-    if not workers.isdigit():  # "auto", "gpu", "cpu": torchrun resolves them; here they mean one
+    text = environ["PET_NPROC_PER_NODE"]
+    # "auto" and "gpu" mean a worker per GPU. "cpu" is a process per core for torchrun; here one uses all cores.
+    workers = int(text) if text.isdigit() else gpus if text in ("auto", "gpu") and "RANK" not in environ else 1
+    if workers < 2:
         return None
-    if int(workers) < 2:
-        return None
-    values = {}
-    for name in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT"):
-        text = environ.get(name, "")
-        # An elastic job has 1:4 here; its machines come and go, which is not supported.
-        if not text.isdigit():
-            raise refuse(f"environment variable {name}", text, WHOLE.expected)
-        values[name] = int(text)
-    if "PET_MASTER_ADDR" not in environ:
-        raise ConfigError("environment variable PET_MASTER_ADDR is not set, so the workers cannot meet")
     return MachineShare(
-        values["PET_NODE_RANK"],
-        values["PET_NNODES"],
-        int(workers),
-        environ["PET_MASTER_ADDR"],
-        values["PET_MASTER_PORT"],
+        pod_number(environ, "PET_NODE_RANK"),
+        pod_number(environ, "PET_NNODES"),
+        workers,
+        pod_address(environ),
+        pod_number(environ, "PET_MASTER_PORT"),
     )
 
 
@@ -92,6 +83,8 @@ def _name_of(environ: Mapping[str, str]) -> str:
         return "poseidon run"
     if any(name.startswith("RAY_") for name in environ):
         return "Ray"
+    if "PET_NNODES" in environ and "RANK" not in environ:
+        return "Kubernetes (Kubeflow Trainer)"
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes (PyTorchJob)"
     return "RANK and WORLD_SIZE in the environment"

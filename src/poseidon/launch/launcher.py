@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
@@ -20,16 +20,18 @@ from poseidon.launch.cause import Death
 from poseidon.launch.fleet import Fleet
 from poseidon.launch.hosts import Host
 from poseidon.launch.join import MachineShare
-from poseidon.launch.link import CLOSED
+from poseidon.launch.keeper import JobKeeper
+from poseidon.launch.link import CLOSED, AgentLink
+from poseidon.launch.observing import JobObserver
 from poseidon.launch.output import JobOutput
 from poseidon.launch.places import Meeting, Place, passed_on, place_workers, worker_environment
 from poseidon.launch.protocol import Message
+from poseidon.launch.roster import Bounds
 from poseidon.launch.watching import Watching
 from poseidon.version import __version__
 
 STOP_GRACE_S = 3.0
 """Seconds between asking the other workers of a failed job to end and killing them."""
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,23 @@ class JobSettings:
     """A job without any progress for this long is ended; 0: never."""
     share: MachineShare | None = None
     """This machine's part of a job that another launcher started; None: the whole job is ours."""
+    bounds: Bounds | None = None
+    """How many workers an elastic job may have; None: the job ends when one is lost."""
+    replacements: int = 0
+    """How many lost workers and machines of an elastic job may be started again."""
+    wait_s: float = 0.0
+    """How long to wait for hosts when there are too few."""
+    list_hosts: Callable[[], Sequence[Host]] | None = None
+    """Returns the hosts that an elastic job may use by now."""
     grace_s: float = 30.0
     """How long workers may take to end after Ctrl-C."""
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers the job may have."""
+        if self.bounds is None:
+            return sum(host.slots for host in self.hosts)
+        return self.bounds.most * (max(host.slots for host in self.hosts) if self.bounds.counts_machines else 1)
 
 
 @dataclass(frozen=True)
@@ -71,16 +88,37 @@ class Ending:
 class Launcher:
     """One run of a job; :meth:`run` blocks until nothing of it is left. Main thread only."""
 
-    def __init__(self, settings: JobSettings, output: JobOutput, restart: int = 0) -> None:
+    def __init__(
+        self, settings: JobSettings, output: JobOutput, restart: int = 0, observer: JobObserver | None = None
+    ) -> None:
         self._settings = settings
         self._output = output
         self._restart = restart
         self._run = secrets.token_hex(8)
-        self._fleet = Fleet(settings.hosts, settings.directory, settings.ssh, self._run, self._take)
+        self._silence_s = protocol.SILENCE_S if settings.bounds is None else protocol.ELASTIC_SILENCE_S
+        self._fleet = Fleet(settings.hosts, settings.directory, settings.ssh, self._run, self._take, self._silence_s)
         self._places = place_workers(settings.hosts)
+        self._observer = observer or JobObserver(self._places, " ".join(settings.argv), None)
         self._ready: dict[int, Message] = {}
         self._interrupts = 0
+        self._signal = 0
+        """The first one that asked the job to end."""
         self._watching = Watching(self._places, settings.hang_timeout_s, time.monotonic())
+        self._meeting: Meeting | None = None
+        self._keeper: JobKeeper | None = None
+        if settings.bounds is not None:
+            self._keeper = JobKeeper(
+                settings.bounds,
+                self._places,
+                self._fleet,
+                output,
+                self._watching,
+                self._observer,
+                self._start_on,
+                settings.replacements,
+                settings.wait_s,
+                settings.list_hosts,
+            )
 
     def run(self) -> Ending:
         """Start the workers, follow them to the end, clean up; raise :class:`ConfigError` if nothing can start."""
@@ -92,7 +130,8 @@ class Launcher:
         try:
             self._prepare()
             meeting = self._agree_on_meeting()
-            self._output.open_logs()
+            self._output.open_logs(self._restart)
+            self._observer.begin(self._restart)
             self._start_workers(meeting)
             ending = self._follow()
             self._report(ending)
@@ -137,40 +176,46 @@ class Launcher:
             seen = (str(answer["seen_from"]) for answer in self._ready.values() if answer["seen_from"])
             return next(seen, "127.0.0.1")
         raise ConfigError(
-            f"{self._settings.hosts[number].name}: its ssh server does not report the address of this login; "
+            f"{self._fleet.links[number].host.name}: its ssh server does not report the address of this login; "
             "name the network interface with --interface or interface="
         )
 
     def _start_workers(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        for link in self._fleet.links:
+            self._start_on(link, [place for place in self._places if place.machine == link.number])
+        self._fleet.answers(protocol.STARTED, check=self._stop_if_interrupted)
+
+    def _start_on(self, link: AgentLink, places: Sequence[Place]) -> None:
+        """Let one machine's agent start workers."""
+        assert self._meeting is not None
         settings, share = self._settings, self._settings.share
         machines = len(self._fleet.links) if share is None else share.machines
         size = len(self._places) if share is None else share.machines * share.workers
-        for link in self._fleet.links:
-            base = dict(settings.env) if link.is_local else passed_on(settings.environ, settings.env)
-            base |= dict(link.host.env)
-            if link.is_local:
-                # The agent shares this process's environment; the user's variables override defaults.
-                base = {**settings.environ, **base}
-            answer = self._ready[link.number]
-            workers = [
-                {
-                    "rank": place.rank,
-                    "argv": list(settings.each[place.rank] if settings.each else settings.argv),
-                    "env": worker_environment(
-                        self._in_whole_job(place), size, machines, meeting, base, int(answer["cores"])
-                    ),
-                }
-                for place in self._places
-                if place.machine == link.number
-            ]
-            link.send(
-                protocol.START,
-                run=self._fleet.mark(link.number),
-                directory=answer["directory"],
-                address=self._address(link.number),
-                workers=workers,
-            )
-        self._fleet.answers(protocol.STARTED, check=self._stop_if_interrupted)
+        base = dict(settings.env) if link.is_local else passed_on(settings.environ, settings.env)
+        base |= dict(link.host.env)
+        if link.is_local:
+            # The agent shares this process's environment; the user's variables override defaults.
+            base = {**settings.environ, **base}
+        answer, address = self._ready[link.number], self._address(link.number)
+        workers = [
+            {
+                "rank": place.rank,
+                "argv": list(settings.each[place.rank] if settings.each else settings.argv),
+                "env": worker_environment(
+                    self._in_whole_job(place), size, machines, self._meeting, base, int(answer["cores"])
+                ),
+                "elastic": self._keeper and self._keeper.enrol(place, address, settings.most_workers),
+            }
+            for place in places
+        ]
+        link.send(
+            protocol.START,
+            run=self._fleet.mark(link.number),
+            directory=answer["directory"],
+            address=address,
+            workers=workers,
+        )
 
     def _in_whole_job(self, place: Place) -> Place:
         share = self._settings.share
@@ -195,15 +240,35 @@ class Launcher:
                     self._ask_to_end()
                 is_late = now - asked_at > self._settings.grace_s
                 if self._interrupts > 1 or is_late or self._watching.is_over:
-                    return Ending(INTERRUPTED, None, is_interrupted=True)
+                    return Ending(128 + self._signal, None, is_interrupted=True)
                 continue
             if self._watching.is_hung(now):
                 self._show_stacks()
+            if self._keeper is not None and self._keeper.keep_going(now, is_idle):
+                continue
+            if self._keeper is not None and self._keeper.roster.is_done:
+                return Ending(0)
             death = self._watching.verdict(now)
             if death is not None:
                 return Ending(death.exit_status, death)
             if self._watching.is_over:
                 return Ending(0)
+
+    def _welcome(self, number: int, answer: Message) -> None:
+        """Take in a machine that has come while the job is under way."""
+        assert self._keeper is not None
+        if answer["version"] != __version__:
+            link = self._fleet.links[number]
+            self._output.say(f"{link.host.name} has Poseidon {answer['version']}, not {__version__}; it stays out")
+            link.close()
+            return
+        self._ready[number] = answer
+        self._keeper.machine_ready(number)
+
+    def _lose_machine(self, number: int, reason: str) -> None:
+        now = time.monotonic()
+        if self._keeper is None or self._keeper.machine_lost(number, now):
+            self._watching.machine_lost(number, reason, now)
 
     def _take(self, number: int, message: Message) -> None:
         kind = message["kind"]
@@ -211,27 +276,47 @@ class Launcher:
         if kind == protocol.OUTPUT:
             rank = int(message["rank"])
             self._watching.read_line(rank, str(message["text"]), bool(message["is_error"]), now)
+            if self._watching.loss is not None:
+                self._observer.read_loss(self._watching.loss, now)
             if not message["is_draft"]:
                 self._output.line(rank, str(message["text"]), bool(message["is_error"]))
         elif kind == protocol.REPORT:
-            self._watching.read_report(int(message["rank"]), message["facts"], now)
+            facts = dict(message["facts"])
+            elastic = facts.pop("elastic", None)
+            if elastic is not None and self._keeper is not None:
+                self._keeper.heard(int(message["rank"]), elastic, now)
+            if facts:
+                self._watching.read_report(int(message["rank"]), facts, now)
+                self._observer.read_report(int(message["rank"]), facts, now)
+        elif kind == protocol.STOPPED and self._keeper is not None:
+            self._keeper.stopped(message, now)
+        elif kind == protocol.READY and self._keeper is not None:
+            self._welcome(number, message)
         elif kind == protocol.EXIT:
             self._watching.exited(int(message["rank"]), int(message["status"]), now)
+            self._output.flush(int(message["rank"]))
+            self._observer.note("exit", worker=int(message["rank"]), status=int(message["status"]))
+            if self._keeper is not None:
+                self._keeper.exited(int(message["rank"]), int(message["status"]), now)
         elif kind == protocol.REFUSED:
-            self._watching.machine_lost(number, str(message["reason"]), now)
+            self._lose_machine(number, str(message["reason"]))
         elif kind == CLOSED and number not in self._fleet.left:
-            self._watching.machine_lost(number, self._fleet.links[number].why_lost(), now)
+            self._lose_machine(number, self._fleet.links[number].why_lost())
 
     def _notice_silence(self) -> None:
         # Only when there is nothing to read: a blocked terminal must not look like lost machines.
         for link in self._fleet.links:
             if not link.is_closed and link.is_silent():
-                reason = f"{link.host.name} has sent no heartbeat for {protocol.SILENCE_S:g} s"
-                self._watching.machine_lost(link.number, reason, time.monotonic())
+                self._lose_machine(link.number, f"{link.host.name} has sent no heartbeat for {self._silence_s:g} s")
 
     def _show_status(self, now: float) -> None:
+        self._observer.look(now)
+        if news := self._observer.news():
+            self._output.say(news)
         if self._output.is_live:
-            self._output.status(self._watching.status_line(now, self._output.width))
+            self._output.status(self._watching.status_line(now, self._output.width, self._observer.status()))
+        elif line := self._observer.line(now):
+            self._output.say(line)
 
     def _ask_to_end(self) -> None:
         self._output.say(
@@ -255,19 +340,22 @@ class Launcher:
 
     def _say_what_is_left(self) -> None:
         for link in self._fleet.links:
+            if link.number in self._fleet.dropped:
+                continue
             left = self._fleet.left.get(link.number)
             if left is None:
                 self._output.say(
                     f"{link.host.name} could not be checked for leftovers; "
-                    f"its agent ends all workers {protocol.SILENCE_S:g} s after it has lost the launcher"
+                    f"its agent ends all workers {self._silence_s:g} s after it has lost the launcher"
                 )
             elif left:
                 self._output.say(f"{link.host.name}: processes {left} did not end even when killed; end them there")
 
     # Signals.
 
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         self._interrupts += 1
+        self._signal = self._signal or number
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupts:

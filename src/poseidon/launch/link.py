@@ -28,11 +28,22 @@ Events: TypeAlias = "queue.Queue[tuple[int, Message]]"
 class AgentLink:
     """A running agent. Its events carry the number of its machine. Any thread may send and close."""
 
-    def __init__(self, number: int, host: Host, is_local: bool, directory: str, settings: ssh.SshSettings) -> None:
+    def __init__(
+        self,
+        number: int,
+        host: Host,
+        is_local: bool,
+        directory: str,
+        settings: ssh.SshSettings,
+        silence_s: float = protocol.SILENCE_S,
+    ) -> None:
         self.number = number
         self.host = host
         self.is_local = is_local
+        self.silence_s = silence_s
+        """How long it may be silent, once it has answered."""
         self.last_heard = time.monotonic()
+        self._has_answered = False
         self.is_closed = False
         self._stderr: collections.deque[str] = collections.deque(maxlen=30)
         self._sending = threading.Lock()
@@ -78,7 +89,8 @@ class AgentLink:
 
     def is_silent(self) -> bool:
         """Return whether the agent has been silent for too long."""
-        return time.monotonic() - self.last_heard > protocol.SILENCE_S
+        limit_s = self.silence_s if self._has_answered else max(self.silence_s, protocol.SILENCE_S)
+        return time.monotonic() - self.last_heard > limit_s
 
     def why(self) -> str:
         """Return in one line why an agent did not start."""
@@ -123,6 +135,7 @@ class AgentLink:
         with self._process.stdout as pipe:
             for line in pipe:
                 self.last_heard = time.monotonic()
+                self._has_answered = True
                 message = protocol.unpack(line)
                 if message is not None and message["kind"] != protocol.ALIVE:
                     events.put((self.number, message))

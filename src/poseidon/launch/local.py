@@ -10,14 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from poseidon.errors import ConfigError
-from poseidon.job.interfaces import free_port
+from poseidon.errors import ConfigError, WorkerLostError
+from poseidon.job.interfaces import reserve_port
 from poseidon.job.settings import LIFELINE
 from poseidon.launch.hosts import MOST_WORKERS
+from poseidon.launch.scratch import sweep
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
+_CAUSE_S = 10.0
+"""For the worker that others blame to end too. It may be slower to do so than they are to notice."""
 _PASSED_ON = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
@@ -31,16 +35,17 @@ def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] |
     reading, writing = os.pipe()
     workers: list[subprocess.Popen[bytes]] = []
     try:
-        with _passing_signals_on(workers):
+        with _passing_signals_on(workers), reserve_port("127.0.0.1") as meeting:
             base = {**(os.environ if environ is None else environ), LIFELINE.name: str(reading)}
-            port = free_port("127.0.0.1")
             for rank in range(count):
-                env = worker_environment(rank, count, port, base)
+                env = worker_environment(rank, count, meeting.getsockname()[1], base)
                 # Its own session: a Ctrl-C on the terminal reaches a worker once, through us, not twice.
                 workers.append(subprocess.Popen(list(command), env=env, pass_fds=(reading,), start_new_session=True))
             return _wait(workers)
     finally:
         _end(workers)
+        with contextlib.suppress(OSError):
+            sweep(Path.cwd())
         os.close(reading)
         os.close(writing)
 
@@ -77,14 +82,21 @@ def _wait_for_end(lifeline: int) -> None:
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int:
+    deadline = None
     while True:
         statuses = [worker.poll() for worker in workers]
-        for rank, status in enumerate(statuses):
-            if status:
-                others = ", the others were ended" if None in statuses else ""
-                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-                print(f"poseidon: worker {rank} {how}{others}", file=sys.stderr)
-                return 128 - status if status < 0 else status
+        failed = {rank: status for rank, status in enumerate(statuses) if status}
+        cause = next((rank for rank, status in failed.items() if status != WorkerLostError.exit_status), None)
+        if failed and deadline is None:
+            deadline = time.monotonic() + _CAUSE_S
+        if cause is None and deadline is not None and (None not in statuses or time.monotonic() > deadline):
+            cause = min(failed)
+        if cause is not None:
+            status = failed[cause]
+            others = ", the others were ended" if None in statuses else ""
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            print(f"poseidon: worker {cause} {how}{others}", file=sys.stderr)
+            return 128 - status if status < 0 else status
         if None not in statuses:
             return 0
         time.sleep(_POLL_S)

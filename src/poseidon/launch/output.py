@@ -14,7 +14,9 @@ from typing import IO, TextIO
 
 from poseidon.errors import ConfigError
 from poseidon.files import is_full, write_whole
+from poseidon.launch.folding import TracebackFolder
 from poseidon.launch.places import Place
+from poseidon.observe.folder import RunFolder
 
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 _CLEAR_LINE = "\r\x1b[2K"
@@ -40,7 +42,12 @@ class JobOutput:
     """Writes workers' lines to this process's streams and to a log file per worker. Not thread-safe."""
 
     def __init__(
-        self, places: Sequence[Place], log_dir: Path | None, out: TextIO | None = None, err: TextIO | None = None
+        self,
+        places: Sequence[Place],
+        log_dir: Path | None,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        folder: RunFolder | None = None,
     ) -> None:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
@@ -51,13 +58,32 @@ class JobOutput:
         self._drawn_at = 0.0
         self._places = places
         self._log_dir = log_dir
+        self._folder = folder
+        self._said: list[str] = []
+        """What was said before there was a folder."""
         self._is_unlogged = False
         """A log could not be written; the job goes on without."""
         self._logs: list[IO[bytes]] = []
+        self._folders = [TracebackFolder() for _ in places]
 
-    def open_logs(self) -> None:
+    def add(self, place: Place) -> None:
+        """Take in one more worker."""
+        self._places = [*self._places, place]
+        self._prefixes = prefixes(self._places, wants_colour(self._out, os.environ))
+        self._error_prefixes = prefixes(self._places, wants_colour(self._err, os.environ))
+        self._folders.append(TracebackFolder())
+        if self._logs and self._log_dir is not None:
+            try:
+                self._logs.append((self._log_dir / f"worker-{place.rank}.log").open("ab", buffering=0))
+            except OSError as error:
+                self._stop_logging(error)
+
+    def open_logs(self, restart: int = 0) -> None:
         """Create the log files, when everything is ready: a job that cannot start leaves none."""
-        if self._log_dir is None or self._logs or self._is_unlogged:
+        if self._log_dir is None or self._is_unlogged:
+            return
+        if self._logs:
+            self._mark_logs(f"--- restart {restart}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
             return
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -72,21 +98,50 @@ class JobOutput:
                 f"cannot write the log files in {self._log_dir}: {error.strerror}; choose another --log-dir"
             ) from None
 
+        if self._folder is not None:
+            self._folder.open()
+            for text in self._said:
+                self._folder.say(text)
+            self._said.clear()
+
+    def _mark_logs(self, text: str) -> None:
+        try:
+            for log in self._logs:
+                write_whole(log, f"{text}\n".encode())
+        except OSError as error:
+            self._stop_logging(error)
+
     def line(self, rank: int, text: str, is_error: bool) -> None:
-        """Show one line of a worker."""
-        self._erase_status()
-        stream, prefix = (self._err, self._error_prefixes) if is_error else (self._out, self._prefixes)
-        self._write(stream, f"{prefix[rank]}{text}\n")
+        """Show one line of a worker; a traceback that only reports the loss of another becomes one line."""
+        # Only if it can be read in the log.
+        self._show(rank, self._folders[rank].feed(text) if is_error and self._logs else [text], is_error)
         if self._logs:
             try:
                 write_whole(self._logs[rank], f"{text}\n".encode(errors="replace"))
             except OSError as error:
                 self._stop_logging(error)
 
-    def say(self, text: str) -> None:
-        """Show a message of the launcher itself."""
+    def flush(self, rank: int) -> None:
+        """Show what is held back of a worker that has ended."""
+        self._show(rank, self._folders[rank].flush(), is_error=True)
+
+    def _show(self, rank: int, lines: Sequence[str], is_error: bool) -> None:
+        if lines:
+            self._erase_status()
+        stream, prefix = (self._err, self._error_prefixes) if is_error else (self._out, self._prefixes)
+        for text in lines:
+            self._write(stream, f"{prefix[rank]}{text}\n")
+
+    def say(self, text: str, is_logged: bool = True) -> None:
+        """Show a message of the launcher itself; secrets are not logged."""
         self._erase_status()
         self._write(self._err, f"poseidon run: {text}\n")
+        if self._folder is None or not is_logged:
+            return
+        if self._folder.is_open:
+            self._folder.say(text)
+        else:
+            self._said.append(text)
 
     def status(self, text: str) -> None:
         """Draw the status line; only on a terminal, and not too often."""
@@ -108,6 +163,8 @@ class JobOutput:
 
     def close(self) -> None:
         """Remove the status line and close the logs."""
+        for place in self._places:
+            self.flush(place.rank)
         self._erase_status()
         self._close_logs()
 

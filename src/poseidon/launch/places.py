@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from poseidon.job import settings
 from poseidon.launch.hosts import Host
 
-PASSED_ON = ("POSEIDON_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_", "GLOG_", "PYTHONPATH")
+PASSED_ON = (
+    "POSEIDON_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "KERAS_",
+    "TF_",
+    "JAX_",
+    "XLA_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "GLOG_",
+    "PYTHONPATH",
+)
 """Prefixes of the launcher's variables that workers on other machines get too."""
 
 _PRIVATE = {
@@ -21,7 +35,8 @@ _PRIVATE = {
         settings.SECRET,
         settings.SECRET_FILE,
     )
-}
+} | {"TF_CONFIG"}
+"""Variables that do not travel. ``TF_CONFIG`` describes a cluster of TensorFlow's own and one machine's place in it."""
 
 
 @dataclass(frozen=True)

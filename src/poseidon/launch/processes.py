@@ -62,6 +62,14 @@ def descendants(root: int) -> set[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP for instance."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def end_all(run: str) -> list[int]:
     """Kill all processes of a job on this machine; return those that did not end."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,38 +72,21 @@ class Standing:
         return "; ".join(parts)
 
 
-class Slowest:
-    """Which worker has recently been behind most often."""
-
-    def __init__(self, window: int = 30) -> None:
-        self._seen: collections.deque[int] = collections.deque(maxlen=window)
-
-    def look(self, standings: Sequence[Standing]) -> int | None:
-        """Note who is behind now; return the worker that was behind in more than half of the recent samples."""
-        ranks = [standing.rank_of_progress for standing in standings]
-        if len(ranks) > 1 and min(ranks) != max(ranks):
-            self._seen.extend(rank for rank, at in enumerate(ranks) if at == min(ranks))
-        if len(self._seen) < 3:
-            return None
-        rank, times = collections.Counter(self._seen).most_common(1)[0]
-        return rank if times * 2 > len(self._seen) else None
-
-
-def status_line(standings: Sequence[Standing], ended: int, elapsed_s: float, slowest: int | None, width: int) -> str:
-    """Return the status line: time, workers, step, speed, loss, straggler."""
+def status_line(
+    standings: Sequence[Standing], ended: int, elapsed_s: float, observed: Sequence[str], width: int
+) -> str:
+    """Return the status line: time, workers, step, speed, loss, and what the workers' records say if there are any."""
     parts = [f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}", f"{len(standings) - ended}/{len(standings)} workers"]
     steps = [standing.step for standing in standings if standing.step is not None]
     if steps:
         parts.append(f"step {max(steps)}")
     rates = [standing.samples_per_s for standing in standings if standing.samples_per_s is not None]
-    if rates:
+    if rates and not observed:
         parts.append(f"{sum(rates):,.0f} samples/s")
     loss = next((standing.loss for standing in standings if standing.loss is not None), None)
     if loss is not None:
         parts.append(f"loss {loss:.4g}")
-    if slowest is not None:
-        parts.append(f"slowest: worker {slowest}")
-    return " | ".join(parts)[: max(0, width - 1)]
+    return " | ".join([*parts, *observed])[: max(0, width - 1)]
 
 
 def furthest_behind(standings: Sequence[Standing], candidates: Sequence[int]) -> int:

@@ -13,18 +13,25 @@ ALIVE_S = 1.5
 """Seconds between two heartbeats, in both directions."""
 SILENCE_S = 8.0
 """After this long without one, the other side is considered gone."""
+ELASTIC_SILENCE_S = 3.0
+"""The same in elastic jobs, where a machine that was given up too early can come back."""
 
 Message = dict[str, Any]
 
 # From the launcher:
 PREPARE = "prepare"
-"""directory, script, interface, via_ssh: look around, answer READY or REFUSED."""
+"""directory, script, interface, via_ssh, silence_s, ends: end what has these marks, look around, answer READY or
+REFUSED."""
 PORT = "port"
 """address, wanted: find a free port there; answered with the same kind and the port, or REFUSED."""
 START = "start"
 """run, directory, address, workers: start these workers; answered with STARTED."""
 SIGNAL = "signal"
 """number: pass a signal on to every worker."""
+NEWS = "news"
+"""rank, news: pass this on to a worker of an elastic job."""
+KILL = "kill"
+"""rank: end one worker at once."""
 STOP = "stop"
 """grace_s: end all workers, kill what is left after the grace time, answer ENDED and exit."""
 
@@ -36,6 +43,8 @@ OUTPUT = "output"
 """rank, is_error, text, is_draft: one line that a worker wrote, or the state of its progress bar."""
 REPORT = "report"
 """rank, facts: a worker's report about itself, see :mod:`poseidon.job.tell`."""
+STOPPED = "stopped"
+"""stopped, ranks: which of a machine's workers are stopped processes; from machines of an elastic job."""
 EXIT = "exit"
 """rank, status (negative: a signal)."""
 ENDED = "ended"
@@ -43,6 +52,11 @@ ENDED = "ended"
 
 # From both:
 ALIVE = "alive"
+
+
+def beat_s(silence_s: float) -> float:
+    """Return the seconds between heartbeats where so long a silence means an end."""
+    return ALIVE_S * silence_s / SILENCE_S
 
 
 def pack(kind: str, **content: Any) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from poseidon.errors import ConfigError, PoseidonError, unknown_name
 from poseidon.launch import run
-from poseidon.launch.hosts import ORIGINAL_KEYS, ClusterFile, load_cluster_data, parse_cluster
+from poseidon.launch.hosts import ORIGINAL_KEYS, ClusterFile, load_cluster_data, parse_cluster, split_port
 from poseidon.launch.places import place_workers
 from poseidon.launch.run_settings import resolve
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     args = parser.parse_args(argv)
     try:
-        return _start(args.cluster_config, args.out, args.cmd)
+        return _start(args.cluster_config, args.out, args.cmd, args.env or ())
     except PoseidonError as error:
         print(f"psd_run: {error}", file=sys.stderr)
         return 1
@@ -102,7 +102,7 @@ def order_by_rank(commands: Sequence[Command], nodes: Sequence[str], cluster: Cl
     """Return the commands by rank; ranks may count the nodes in another order than the file. Pure."""
     waiting: dict[str, list[Command]] = {}
     for node, command in zip(nodes, commands, strict=True):
-        waiting.setdefault(node.partition(":")[0], []).append(command)
+        waiting.setdefault(split_port(node)[0], []).append(command)
     return [waiting[place.host].pop(0) for place in place_workers(cluster.hosts)]
 
 
@@ -111,8 +111,8 @@ def explain(data: dict[str, Any]) -> list[str]:
     lines = []
     if data.get("server_nodes"):
         lines.append("server_nodes: not needed, the workers' machines serve the parameters")
-    master = str(data.get("master_node") or "").partition(":")[0]
-    workers = [node.partition(":")[0] for node in data["worker_nodes"]]
+    master = split_port(str(data.get("master_node") or ""))[0]
+    workers = [split_port(node)[0] for node in data["worker_nodes"]]
     if master and master not in workers:
         lines.append(f"master_node: {master} is not a worker, so the workers meet on {workers[0]}")
     return lines
@@ -149,17 +149,18 @@ def _make_parser() -> argparse.ArgumentParser:
         help="JSON file: worker_nodes and, if needed, username, pem_file, virtualenv, master_node, server_nodes",
     )
     parser.add_argument("-o", "--out", metavar="OUTPUT_FOLDER", help="folder for a log file per worker")
+    parser.add_argument("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all workers; repeatable")
     parser.add_argument("cmd", help='what to run, in quotes: "python model.py --max_steps 1000"')
     return parser
 
 
-def _start(path: str, out: str | None, text: str) -> int:
+def _start(path: str, out: str | None, text: str, env: Sequence[str]) -> int:
     data = check_keys(load_cluster_data(path), path)
     cluster = parse_cluster(data, path)
     nodes = data["worker_nodes"]
     commands = order_by_rank(read_commands(text, nodes), nodes, cluster)
     log_dir = out or time.strftime("poseidon_log_%Y%m%d-%H%M%S")
-    parsed = [_as_run_arguments(command, log_dir) for command in commands]
+    parsed = [_as_run_arguments(command, log_dir, env) for command in commands]
     programs = [run.read_program(args) for args in parsed]
     chosen = resolve(vars(parsed[0]), cluster.settings, path, os.environ)
     # For every program, because this checks it.
@@ -174,11 +175,12 @@ def _start(path: str, out: str | None, text: str) -> int:
     return run.run_job(settings, chosen, parsed[0], programs[0])
 
 
-def _as_run_arguments(command: Command, log_dir: str) -> argparse.Namespace:
+def _as_run_arguments(command: Command, log_dir: str, env: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     python = ["--python", command.python] if command.python else []
-    return parser.parse_args(["--auto", "--quiet", "--log-dir", log_dir, *python, *command.words])
+    variables = [word for variable in env for word in ("--env", variable)]
+    return parser.parse_args(["--auto", "--quiet", "--log-dir", log_dir, *variables, *python, *command.words])
 
 
 if __name__ == "__main__":

@@ -10,59 +10,136 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from poseidon.errors import ConfigError
+from poseidon.job.settings import STEPS, TRACE
 from poseidon.launch import ssh
+from poseidon.launch.auto_options import AUTO_OPTIONS
 from poseidon.launch.hosts import ClusterFile, Host, check_variable, parse_hosts, read_cluster_file, read_hostfile
 from poseidon.launch.join import Joined, find_starter, joined_environment
-from poseidon.launch.launcher import JobSettings, Launcher
+from poseidon.launch.launcher import Ending, JobSettings, Launcher
+from poseidon.launch.observing import JobObserver
 from poseidon.launch.output import JobOutput
 from poseidon.launch.places import place_workers
+from poseidon.launch.roster import Bounds
 from poseidon.launch.run_settings import PREFIX, SETTINGS, Chosen, resolve, show
-from poseidon.launch.script import check_module, check_script
+from poseidon.launch.script import check_module, check_script, find_imports
+from poseidon.observe.folder import RunFolder
+from poseidon.observe.page.server import PageServer
 
-_AUTO_OPTIONS = ("scale_lr", "batch", "eval")
+WRAPPERS = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning")
+"""Packages that wrap a model with torch's class on a user's behalf."""
+
+T = TypeVar("T")
+
+_REPLACEMENTS, _WAIT_S = 100, 600.0
+"""Defaults that matter, and are shown, only where they are asked for."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
+"""Between two trials to reach the hosts of a job that is restarted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.allow_abbrev = False  # a script's own --h or --n is nobody's business
     parser.usage = "poseidon run [options] script.py [arguments] | [options] -m module [arguments]"
     where = parser.add_argument_group("where (default: this machine, one worker per GPU, or one)")
-    where.add_argument("--nproc", type=int, metavar="N", help="workers on this machine")
+    where.add_argument(
+        "--nproc", metavar="N", help="workers on this machine; MIN:MAX goes on without those that are lost, down to MIN"
+    )
     where.add_argument("--hosts", metavar="A,B:2", help="machines, with the number of workers of each after a colon")
     where.add_argument("--hostfile", metavar="F", help="file of `host slots=n` or `id ip port` lines, JSON or TOML")
+    where.add_argument(
+        "--nodes", metavar="MIN:MAX", help="go on without machines that are lost, as long as MIN are left"
+    )
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how (each may also come from the cluster file, or from {PREFIX}NAME)")
     for option in SETTINGS:
         how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
     how.add_argument("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all workers; repeatable")
+    how.add_argument(
+        "--page",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="PORT",
+        help="show the job in a browser, at this port of this machine or a free one",
+    )
+    how.add_argument("--trace", type=STEPS.parse, metavar="A:B", help="record steps A up to B in full, for Perfetto")
     how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
     what = parser.add_argument_group("what")
     what.add_argument("--auto", action="store_true", help="distribute a script that was written for one device")
-    what.add_argument("--scale-lr", action="store_true", help="with --auto: multiply learning rates by the workers")
-    what.add_argument(
-        "--batch", choices=("per-worker", "total"), help="with --auto: what the script's batch size means"
-    )
-    what.add_argument("--eval", choices=("full", "first", "shard"), help="with --auto: who evaluates")
+    for choice in AUTO_OPTIONS:
+        choice.add_to(what)
     what.add_argument("--as-caffe", action="store_true", help="run a pycaffe script as it is")
+    what.add_argument(
+        "--as-ddp",
+        action=argparse.BooleanOptionalAction,
+        help="have Poseidon take the place of torch's DistributedDataParallel; by itself for scripts that import "
+        + ", ".join(WRAPPERS),
+    )
     what.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module instead")
     what.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; return the status of the worker that failed first."""
-    program = read_program(args)
-    joined = find_starter(os.environ)
+    program = take_place(read_program(args), args)
+    joined = find_starter(os.environ, count_gpus(os.environ))
     if joined is not None:
         return _join(joined, program, args)
     _check_where(args)
-    cluster = read_cluster(args, args.nproc)
+    workers = None if args.nproc is None else parse_bounds(args.nproc, "--nproc")
+    cluster = read_cluster(args, None if workers is None else workers.most)
     chosen = resolve(vars(args), cluster.settings, args.cluster or "", os.environ)
-    settings = make_settings(args, program, cluster, chosen)
+    bounds = find_bounds(args, cluster)
+    settings = replace(
+        make_settings(args, program, cluster, chosen),
+        bounds=bounds,
+        replacements=_value_or(chosen["replacements"], _REPLACEMENTS),
+        wait_s=_value_or(chosen["wait_for_hosts"], _WAIT_S),
+        list_hosts=None if bounds is None else make_lister(args, chosen),
+    )
     return run_job(settings, chosen, args, program)
+
+
+def make_lister(args: argparse.Namespace, chosen: Mapping[str, Chosen]) -> Callable[[], Sequence[Host]] | None:
+    """Return what reads the hosts again while an elastic job runs; None if they are in no file."""
+    if args.hostfile is None and args.cluster is None:
+        return None
+    values = {name: one.value for name, one in chosen.items()}
+    return lambda: [complete_host(host, values) for host in read_cluster(args).hosts]
+
+
+def parse_bounds(text: str, what: str) -> Bounds:
+    """Return the bounds in ``N`` or ``MIN:MAX``. Pure."""
+    least, colon, most = text.partition(":")
+    try:
+        bounds = Bounds(int(least), int(most if colon else least), what == "--nodes")
+    except ValueError:
+        raise ConfigError(f"{what} is {text!r}, expected a whole number, or MIN:MAX for an elastic job") from None
+    if bounds.least < 1:
+        raise ConfigError(f"{what} is {text}; a job needs at least 1 {'machine' if what == '--nodes' else 'worker'}")
+    if bounds.most < bounds.least:
+        raise ConfigError(f"{what} is {text}; the second number is the most, and must not be below the first")
+    return bounds
+
+
+def find_bounds(args: argparse.Namespace, cluster: ClusterFile) -> Bounds | None:
+    """Return how many workers or machines an elastic job may have; None if it is not elastic. Pure."""
+    if args.nproc is not None and ":" in args.nproc:
+        return parse_bounds(args.nproc, "--nproc")
+    if args.nodes is None:
+        return None
+    if args.nproc is not None:
+        raise ConfigError(f"--nodes counts machines, --nproc workers of this one; write --nproc {args.nodes}")
+    bounds, count = parse_bounds(args.nodes, "--nodes"), len(cluster.hosts)
+    if not bounds.least <= count <= bounds.most:
+        raise ConfigError(f"--nodes {bounds}, but {count} machine{'s are' if count != 1 else ' is'} given")
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -101,7 +178,11 @@ def read_program(args: argparse.Namespace) -> Program:
         raise ConfigError(f"option {words[0]!r} is not known; `poseidon run --help` lists them")
     if args.auto and args.as_caffe:
         raise ConfigError("--auto is for PyTorch and TensorFlow scripts, --as-caffe for pycaffe's; use one of them")
-    given = [f"--{name.replace('_', '-')}" for name in _AUTO_OPTIONS if getattr(args, name)]
+    if args.as_ddp and (args.auto or args.as_caffe):
+        raise ConfigError(
+            "--as-ddp is for scripts that distribute themselves with torch; leave --auto and --as-caffe out"
+        )
+    given = [option.argument for option in AUTO_OPTIONS if option.is_given(args)]
     if given and not args.auto:
         raise ConfigError(f"{', '.join(given)} needs --auto")
     if args.as_caffe and args.module is not None:
@@ -112,16 +193,25 @@ def read_program(args: argparse.Namespace) -> Program:
         target = ["-m", "poseidon.caffe.as_caffe", *target]
     elif args.auto:
         target = ["-m", "poseidon.auto", *auto_options(args), *target]
+    elif args.as_ddp:
+        target = ["-m", "poseidon.trainers", "--asked", *target]
     return Program(tuple(target), script, words[0])
+
+
+def take_place(program: Program, args: argparse.Namespace) -> Program:
+    """Return the program with Poseidon in the place of torch's class, if it has a trainer that wraps the model."""
+    if program.script is None or args.auto or args.as_caffe or args.as_ddp is not None:
+        return program
+    imports = find_imports(Path(program.script))
+    found = [name for name in WRAPPERS if name in imports]
+    if not found or "poseidon" in imports:
+        return program
+    return replace(program, argv=("-m", "poseidon.trainers", *program.argv))
 
 
 def auto_options(args: argparse.Namespace) -> list[str]:
     """Return the options to pass on to ``--auto``. Pure."""
-    options = ["--scale-lr"] if args.scale_lr else []
-    for name in ("batch", "eval"):
-        if getattr(args, name):
-            options += [f"--{name}", getattr(args, name)]
-    return options
+    return [word for option in AUTO_OPTIONS for word in option.words(args)]
 
 
 def make_settings(
@@ -140,12 +230,16 @@ def make_settings(
         script=program.script,
         directory=directory,
         environ=dict(os.environ),
-        env=parse_variables(args.env or (), os.environ),
+        env=parse_variables(args.env or (), os.environ) | _trace_variable(args.trace),
         ssh=ssh.SshSettings.from_environment(),
         port=values["master_port"],
         hang_timeout_s=values["hang_timeout"],
         grace_s=values["grace"],
     )
+
+
+def _trace_variable(steps: tuple[int, int] | None) -> dict[str, str]:
+    return {} if steps is None else {TRACE.name: f"{steps[0]}:{steps[1]}"}
 
 
 def complete_host(host: Host, values: Mapping[str, object]) -> Host:
@@ -175,8 +269,6 @@ def _check_where(args: argparse.Namespace) -> None:
     if len(given) > 1:
         hint = "; write --hosts name:2 for two workers there" if "--nproc" in given else ""
         raise ConfigError(f"{' and '.join(given)} say the same thing in different ways; use one of them{hint}")
-    if args.nproc is not None and args.nproc < 1:
-        raise ConfigError(f"--nproc is {args.nproc}; a job needs at least 1 worker")
 
 
 def read_cluster(args: argparse.Namespace, workers: int | None = None) -> ClusterFile:
@@ -201,21 +293,68 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.Namespace, program: Program) -> int:
     """Run the job, restarting it after failures if wanted, and return its status."""
     log_dir = _log_dir(str(chosen["log_dir"].value), program.name)
-    output = JobOutput(place_workers(settings.hosts), log_dir)
+    places = place_workers(settings.hosts)
+    folder = None if log_dir is None else RunFolder(log_dir)
+    output = JobOutput(places, log_dir, folder=folder)
+    observer = JobObserver(places, program.name, folder)
+    page: PageServer | None = None
     try:
+        if args.page is not None:
+            page = _open_page(log_dir, args.page)
+            output.say(f"the page is at {page.url}", is_logged=False)
         if not args.quiet:
             output.say(_introduce(settings, chosen, args, log_dir))
         restarts = int(chosen["restarts"].value)
         for restart in range(restarts + 1):
-            ending = Launcher(settings, output, restart).run()
+            wait_s = _value_or(chosen["wait_for_hosts"], _WAIT_S)
+            ending = _run_once(settings, output, observer, restart, wait_s)
             if ending.status == 0 or ending.is_interrupted or restart == restarts:
                 break
             output.say(f"restarting ({restart + 1} of {restarts})")
+        cause = "" if ending.cause is None else f"{ending.cause.host}: worker {ending.cause.rank}: {ending.cause.how}"
+        closing = observer.end(ending.status, cause, ending.is_interrupted, time.monotonic())
+        if not args.quiet or ending.status:
+            output.say(f"{'ended' if not ending.status else f'status {ending.status}'} after {closing}")
         if ending.status and log_dir is not None:
             output.say(f"the logs are in {log_dir}")
         return ending.status
     finally:
         output.close()
+        if folder is not None:
+            folder.close()
+        if page is not None:
+            page.close()
+
+
+def _open_page(log_dir: Path | None, port: int) -> PageServer:
+    if log_dir is None:
+        raise ConfigError(
+            "--page shows the run's folder, and --log-dir none leaves none; name a folder or leave it out"
+        )
+    return PageServer(log_dir, port=port)
+
+
+def _value_or(chosen: Chosen, default: T) -> T:
+    value: T = default if chosen.value is None else chosen.value
+    return value
+
+
+def _run_once(
+    settings: JobSettings, output: JobOutput, observer: JobObserver | None, restart: int, wait_s: float
+) -> Ending:
+    """Run the job; before a restart, wait for hosts that do not answer, up to ``wait_s``."""
+    deadline, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
+    while True:
+        try:
+            return Launcher(settings, output, restart, observer).run()
+        except ConfigError as error:
+            left_s = deadline - time.monotonic()
+            if not restart or left_s <= 0:
+                raise
+            pause_s = min(pause_s, left_s)
+            output.say(f"{error}\n  trying again in {pause_s:.0f} s (--wait-for-hosts)")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _log_dir(text: str, name: str) -> Path | None:
@@ -238,7 +377,10 @@ def _introduce(
     hosts = ", ".join(f"{host.name}:{host.slots}" for host in settings.hosts)
     rows = {"hosts": Chosen(hosts, source), **chosen}
     rows["log_dir"] = Chosen(log_dir or "none", chosen["log_dir"].origin)
-    rows |= {"env": Chosen(",".join(settings.env), "argument --env")} if settings.env else {}
+    given = [name for name in settings.env if name != TRACE.name]
+    rows |= {"env": Chosen(",".join(given), "argument --env")} if given else {}
+    if args.trace is not None:
+        rows["trace"] = Chosen(settings.env[TRACE.name], "argument --trace")
     count = sum(host.slots for host in settings.hosts)
     command = " ".join(settings.argv)
     return f"{count} worker{'s' * (count > 1)}: {command}\n{show(rows)}"

@@ -51,6 +51,8 @@ SETTINGS = (
     RunOption("master_port", WHOLE, None, "port on the first host where workers meet; default: a free one", 1),
     RunOption("log_dir", TEXT, "", "folder for a log file per worker; default: runs/SCRIPT-TIME; `none`: no logs"),
     RunOption("restarts", WHOLE, 0, "how often to restart the job after a failure (default 0)", 0),
+    RunOption("replacements", WHOLE, None, "how many lost workers and machines an elastic job starts again; 100", 0),
+    RunOption("wait_for_hosts", NUMBER, None, "seconds to wait for hosts before a restart, or below MIN; 600", 0),
     RunOption("hang_timeout", NUMBER, 0.0, "seconds without progress after which the job is ended; 0: never", 0),
     RunOption("grace", NUMBER, 30.0, "seconds that workers have to end after Ctrl-C (default 30)", 0),
 )

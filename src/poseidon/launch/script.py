@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import tokenize
 import warnings
@@ -27,6 +28,23 @@ def check_script(path: Path) -> None:
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}" + (f": {line}" if line else "")) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the script {path} cannot be read: {error}") from None
+
+
+def find_imports(path: Path) -> set[str]:
+    """Return the top-level packages that a script imports anywhere; none, if it cannot be read here."""
+    try:
+        with tokenize.open(path) as stream, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(stream.read())
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def check_module(name: str, directory: Path) -> None:

@@ -36,6 +36,8 @@ class Stopping:
     def __init__(self, every: int = 1) -> None:
         self.is_requested = False
         """Whether this worker was asked to stop; others may not have been yet."""
+        self.number = 0
+        """The signal that asked; 0: none."""
         self._every = max(1, every)
         self._calls = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -64,5 +66,6 @@ class Stopping:
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item() > 0)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
+        self.number = number

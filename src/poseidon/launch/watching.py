@@ -9,7 +9,7 @@ from typing import Any
 from poseidon.launch import cause as causes
 from poseidon.launch.cause import Death, DeathKind
 from poseidon.launch.places import Place
-from poseidon.launch.progress import Slowest, Standing, furthest_behind, status_line
+from poseidon.launch.progress import Standing, furthest_behind, status_line
 
 SETTLE_S = 1.2
 """After a first death, how long to wait for reports of an earlier one and of the other workers' states."""
@@ -36,9 +36,13 @@ class Watching:
         self._lost_machines: set[int] = set()
         self._hung_at: float | None = None
         self._stood: dict[int, str] = {}
-        self._slowest = Slowest()
-        self._looked_at = now
-        self._behind: int | None = None
+
+    def add(self, place: Place) -> None:
+        """Watch one more worker."""
+        self._places.append(place)
+        self._standings.append(Standing(changed_at=self._started_at))
+        self._errors.append(collections.deque(maxlen=_TAIL))
+        self._lines.append(collections.deque(maxlen=_TAIL))
 
     # Reports of agents.
 
@@ -71,6 +75,10 @@ class Watching:
         """Note the state of all workers, before ending them changes it."""
         self._hung_at = now
         self._stood = {rank: self._standings[rank].describe(now) for rank in self._running()}
+
+    def forgive(self) -> None:
+        """Forget who has ended so far: the others go on without them."""
+        self._deaths.clear()
 
     # Conclusions.
 
@@ -108,13 +116,15 @@ class Watching:
             place.rank: f"on {place.host}: {self._where(place, now)}" for place in self._places if place.rank != culprit
         }
 
-    def status_line(self, now: float, width: int) -> str:
-        """Return the status line."""
-        if now - self._looked_at >= 1.0:
-            self._looked_at = now
-            self._behind = self._slowest.look(self._standings)
+    @property
+    def loss(self) -> float | None:
+        """The loss that the first worker that has any told or printed last."""
+        return next((standing.loss for standing in self._standings if standing.loss is not None), None)
+
+    def status_line(self, now: float, width: int, observed: Sequence[str] = ()) -> str:
+        """Return the status line; ``observed`` is what the workers' records say, instead of what lines say."""
         ended = len(self._places) - len(self._running())
-        return status_line(self._standings, ended, now - self._started_at, self._behind, width)
+        return status_line(self._standings, ended, now - self._started_at, observed, width)
 
     def _die(self, death: Death, now: float) -> None:
         if not self._deaths:

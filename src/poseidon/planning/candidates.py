@@ -43,6 +43,8 @@ class Candidate:
     is_guard: bool = False
     """Tried even if it is predicted to be slower, so that nothing slower than it is kept: the planner's own choice,
     torch's and, under deferred landing, the wrapper's."""
+    full: str = ""
+    """The route of all full gradients; empty where units differ."""
 
     @property
     def name(self) -> str:
@@ -93,7 +95,7 @@ def make_candidates(
             for unit, entry, is_forced in zip(model.units, best.entries, forced, strict=True)
         )
         plan = replace(best, entries=entries, name=style.name)
-        found.append(Candidate(plan, replace(packing, is_even=style.is_even), style.is_guard))
+        found.append(Candidate(plan, replace(packing, is_even=style.is_even), style.is_guard, style.full))
     if packing.defers:
         at_once = [
             replace(one, plan=replace(one.plan, name=one.name + AT_ONCE), packing=replace(one.packing, defers=False))
@@ -136,7 +138,11 @@ def _restyled(
 
 
 def shortlist(candidates: Sequence[Candidate], predicted_s: Sequence[float]) -> list[int]:
-    """Return which candidates to try, the best prediction first; a single one if it is clearly the best."""
+    """Return which candidates to try, the best prediction first; a single one if it is clearly the best.
+
+    Each route of full gradients has a guard, the best of its plans: times that were taken with one of them hold less
+    for another, which leaves other work to device and processors.
+    """
     ranked = sorted(range(len(candidates)), key=lambda number: predicted_s[number])
     best_s = predicted_s[ranked[0]]
 
@@ -144,5 +150,10 @@ def shortlist(candidates: Sequence[Candidate], predicted_s: Sequence[float]) -> 
         return predicted_s[number] <= max(factor * best_s, best_s + CLOSE_S)
 
     tried = [number for number in ranked[:MOST_TRIED] if is_close(number, CLOSE)]
-    guards = [number for number in ranked if candidates[number].is_guard and is_close(number, GUARD_CLOSE)]
+    firsts = {candidates[number].full: number for number in reversed(ranked) if candidates[number].full}
+    guards = [
+        number
+        for number in ranked
+        if (candidates[number].is_guard or number in firsts.values()) and is_close(number, GUARD_CLOSE)
+    ]
     return list(dict.fromkeys(tried + guards))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from poseidon.errors import ConfigError
 from poseidon.planning.profile import Profile
 
 DEFAULT_BATCH = 32
+RATE_ROUNDS = 9
+"""How often a device's matrix rate is measured, to see how much it varies."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,17 @@ def device_flops(source: ProfileSource) -> float:
     """Return the device's matrix rate: the given one, or that of this machine's GPU or CPU."""
     if source.flops is not None:
         return source.flops
+    return statistics.median(device_rates())
+
+
+@functools.cache
+def device_rates() -> tuple[float, ...]:
+    """Return the matrix rate of this machine's device, measured some times; once in a process."""
     import torch
 
-    from poseidon.team.calibrate import measure_flops
+    from poseidon.team.calibrate import measure_rates
 
-    return measure_flops(torch.device(device_here()))
+    return tuple(measure_rates(torch.device(device_here()), RATE_ROUNDS))
 
 
 def device_here() -> str:

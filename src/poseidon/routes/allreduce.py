@@ -20,6 +20,7 @@ from poseidon.routes.levels import Levels, LevelsExchange, open_level_board
 from poseidon.routes.local import LocalSums, padded, suits_local_sums
 from poseidon.team.board import open_board
 from poseidon.team.team import Team
+from poseidon.team.tensors import sum_tensors
 
 
 class AllreduceExchanger(Exchanger):
@@ -106,19 +107,4 @@ def average_now(team: Team, parameters: Sequence[Tensor], name: str) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        flat = parameter.grad.contiguous().div(team.size)
-        if team.encrypts:
-            flat = _sum_by_mail(team, flat, name)
-        else:
-            _FlatExchange(team, flat, name).wait()
-        parameter.grad.copy_(flat)
-
-
-def _sum_by_mail(team: Team, flat: Tensor, name: str) -> Tensor:
-    """Return the sum over all workers, added in rank order by everyone."""
-    host = flat.cpu().contiguous()
-    parts = team.exchange(host.view(-1).view(torch.uint8).numpy().data, name)
-    total = torch.zeros_like(host)
-    for part in parts:
-        total += torch.frombuffer(part, dtype=host.dtype).view(host.shape)
-    return total.to(flat.device)
+        parameter.grad.copy_(sum_tensors(team, parameter.grad.contiguous().div(team.size), name))

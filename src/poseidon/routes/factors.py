@@ -151,7 +151,7 @@ class FactorsExchange(Exchange):
 
     def finish_factors(self, is_used: bool) -> Factors:
         """Do the same, and return what all workers brought."""
-        factors, gradients, done = self._team.result(self.future, self._unit.name, grace_s=0)
+        factors, gradients, done = self._team.result(self.future, self._unit.name)
         unit = self._unit
         if not is_used:
             return factors

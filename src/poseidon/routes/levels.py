@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from poseidon import failpoints
 from poseidon.routes.base import Exchange
 from poseidon.routes.local import add_parts
 from poseidon.team.board import Board, Rounds, open_board
@@ -71,6 +72,8 @@ class Levels:
     def _work_forever(self) -> None:
         while (job := self._inbox.get()) is not None:
             try:
+                if failpoints.ARMED:
+                    failpoints.hit("levels.sum")
                 self._reduce(job)
             except BaseException as error:
                 job.future.set_exception(error)

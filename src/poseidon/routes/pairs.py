@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poseidon import failpoints
+from poseidon.errors import describe
 from poseidon.planning.cluster import Link
 from poseidon.routes.parcels import Gathered, Opened, Parcel, join_opened, open_message, write_message
 from poseidon.team.membership import PeerLostError
@@ -41,6 +43,8 @@ class _Shipment:
     """By rank: whole, not opened yet."""
     opened: dict[int, Opened] = field(default_factory=dict)
     """By rank."""
+    arrived: set[int] = field(default_factory=set)
+    """Ranks whose messages are whole, opened or not."""
     pieces: dict[int, dict[int, memoryview]] = field(default_factory=dict)
     """By rank: the pieces of a long message, by their number."""
     lengths: dict[int, int] = field(default_factory=dict)
@@ -55,6 +59,7 @@ class _Shipment:
         if len(pieces) == self.lengths.get(origin):
             parts = [_as_tensor(pieces[number]) for number in range(len(pieces))]
             self.messages[origin] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self.arrived.add(origin)
             del self.pieces[origin]
 
 
@@ -73,6 +78,7 @@ class Pairs:
         self._transport = connect_wire(team, range(team.size), link=link)
         self._piece_bytes = self._transport.settings.max_message_bytes
         self._transport.listen(Kind.PARCELS, self._hear)
+        self._transport.listen_left(self._needs)
         self._transport.listen_lost(lambda peer, why: self._fail(PeerLostError(peer, why)))
         # Nobody may send before all listen.
         team.gather_ints([0], "the connections between workers")
@@ -125,6 +131,8 @@ class Pairs:
         """Wait for devices, and prepare for what is under way."""
         while (chore := self._chores.get()) is not None:
             try:
+                if failpoints.ARMED:
+                    failpoints.hit("pairs.help")
                 if isinstance(chore, _Shipment):
                     self._attend(chore)
                 else:
@@ -157,18 +165,24 @@ class Pairs:
             header = Header(
                 Kind.PARCELS, rank, number, place * size + rank, step, len(piece), int(place == len(pieces) - 1)
             )
-            for peer in peers:
-                self._transport.send(peer, header, piece)
+            self._transport.send_all(peers, header, piece)
         with self._lock:
             shipment.messages[rank] = message
         self._land_if_whole((step, number))
+        self._transport.check_left()
+
+    def _needs(self, peer: int) -> bool:
+        """Return whether a message is missing that only ``peer`` sends."""
+        if self._team.rank not in self._team.topology.receivers(peer, peer):
+            return False
+        with self._lock:
+            return any(each.parcels and peer not in each.arrived for each in self._shipments.values())
 
     def _hear(self, header: Header, payload: memoryview) -> None:
         """Take a message of another worker, and pass it on to those who get it from here."""
         rank, size = self._team.rank, self._team.size
         piece, origin = divmod(header.number, size)
-        for peer in self._team.topology.receivers(origin, rank):
-            self._transport.send(peer, header._replace(sender=rank), payload)
+        self._transport.send_all(self._team.topology.receivers(origin, rank), header._replace(sender=rank), payload)
         key = (header.clock, header.subject)
         with self._lock:
             if self._failure is not None:
@@ -210,7 +224,8 @@ class Pairs:
             _deliver(parcel, future, gathered)
 
     def _fail(self, error: BaseException) -> None:
-        """End everything under way, and everything to come; the first error stays."""
+        """End everything under way, and everything to come; the first error stays. The others hear of it."""
+        self._transport.give_up(describe(error))
         with self._lock:
             error = self._failure = self._failure or error
             shipments, self._shipments = self._shipments, {}

@@ -230,7 +230,7 @@ class _Joint:
         with self._landing:
             if self._is_landing:
                 return
-            self._gathered = self._team.result(self.future, self.group.units[0].name, grace_s=0)
+            self._gathered = self._team.result(self.future, self.group.units[0].name)
             with self._clearing:  # until the room is cleared, if that is under way
                 self._is_landing = True
             self._heads = [self.group.read_head(part) for part in self._gathered.parts]

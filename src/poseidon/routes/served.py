@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from poseidon.errors import UnsupportedError
+from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.shard import Order, Shard, State, flat_memory, read_state
@@ -179,7 +179,7 @@ class ServedExchanger(Exchanger):
     def means(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Wait for the sums of all chunks owned here, and return their means."""
         for item, exchange in self.under_way.items():
-            self.team.result(self._adders[item].when_summed(exchange.version), item.name, grace_s=0)
+            self.team.result(self._adders[item].when_summed(exchange.version), item.name)
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
             yield from self._adders[item].means()
@@ -237,8 +237,10 @@ class ServedExchanger(Exchanger):
             read_state(answer.payload, [*runs(item, chunk)], full)
 
     def leave(self) -> None:
-        """Answer the others until nobody asks any more."""
-        self._desk.leave()
+        """Answer the others until nobody asks any more, or there is no hope that somebody ends."""
+        # Whoever does not end is not needed any more, and others than this worker will say so.
+        with contextlib.suppress(WorkerLostError):
+            self.team.result(self._desk.leave(), "the others to end")
 
     def close(self) -> None:
         """Stop the threads and close the connections."""
@@ -251,7 +253,7 @@ class ServedExchanger(Exchanger):
         self._transport.close()
 
     def _result(self, future: Future[Answer], item: LiveItem) -> Answer:
-        return self.team.result(future, item.name, grace_s=0)
+        return self.team.result(future, item.name)
 
     def _lose(self, peer: int, why: str) -> None:
         error = PeerLostError(peer, why)
@@ -281,7 +283,7 @@ class _DeviceArrival(Exchange):
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Restore the weights where the gradients lay."""
-        restore = self._team.result(self._future, self._item.name, grace_s=0)
+        restore = self._team.result(self._future, self._item.name)
         restore(torch.cat([flat_memory(parameter) for parameter in self._item.parameters]))
 
 

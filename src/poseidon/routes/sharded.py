@@ -178,7 +178,7 @@ class _Between:
         return self.sum(as_numpy(values))
 
     def __call__(self, values: Tensor, team: Team, name: str) -> None:
-        team.result(self.start(values), name, grace_s=0)
+        team.result(self.start(values), name)
 
 
 class HostExchange(Exchange):
@@ -191,7 +191,7 @@ class HostExchange(Exchange):
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Wait for it."""
-        self._team.result(self._future, self._name, grace_s=0)
+        self._team.result(self._future, self._name)
 
 
 def as_numpy(flat: Tensor) -> Array:

@@ -80,5 +80,5 @@ class StagedExchange(Exchange):
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Make the compute stream wait for the bucket."""
-        done = self._team.result(self._future, self._name, grace_s=0)
+        done = self._team.result(self._future, self._name)
         torch.cuda.current_stream(self._device).wait_event(done)

@@ -164,7 +164,9 @@ def _device_s(entry: PlanEntry, route: Route) -> tuple[float, float]:
     """Return the time to rebuild a gradient from all factors, and the time saved by not computing the local one."""
     if "factors" not in route.delivers or route.name not in entry.costs:
         return 0.0, 0.0
-    return entry.costs[route.name].compute_s, entry.costs["allreduce"].compute_s
+    # A job that encrypts has no allreduce; either way of sending it in full needs the same product.
+    full = next((entry.costs[name] for name in ("allreduce", "sharded") if name in entry.costs), None)
+    return entry.costs[route.name].compute_s, 0.0 if full is None else full.compute_s
 
 
 def count_transfers(transfers: Sequence[Transfer], units: int) -> list[int]:

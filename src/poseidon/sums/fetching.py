@@ -64,11 +64,13 @@ class FetchDesk:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._keepers: dict[int, tuple[Slot, Keeper]] = {}
         self._asked: dict[tuple[int, int, int], Future[Answer]] = {}
         self._present = set(range(transport.size)) - {transport.rank}
-        """Other ranks that may still ask."""
+        """Other ranks that may still ask..."""
+        self._is_alone: Future[None] = Future()
+        """... done when there are none."""
         self._failure: BaseException | None = None
         transport.listen(Kind.FETCH, self._receive_fetch)
         transport.listen(Kind.FETCHED, self._receive_fetched)
@@ -99,23 +101,31 @@ class FetchDesk:
             self._failure = self._failure or error
             asked, self._asked = self._asked, {}
             self._present.clear()
-            self._lock.notify_all()
+            self._note_alone()
         for future in asked.values():
             future.set_exception(error)
 
-    def leave(self, timeout_s: float | None = None) -> None:
-        """Tell the others that this rank will ask no more, and answer them until they say the same."""
+    def leave(self) -> Future[None]:
+        """Tell the others that this rank will ask no more; done when they have said the same, or one is lost.
+
+        Until then they are answered.
+        """
         me = self._transport.rank
         for rank in range(self._transport.size):
             if rank != me and self._failure is None:
                 self._transport.send(rank, Header(Kind.LEAVE, me, 0, 0, 0, 0))
         with self._lock:
-            self._lock.wait_for(lambda: not self._present, timeout_s)
+            self._note_alone()
+        return self._is_alone
 
     def _note_left(self, rank: int) -> None:
         with self._lock:
             self._present.discard(rank)
-            self._lock.notify_all()
+            self._note_alone()
+
+    def _note_alone(self) -> None:
+        if not self._present and not self._is_alone.done():
+            self._is_alone.set_result(None)
 
     def _receive_fetch(self, header: Header, details: memoryview) -> None:
         slot, keeper = self._keepers.get(header.subject, (None, None))

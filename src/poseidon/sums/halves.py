@@ -28,6 +28,9 @@ _MOST_RESTS = 8
 _SAMPLES = 128
 """Values to look at first, most gradients being of no use here."""
 
+_LONGEST_PAUSE = 31
+"""Steps after which a chunk is looked at again, at the latest."""
+
 Lend = Callable[[int], Any]
 """Returns memory of some size in bytes."""
 
@@ -64,6 +67,29 @@ def halve(values: Array, lend: Lend) -> Array | None:
     upper[:] = halves[1::2]
     lower[:] = halves[::2][positions]
     return payload
+
+
+class HalvesFinder:
+    """Halves the chunks of one slot where that shortens them, step after step.
+
+    A chunk whose values keep having more bits, as those that were never bf16 do, is looked at less and less often.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self._pauses = [0] * chunks
+        """By chunk: steps between two looks..."""
+        self._left = [0] * chunks
+        """... and until the next one."""
+
+    def halve(self, index: int, values: Array, lend: Lend) -> Array | None:
+        """Return the values of a chunk as :func:`halve` does; None also if this is not the step to look."""
+        if self._left[index]:
+            self._left[index] -= 1
+            return None
+        payload = halve(values, lend)
+        self._pauses[index] = 0 if payload is not None else min(2 * self._pauses[index] + 1, _LONGEST_PAUSE)
+        self._left[index] = self._pauses[index]
+        return payload
 
 
 def join_halves(payload: Array, size: int, lend: Lend) -> Array:

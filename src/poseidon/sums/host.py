@@ -13,7 +13,7 @@ from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Fail, Then
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.encodings import Encoded, Encoding, Payload, PlainLayout
-from poseidon.sums.halves import HalvesLayout, halve, join_halves
+from poseidon.sums.halves import HalvesFinder, HalvesLayout, join_halves
 from poseidon.sums.messages import Layouts
 from poseidon.sums.slots import Slot
 from poseidon.sums.touched import TouchedRows, add_up
@@ -38,11 +38,12 @@ class HostAdder:
 
     def __init__(self, slot: Slot, rank: int, number_format: Format, pool: Pool, divisor: int = 1) -> None:
         plain = PlainLayout(number_format.stored.itemsize)
-        self._halves = number_format.name == "float32"
-        """Whether a chunk may travel in halves."""
+        halves = number_format.name == "float32"
         self.layouts: Layouts = (
-            {Encoding.PLAIN: plain, Encoding.HALVES: HalvesLayout()} if self._halves else {Encoding.PLAIN: plain}
+            {Encoding.PLAIN: plain, Encoding.HALVES: HalvesLayout()} if halves else {Encoding.PLAIN: plain}
         )
+        self._short_parts, self._short_sums = (HalvesFinder(len(slot.chunks)) if halves else None for _ in range(2))
+        """None if no chunk may travel in halves."""
         self._slot = slot
         self._size = slot.chunks[-1].stop if slot.chunks else 0
         self._rank = rank
@@ -63,7 +64,7 @@ class HostAdder:
 
     def part(self, chunk: Chunk) -> Encoded:
         """Return this worker's part, where it lies unless it can be shorter."""
-        return self._shorten(self.own(chunk))
+        return self._shorten(chunk, self.own(chunk), self._short_parts)
 
     def own(self, chunk: Chunk) -> Array:
         """Return this worker's part, where it lies."""
@@ -100,11 +101,11 @@ class HostAdder:
         """Go on at once."""
         then()
 
-    def encode(self, chunk: Chunk, total: Array) -> Encoded:  # noqa: ARG002 - as in the contract
+    def encode(self, chunk: Chunk, total: Array) -> Encoded:
         """Return a finished sum; in half precision, divided and rounded."""
         if self._format.rounds and self._divisor != 1:
             np.divide(total, self._divisor, out=total)
-        return self._shorten(self._format.narrow(total))
+        return self._shorten(chunk, self._format.narrow(total), self._short_sums)
 
     def place_sum(self, chunk: Chunk, length: int) -> memoryview:
         """Return the memory of this worker's part."""
@@ -125,8 +126,8 @@ class HostAdder:
         """Let go of the values."""
         self._values = None
 
-    def _shorten(self, values: Array) -> Encoded:
-        halves = halve(values, self._pool.lend) if self._halves else None
+    def _shorten(self, chunk: Chunk, values: Array, finder: HalvesFinder | None) -> Encoded:
+        halves = None if finder is None else finder.halve(chunk.index, values, self._pool.lend)
         return Encoded(Encoding.PLAIN, values) if halves is None else Encoded(Encoding.HALVES, halves)
 
 

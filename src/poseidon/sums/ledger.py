@@ -50,6 +50,14 @@ class SlotLedger:
         """Return whether the sum of a chunk is missing."""
         return index in self._missing and step == self.step
 
+    def needs(self, rank: int) -> bool:
+        """Return whether a part or a sum of another rank is missing."""
+        return (
+            any(self.slot.chunks[index].owner == rank for index in self._missing)
+            or any(roll.lacks(rank) for roll in self.rolls.values())
+            or any(roll.lacks(rank) for roll in self.touched.values())
+        )
+
     def enter(self, index: int) -> bool:
         """Note that a sum is here; return whether it was the last one."""
         if index not in self._missing:  # the step was abandoned meanwhile

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from poseidon.errors import FrameError, ServerError
+from poseidon.errors import FrameError, ServerError, describe
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.encodings import Payload
@@ -53,6 +53,7 @@ class SumServer:
         transport.listen(Kind.PART, self._receive_part, self._place_part)
         transport.listen(Kind.SUM, self._receive_sum, self._place_sum)
         transport.listen(Kind.TOUCHED, self._receive_touched, self._check_touched)
+        transport.listen_left(self._needs)
 
     def book(self, slots: Iterable[tuple[Slot, Adder]]) -> None:
         """Take over these slots instead of earlier ones, which go as soon as they have landed.
@@ -101,13 +102,22 @@ class SumServer:
                 header = Header(Kind.TOUCHED, self._rank, slot.number, chunk.index, step, payload.nbytes)
                 self._transport.send(chunk.owner, header, payload, priority=slot.priority)
 
-    def fail(self, error: BaseException) -> None:
-        """End everything under way, and everything to come, with ``error``; the first one stays."""
+    def fail(self, error: BaseException, culprit: int | None = None) -> None:
+        """End everything under way, and everything to come, with ``error``; the first one stays.
+
+        The other ranks hear of it: they would wait for sums that never come. ``culprit`` is the rank at fault, if it
+        is neither lost nor this one.
+        """
+        self._transport.give_up(describe(error), culprit)
         with self._lock:
             self._failure = self._failure or error
             abandoned = [ledger for ledger in self._ledgers.values() if ledger.abandon()]
         for ledger in abandoned:
             ledger.future.set_exception(error)
+
+    def _needs(self, rank: int) -> bool:
+        with self._lock:
+            return self._failure is None and any(ledger.needs(rank) for ledger in self._ledgers.values())
 
     # Parts go to the owners of their chunks.
 
@@ -133,6 +143,7 @@ class SumServer:
                 self.tally.note(adder, chunk, encoded, is_part=True)
                 header = make_header(Kind.PART, self._rank, chunk, ledger.step, encoded)
                 self._transport.send(chunk.owner, header, encoded.payload, priority=priority)
+        self._transport.check_left()
 
     def _place_part(self, header: Header) -> memoryview | None:
         if self._failure is not None:
@@ -150,7 +161,7 @@ class SumServer:
                 roll.expect(header.sender, header.clock)
             return ledger.adder.place_part(roll.chunk, header.sender, header.length)
         except Exception as error:
-            raise self._refuse(error) from error
+            raise self._refuse(error, header.sender) from error
 
     def _receive_part(self, header: Header, payload: memoryview) -> None:
         if self._failure is not None:
@@ -178,7 +189,7 @@ class SumServer:
                 )
             check_size(header, ledger.slot.chunks[header.number], ledger.slot.width)
         except Exception as error:
-            raise self._refuse(error) from error
+            raise self._refuse(error, header.sender) from error
 
     def _receive_touched(self, header: Header, payload: memoryview) -> None:
         if self._failure is not None:
@@ -217,8 +228,7 @@ class SumServer:
         encoded = ledger.adder.encode(chunk, total)
         self.tally.note(ledger.adder, chunk, encoded, is_part=False)
         header = make_header(Kind.SUM, self._rank, chunk, ledger.step, encoded)
-        for worker in self._others:
-            self._transport.send(worker, header, encoded.payload, priority=ledger.slot.priority)
+        self._transport.send_all(self._others, header, encoded.payload, priority=ledger.slot.priority)
         self._land(ledger, chunk, encoded.encoding, encoded.payload)
 
     # Sums come back.
@@ -239,7 +249,7 @@ class SumServer:
             _check_size(header, ledger, chunk)
             return ledger.adder.place_sum(chunk, header.length)
         except Exception as error:
-            raise self._refuse(error) from error
+            raise self._refuse(error, header.sender) from error
 
     def _receive_sum(self, header: Header, payload: memoryview) -> None:
         if self._failure is not None:
@@ -270,9 +280,9 @@ class SumServer:
         else:
             ledger.future.set_result(outcome)
 
-    def _refuse(self, error: Exception) -> FrameError:
+    def _refuse(self, error: Exception, sender: int) -> FrameError:
         """Fail because of a message that must not be read; return what tells the transport so."""
-        self.fail(error)
+        self.fail(error, sender)
         return FrameError("out of turn", str(error))
 
 

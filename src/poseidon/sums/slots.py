@@ -19,10 +19,13 @@ LEAST_SPREAD_BYTES = 2**19
 
 
 def chunk_bytes_for(bytes_per_s: float, lands_whole: bool = False) -> int:
-    """Return a chunk size, a power of two, for links of this speed; ``lands_whole``: a step waits for all of them."""
+    """Return a chunk size for links of this speed, the nearest power of two.
+
+    ``lands_whole``: a step waits for all chunks.
+    """
     seconds = WHOLE_CHUNK_S if lands_whole else CHUNK_S
     wanted = min(max(bytes_per_s * seconds, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
-    return int(2 ** math.floor(math.log2(wanted)))
+    return int(2 ** round(math.log2(wanted)))
 
 
 @dataclass(frozen=True)

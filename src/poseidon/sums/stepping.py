@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from poseidon import failpoints
 from poseidon.errors import ServerError
 from poseidon.sums.arithmetic import Adder, Fail, Then
 from poseidon.sums.chunks import Chunk
@@ -78,14 +79,16 @@ class StepThread:
 
     def __init__(self, lane: Lane = contextlib.nullcontext) -> None:
         self.lane = lane
-        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[float, int, tuple[Callable[[], None], Fail] | None]] = (
+            queue.PriorityQueue()
+        )
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._work, name="poseidon-stepping", daemon=True)
         self._thread.start()
 
-    def put(self, priority: float, job: Callable[[], None]) -> None:
-        """Run ``job``, which must not raise."""
-        self._jobs.put((priority, next(self._numbers), job))
+    def put(self, priority: float, job: Callable[[], None], fail: Fail) -> None:
+        """Run ``job``; call ``fail`` if it raises."""
+        self._jobs.put((priority, next(self._numbers), (job, fail)))
 
     def close(self) -> None:
         """End the thread after what it was given."""
@@ -94,8 +97,15 @@ class StepThread:
 
     def _work(self) -> None:
         with self.lane():
-            while (job := self._jobs.get()[2]) is not None:
-                job()
+            while (given := self._jobs.get()[2]) is not None:
+                job, fail = given
+                try:
+                    if failpoints.ARMED:
+                        failpoints.hit("server.step")
+                    job()
+                except BaseException as error:
+                    fail(error)
+                del given, job, fail  # what they refer to must not live until the next one comes
 
 
 @dataclass(eq=False)
@@ -199,15 +209,15 @@ class StepAdder:
     def _answer(self, chunk: Chunk, what: Ask, version: int, details: memoryview) -> Answer:
         if what is Ask.MEAN:
             return Answer(self._means.payload(chunk, self._kept[chunk.index]))
-        # Under the lock the next step cannot begin to change what is copied here.
-        with self._lock:
+        # In the lane, since on the model's own stream this would wait for whatever the model waits for, such as a
+        # collective that the asker has yet to join. Under the lock the next step cannot begin to change what is copied.
+        with self._thread.lane(), self._lock:
             is_past = self._begun[chunk.index] > version
             if what is Ask.STATE:
                 return Answer(memoryview(b""), is_past=True) if is_past else Answer(self._stepper.state_of(chunk))
             if what is Ask.ROWS:
-                with self._thread.lane() if is_past else contextlib.nullcontext():
-                    earlier = self._earlier[chunk.index] if is_past else None
-                    return Answer(self._stepper.rows_of(chunk, details, earlier))
+                earlier = self._earlier[chunk.index] if is_past else None
+                return Answer(self._stepper.rows_of(chunk, details, earlier))
             # Rounding saves nothing where somebody looks at the exact weights step after step.
             looked = self._looked.setdefault(chunk.index, set())
             looked.add(version)
@@ -219,8 +229,7 @@ class StepAdder:
                 return Answer(self._stepper.exact(chunk), is_frequent)
             earlier = self._earlier[chunk.index]
             assert earlier is not None  # ask() has seen to that
-            with self._thread.lane():  # the device may not have copied them yet
-                return Answer(bytes_of(earlier))
+            return Answer(bytes_of(earlier))
 
     def _answer_asks(self, chunk: Chunk, kinds: Sequence[Ask], version: int) -> None:
         with self._lock:
@@ -304,27 +313,24 @@ class StepAdder:
             self._submit([waiting], *order)
 
     def _submit(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
-        self._thread.put(self._slot.priority, lambda: self._step(ready, version, order))
+        self._thread.put(self._slot.priority, lambda: self._step(ready, version, order), ready[0].fail)
 
     def _step(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
-        try:
-            chunks = [waiting.total.chunk for waiting in ready]
-            is_change = self._stepper.changes(order)
-            if is_change:
-                earlier = {chunk.index: self._stepper.keep(chunk) for chunk in chunks}
-                with self._lock:
-                    self._earlier.update(earlier)
-                    self._begun.update(dict.fromkeys(earlier, version))
-            self._stepper.begin(chunks, order)
-            changes = [self._change(chunk, version, is_change) for chunk in chunks]
-            self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
-            for waiting, change in zip(ready, changes, strict=True):
-                chunk = waiting.total.chunk
-                # What comes next need not wait until the device is done with this.
-                send = partial(self._send, waiting, version)
-                self._means.encode(chunk, self._stepper.outgoing(chunk), change, send, waiting.fail)
-        except BaseException as error:
-            ready[0].fail(error)
+        chunks = [waiting.total.chunk for waiting in ready]
+        is_change = self._stepper.changes(order)
+        if is_change:
+            earlier = {chunk.index: self._stepper.keep(chunk) for chunk in chunks}
+            with self._lock:
+                self._earlier.update(earlier)
+                self._begun.update(dict.fromkeys(earlier, version))
+        self._stepper.begin(chunks, order)
+        changes = [self._change(chunk, version, is_change) for chunk in chunks]
+        self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
+        for waiting, change in zip(ready, changes, strict=True):
+            chunk = waiting.total.chunk
+            # What comes next need not wait until the device is done with this.
+            send = partial(self._send, waiting, version)
+            self._means.encode(chunk, self._stepper.outgoing(chunk), change, send, waiting.fail)
 
     def _send(self, waiting: _Waiting, version: int, encoded: Encoded) -> None:
         chunk = waiting.total.chunk

@@ -40,6 +40,10 @@ class PartRoll:
         """Whether a sum is under way."""
         return bool(self._expected)
 
+    def lacks(self, rank: int) -> bool:
+        """Return whether a sum is under way, and a rank's part of it has not come."""
+        return self.is_open and rank not in self._expected
+
     def expect(self, rank: int, clock: int) -> None:
         """Raise ``ServerError`` unless it is the turn of this part."""
         is_open = bool(self._expected)
@@ -102,6 +106,10 @@ class TouchedRoll:
     def is_open(self) -> bool:
         """Whether some workers' rows are here, but not all."""
         return bool(self._rows)
+
+    def lacks(self, rank: int) -> bool:
+        """Return whether other workers' rows are here, but not those of ``rank``."""
+        return self.is_open and rank not in self._rows
 
     def enter(self, rank: int, clock: int, rows: TouchedRows) -> list[TouchedRows]:
         """Take a worker's rows; return all workers', in rank order, if these are the last.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from poseidon.errors import ConfigError, ServerError, WorkerLostError
+from poseidon.job.limits import time_limit
 from poseidon.tables.adoption import successor
 from poseidon.tables.doubts import Doubts
 from poseidon.tables.holder import Holder
@@ -24,7 +25,8 @@ class Node:
     """One rank's part in the tables of a job.
 
     ``servers`` are the ranks that hold rows (default: all), ``workers`` those that use them (default: all, or all other
-    ranks if servers are named). After ``timeout_s`` a read gives up the ranks it waits for, if they are silent.
+    ranks if servers are named). After ``timeout_s`` a read gives up the ranks it waits for, if they are silent and not
+    known to be busy.
     """
 
     def __init__(
@@ -33,7 +35,8 @@ class Node:
         *,
         servers: Sequence[int] | None = None,
         workers: Sequence[int] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
+        is_busy: Callable[[int], bool] = lambda _: False,
         is_started: bool = True,
     ) -> None:
         self._transport = transport
@@ -45,7 +48,8 @@ class Node:
         self.workers = sorted(workers)
         _check_ranks(self.servers, self.workers, self._post.size)
         self.rank = self._post.rank
-        self.timeout_s = timeout_s
+        self.timeout_s = time_limit(timeout_s)
+        self._is_busy = is_busy
         self.losses: dict[int, int] = {}
         """The last known clocks of workers that died."""
         self._doubts = Doubts()
@@ -54,7 +58,7 @@ class Node:
         self._holders = list(self.servers)
         """Ranks by place; changes when a server dies."""
         self.holder = Holder(self._post, self.workers, self.servers)
-        self.worker = Worker(self._post, self._holders, timeout_s, self._doubt)
+        self.worker = Worker(self._post, self._holders, self.timeout_s, self._doubt)
         self._post.listen_all(self._hear)
         self._post.listen(Kind.HELLO, self._receive_hello)
         self._post.listen(Kind.CLOCK, self._receive_clock)
@@ -117,7 +121,8 @@ class Node:
         # A waiting worker complains long before that; without complaints nobody is left.
         patience_s = 3 * self.timeout_s
         is_news = self._post.news.wait_for(lambda: self._is_over() or self._post.received != heard, patience_s)
-        return is_news and not self._is_over()
+        is_awaited = is_news or any(self._is_busy(rank) for rank in set(self.workers) - self.holder.left)
+        return is_awaited and not self._is_over()
 
     def _is_over(self) -> bool:
         return self.holder.is_done or self._post.failure is not None
@@ -161,7 +166,7 @@ class Node:
             return
         self._post.send(header.sender, Kind.LOST, header.subject, header.clock, flags=TableFlag.ANSWER)
         for late in self.holder.awaited_by(header.subject, header.clock):
-            if self._doubts.complain(late, header.sender):
+            if self._condemns(late, header.sender):
                 waited = f"worker {header.sender} waited {self.timeout_s:g} s for it at clock {header.clock}"
                 self._give_up(late, waited)
 
@@ -178,12 +183,30 @@ class Node:
     def _lose_connection(self, rank: int, why: str) -> None:
         with self._post.news:
             self._departed.add(rank)
-            self._give_up(rank, why)
+            if self._transport is not None and self._transport.is_to_blame:
+                self._give_up_myself(why)
+            else:
+                self._give_up(rank, why)
             self._post.news.notify_all()
 
     def _doubt(self, rank: int, why: str) -> None:
-        if self._doubts.complain(rank, self.rank):
+        if self._condemns(rank, self.rank):
             self._give_up(rank, f"worker {self.rank} waited {self.timeout_s:g} s: {why}")
+
+    def _give_up_myself(self, why: str) -> None:
+        """End because of a fault of this rank; the others must do without it, and not without whom it cannot hear."""
+        if not self._is_over():
+            clock = self.holder.clock_of(self.rank) if self.is_worker else 0
+            self._announce_loss(self.rank, clock)
+            self._post.fail(WorkerLostError(f"worker {self.rank} is lost after clock {clock}, by its own fault: {why}"))
+
+    def _condemns(self, late: int, by: int) -> bool:
+        """Note that ``by`` waits for another rank; return whether to give that one up."""
+        if self._is_busy(late):
+            # It evaluates or writes a checkpoint, and sends nothing meanwhile.
+            self._doubts.hear(late)
+            return False
+        return self._doubts.complain(late, by)
 
     def _give_up(self, rank: int, why: str) -> None:
         """Consider ``rank`` dead and tell all others; only servers know its last clock."""

@@ -7,6 +7,7 @@ once when a worker's process does, and orders memory on every processor.
 
 from __future__ import annotations
 
+import math
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from poseidon.errors import WireError
 from poseidon.job import settings
-from poseidon.team.gathering import CONNECT_S
+from poseidon.job.limits import reach_limit
 from poseidon.team.team import Team
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.mesh import Mesh, MeshError
@@ -63,10 +64,15 @@ class Board:
 
     def wait(self, number: int, what: str) -> None:
         """Wait for all posts with this number; raises ``WorkerLostError`` if one does not come in time."""
+        clock = self._team.watch.clock
+        began = 0.0 if clock is None else clock.begin_wait(what)
         try:
-            self._mesh.receive(number, b"", self._team.timeout_s)
+            self._mesh.receive(number, b"", math.inf, lambda: self._team.watch.waiting(what, members=self.members))
         except MeshError as error:
             raise self._team.watch.lost(what, self.members[error.rank], error) from error
+        finally:
+            if clock is not None:
+                clock.end_wait(what, began)
 
     def close(self) -> None:
         """Close the connections. The memory is freed when nobody uses it any more."""
@@ -158,7 +164,7 @@ def _connect(team: Team, members: Sequence[int]) -> Mesh | None:
     addresses = [(str(ip), int(port)) for ip, port in (everybody[rank]["address"] for rank in members)]
     secret = JobSecret(team.secret).derive("board", everybody[members[0]]["nonce"])
     try:
-        mesh.connect(addresses, Credentials(secret, team.encrypts), min(team.timeout_s, CONNECT_S))
+        mesh.connect(addresses, Credentials(secret, team.encrypts), reach_limit(team.timeout_s))
         is_connected = True
     except WireError:
         is_connected = False

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from poseidon.errors import ConfigError
 from poseidon.job import settings
@@ -26,12 +25,12 @@ from poseidon.team.team import Team
 D = TypeVar("D")
 
 _PROBE_BYTES = 2 * 2**20
+_MOST_PROBE_BYTES = 32 * 2**20
+_PROBE_S = 0.015
+"""How long a probe should fill a link."""
 _PINGS = 6
 _LATENCY_FLOOR_S = 1e-6
 _WHAT = "the measurement of links"
-
-Trip = Callable[[torch.Tensor, int, bool], None]
-"""Sends values to another worker and back; the last argument says whether this worker begins."""
 
 
 def find_cluster(
@@ -70,9 +69,10 @@ def measure_cluster(team: Team, device: torch.device) -> Cluster:
     """Measure links and device. The slowest of each kind counts, and all workers get the same result. Collective."""
     machines = team.topology.machines
     leaders = [ranks[0] for ranks in machines]
-    trip = _by_mail(team) if team.encrypts else _by_gloo(team)
-    between = _measure_links(team, leaders, trip)
-    near = _measure_links(team, max(machines, key=len), trip)
+    far, near_by = (team.mail.new_channel(), team.mail.new_channel()) if team.size > 1 else (0, 0)
+    between = _measure_links(team, leaders, far, _MOST_PROBE_BYTES)
+    # Inside a machine nothing lets bursts through, and a large probe would be a peak of memory.
+    near = _measure_links(team, max(machines, key=len), near_by, _PROBE_BYTES)
     sums = [] if device.type == "cuda" else _measure_sums(team)
     mine = {"between": between, "inside": near, "shared": sums, "flops": measure_flops(device)}
     everybody = team.gather_json(mine)
@@ -101,63 +101,80 @@ def _better(shared: Link, inside: Link) -> Link:
     return Link(max(shared.bits_per_s, inside.bits_per_s), min(shared.latency_s, inside.latency_s))
 
 
-def _by_gloo(team: Team) -> Trip:
-    group = team.new_group()
-
-    def trip(buffer: torch.Tensor, peer: int, is_first: bool) -> None:
-        for step in [dist.isend, dist.irecv] if is_first else [dist.irecv, dist.isend]:
-            work: Any = step(buffer, team.global_rank(peer), group=group, tag=1)
-            team.wait(work, _WHAT, peer)
-
-    return trip
-
-
-def _by_mail(team: Team) -> Trip:
-    numbers = dict.fromkeys(range(team.size), 0)
-    subject = team.mail.new_channel()
-
-    def trip(buffer: torch.Tensor, peer: int, is_first: bool) -> None:
-        tag = Tag(subject, numbers[peer])
-        numbers[peer] += 1
-        data = buffer.view(torch.uint8).numpy().data
-        if is_first:
-            sent = team.mail.send(peer, tag, data)
-        team.result(team.mail.expect(peer, tag, data if not is_first else memoryview(bytearray(data.nbytes))), _WHAT)
-        if not is_first:
-            sent = team.mail.send(peer, tag, data)
-        team.result(sent, _WHAT)
-
-    return trip
-
-
-def _measure_links(team: Team, members: Sequence[int], trip: Trip) -> list[dict[str, float]]:
+def _measure_links(team: Team, members: Sequence[int], subject: int, most_bytes: int) -> list[dict[str, float]]:
     """Ping between neighbours, so that every member's link is used: (0, 1), (2, 3), ... together, then the rest."""
     results = []
     for start in (0, 1):
         pairs = list(zip(members[start::2], members[start + 1 :: 2], strict=False))
         for first, second in pairs:
             if team.rank in (first, second):
-                results.append(_ping(team, first, second, trip))
+                is_first = team.rank == first
+                results.append(_ping(Pinging(team, second if is_first else first, is_first, subject), most_bytes))
         if pairs:
-            team.gather_ints([0], "the measurement of links")
+            team.gather_ints([0], _WHAT)
     return results
 
 
-def _ping(team: Team, first: int, second: int, trip: Trip) -> dict[str, float]:
+class Pinging:
+    """Round trips between this worker and another one, which makes the same ones."""
+
+    def __init__(self, team: Team, peer: int, is_first: bool, subject: int) -> None:
+        self._team = team
+        self._peer = peer
+        self._is_first = is_first
+        self._subject = subject
+        self._number = 0
+
+    def time(self, size_bytes: int, count: int) -> list[float]:
+        """Return how long each of ``count`` round trips of so many bytes took."""
+        there, back = bytearray(size_bytes), bytearray(size_bytes)
+        return [self._trip(memoryview(there), memoryview(back)) for _ in range(count)]
+
+    def agree(self, value: int) -> int:
+        """Return the number that the first of the two says."""
+        said = bytearray(value.to_bytes(8, "little"))
+        self._trip(memoryview(said), memoryview(bytearray(8)))
+        return int.from_bytes(said, "little")
+
+    def _trip(self, there: memoryview, back: memoryview) -> float:
+        """Send bytes there and back; ``there`` holds the first one's afterwards at both."""
+        mail, tag = self._team.mail, Tag(self._subject, self._number)
+        self._number += 1
+        began = time.perf_counter()
+        if self._is_first:
+            sent = mail.send(self._peer, tag, there)
+            self._team.result(mail.expect(self._peer, tag, back), _WHAT)
+        else:
+            self._team.result(mail.expect(self._peer, tag, there), _WHAT)
+            sent = mail.send(self._peer, tag, there)
+        took_s = time.perf_counter() - began
+        self._team.result(sent, _WHAT)
+        return took_s
+
+
+def _ping(pinging: Pinging, most_bytes: int) -> dict[str, float]:
     """Time round trips of a tiny and of a large message between two workers."""
-    peer, is_first = (second, True) if team.rank == first else (first, False)
+    latency = statistics.median(pinging.time(4, _PINGS)[1:]) / 2
+    # The first is slow: buffers and windows grow. It tells how much fills the link for long enough.
+    total = min(pinging.time(_PROBE_BYTES, 3)[1:]) / 2
+    size_bytes = pinging.agree(min(probe_bytes(_transfer_s(total, latency)), most_bytes))
+    if size_bytes > _PROBE_BYTES:
+        total = min(pinging.time(size_bytes, 2)) / 2
+    return {"bits_per_s": 8 * size_bytes / _transfer_s(total, latency), "latency_s": max(latency, _LATENCY_FLOOR_S)}
 
-    def round_trip(buffer: torch.Tensor) -> float:
-        start = time.perf_counter()
-        trip(buffer, peer, is_first)
-        return time.perf_counter() - start
 
-    tiny, large = (torch.zeros(count, device="cpu") for count in (1, _PROBE_BYTES // 4))
-    latency = statistics.median([round_trip(tiny) for _ in range(_PINGS)][1:]) / 2
-    total = statistics.median([round_trip(large) for _ in range(4)][1:]) / 2
+def _transfer_s(total_s: float, latency_s: float) -> float:
     # On a busy machine a ping may take as long as the large message, which is still mostly transfer.
-    transfer_s = max(total - latency, total / 2)
-    return {"bits_per_s": 8 * _PROBE_BYTES / transfer_s, "latency_s": max(latency, _LATENCY_FLOOR_S)}
+    return max(total_s - latency_s, total_s / 2)
+
+
+def probe_bytes(transfer_s: float) -> int:
+    """Return how much to send to know a link's speed, if the usual probe took ``transfer_s``. Pure.
+
+    What a network card or switch lets through at once after a rest must not count: on 10 Gbit/s that may be 1 MB.
+    """
+    wanted = _PROBE_BYTES * _PROBE_S / max(transfer_s, 1e-9)
+    return min(max(int(wanted), _PROBE_BYTES), _MOST_PROBE_BYTES) >> 16 << 16
 
 
 def _measure_sums(team: Team) -> list[dict[str, float]]:
@@ -193,17 +210,22 @@ def _measure_sums(team: Team) -> list[dict[str, float]]:
 
 def measure_flops(device: torch.device) -> float:
     """Return the rate of a matrix product shaped like the rebuilding of a gradient (a short inner dimension)."""
+    return statistics.median(measure_rates(device, 3))
+
+
+def measure_rates(device: torch.device, rounds: int) -> list[float]:
+    """Return that rate as measured several times, one after the other."""
     rows, size = (256, 4096) if device.type == "cuda" else (64, 1024)
     # A generator of its own: measuring must not advance the random numbers of the training script.
     left = torch.randn(rows, size, device=device, generator=torch.Generator(device).manual_seed(0))
     times = []
-    for _ in range(4):
+    for _ in range(rounds + 1):
         _settle(device)
         start = time.perf_counter()
         _ = left.t() @ left
         _settle(device)
         times.append(time.perf_counter() - start)
-    return 2 * rows * size * size / statistics.median(times[1:])
+    return [2 * rows * size * size / seconds for seconds in times[1:]]
 
 
 def arithmetic_digest(device: torch.device) -> int:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from poseidon.errors import FrameError
 from poseidon.team.membership import PeerLostError
@@ -49,12 +49,14 @@ class Mail:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._piece_bytes = min(PIECE_BYTES, transport.max_message_bytes)
         self._slots: dict[tuple[int, Tag], _Slot] = {}
         self._sending: set[Future[None]] = set()
         self._failure: PeerLostError | None = None
         self._lock = threading.Lock()
         self._channels = itertools.count()
         transport.listen(Kind.MAIL, self._receive, self._place)
+        transport.listen_left(self._needs)
         transport.listen_lost(self._lose)
 
     def new_channel(self) -> int:
@@ -64,7 +66,7 @@ class Mail:
     def send(self, peer: int, tag: Tag, data: memoryview) -> Future[None]:
         """Send bytes, which must not change until the future is done. Never blocks."""
         future: Future[None] = Future()
-        pieces = [data[at : at + PIECE_BYTES] for at in range(0, data.nbytes, PIECE_BYTES)] or [data]
+        pieces = [data[at : at + self._piece_bytes] for at in range(0, data.nbytes, self._piece_bytes)] or [data]
         left = itertools.count(len(pieces) - 1, -1)
 
         def note_sent() -> None:
@@ -93,7 +95,7 @@ class Mail:
                 slot = self._slots.setdefault((peer, tag), _Slot())
                 assert slot.future is None, f"{tag} from rank {peer} is expected already"
                 slot.room, slot.future = room, future
-                slot.missing = max(1, -(-room.nbytes // PIECE_BYTES))
+                slot.missing = max(1, -(-room.nbytes // self._piece_bytes))
                 early, slot.early = slot.early, {}
                 is_whole = self._fill(slot, early)
                 if is_whole:
@@ -104,13 +106,15 @@ class Mail:
             future.set_exception(is_whole)
         elif is_whole:
             future.set_result(room)
+        else:
+            self._transport.check_left()
         return future
 
     def _fill(self, slot: _Slot, early: dict[int, memoryview]) -> bool | FrameError:
         """Copy what came early; return whether the message is whole, or what is wrong with it."""
         assert slot.room is not None
         for number, piece in early.items():
-            place = slot.room[number * PIECE_BYTES :][:PIECE_BYTES]
+            place = slot.room[number * self._piece_bytes :][: self._piece_bytes]
             if piece.nbytes != place.nbytes:
                 return FrameError("length", f"a piece of {piece.nbytes} bytes came where {place.nbytes} were expected")
             place[:] = piece
@@ -121,6 +125,10 @@ class Mail:
         """Send what is queued, and end the connections."""
         self._transport.close()
 
+    def _needs(self, peer: int) -> bool:
+        with self._lock:
+            return any(sender == peer and slot.future is not None for (sender, _), slot in self._slots.items())
+
     # On the wire's threads.
 
     def _place(self, header: Header) -> memoryview | None:
@@ -129,7 +137,7 @@ class Mail:
             if slot.room is None:
                 return None
             slot.placed.add(header.number)
-            return slot.room[header.number * PIECE_BYTES :][:PIECE_BYTES]
+            return slot.room[header.number * self._piece_bytes :][: self._piece_bytes]
 
     def _receive(self, header: Header, payload: memoryview) -> None:
         key = _key(header)
@@ -161,6 +169,7 @@ class Mail:
 
     def _lose(self, peer: int, why: str) -> None:
         error = PeerLostError(peer, why)
+        self._transport.give_up(why)
         with self._lock:
             if self._failure is not None:
                 return
@@ -171,6 +180,27 @@ class Mail:
             self._sending.clear()
         for future in waiting:
             future.set_exception(error)
+
+
+def then(first: Future[Any], start: Callable[[], Future[None]]) -> Future[None]:
+    """Return the future of what ``start`` begins once another future is done; with its failure if it fails."""
+    second: Future[None] = Future()
+
+    def finish(done: Future[Any]) -> None:
+        failure = done.exception()
+        if failure is None:
+            second.set_result(None)
+        else:
+            second.set_exception(failure)
+
+    def go_on(done: Future[Any]) -> None:
+        if done.exception() is not None:
+            finish(done)
+            return
+        start().add_done_callback(finish)
+
+    first.add_done_callback(go_on)
+    return second
 
 
 def _key(header: Header) -> tuple[int, Tag]:

@@ -58,6 +58,10 @@ class Membership:
         """Return the rank in the team of a worker of the job."""
         return self._rank_of[global_rank]
 
+    def find(self, global_rank: int) -> int | None:
+        """Return the same, None if the worker is not in the team."""
+        return self._rank_of.get(global_rank)
+
 
 class PeerLostError(PoseidonError):
     """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poseidon.team.team import Team
 
-_MESSAGE_BYTES = 64 * 2**20
+_MESSAGE_BYTES = 16 * 2**20
 
 
 class Mirror:
@@ -36,21 +36,14 @@ class Mirror:
         self.start_copy(team, source, what)()
 
     def start_copy(self, team: Team, source: int, what: str) -> Callable[[], None]:
-        """Start to make the tensors equal to ``source``'s present ones; call the result to complete it. Collective."""
+        """Start to make the tensors equal to ``source``'s present ones; call the result to complete it. Collective.
+
+        By NCCL if it serves their device, else over the wire.
+        """
         if team.rank == source:
             self._copy(is_packing=True)
-        if team.encrypts:
-            return self._start_by_mail(team, source, what)
-        work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
-
-        def complete() -> None:
-            team.wait_for(work, self._message, what, source)
-            if team.rank != source:
-                self._copy(is_packing=False)
-
-        return complete
-
-    def _start_by_mail(self, team: Team, source: int, what: str) -> Callable[[], None]:
+        if self._message.is_cuda and team.is_nccl:
+            return self._start_by_nccl(team, source, what)
         host = self._message.cpu()
         done = team.start_broadcast(host.numpy().data, source)
 
@@ -59,6 +52,16 @@ class Mirror:
                 team.result(future, what)
             if team.rank != source:
                 self._message.copy_(host)
+                self._copy(is_packing=False)
+
+        return complete
+
+    def _start_by_nccl(self, team: Team, source: int, what: str) -> Callable[[], None]:
+        work = dist.broadcast(self._message, team.global_rank(source), group=team.group, async_op=True)
+
+        def complete() -> None:
+            team.wait_for(work, self._message, what, source)
+            if team.rank != source:
                 self._copy(is_packing=False)
 
         return complete

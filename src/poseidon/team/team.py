@@ -6,9 +6,9 @@ import functools
 import json
 import socket
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from poseidon.errors import ConfigError, PoseidonError, WireError
+from poseidon import failpoints
+from poseidon.errors import ConfigError, PoseidonError, WireError, describe
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
-from poseidon.team.gathering import Entrance, PendingGather, start_gather_bytes
-from poseidon.team.mail import Mail, Tag, open_mail
+from poseidon.job.cutting import TORCH
+from poseidon.job.elastic import this_job
+from poseidon.job.limits import time_limit, torch_limit
+from poseidon.team.gathering import Entrance, Expecting, PendingGather, start_gather_bytes
+from poseidon.team.life import BEAT_S
+from poseidon.team.mail import Mail, Tag, open_mail, then
 from poseidon.team.membership import Member, Membership, PeerLostError
 from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
+from poseidon.wire.door import cut_connections
+from poseidon.wire.mesh import SOON_S
 
 T = TypeVar("T")
 
@@ -42,6 +49,11 @@ _SERIAL: Counter[str] = Counter()
 
 _EXCHANGE, _BROADCAST = (1 << 32) - 1, (1 << 32) - 2
 """Subjects of the messages of a team's own."""
+
+_SMALL_BYTES = 64 << 10
+"""Of a message that costs more to pass on than to send several times."""
+
+_SOON, _LOOK = timedelta(seconds=SOON_S), timedelta(seconds=BEAT_S)
 
 SETTLE_S = 0.1
 """How long gloo's threads have at exit to drop the tensors of the last operations."""
@@ -81,17 +93,20 @@ class Team:
     Construction is collective: every worker of ``group`` must take part, in the same order relative to other teams.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
+        failpoints.arm_as_asked(settings.FAILPOINTS.read(), dist.get_rank())
+        job = this_job()
+        if job is not None:
+            job.at_end_of_epoch(cut_connections)
         whole = dist.group.WORLD if group is None else group
         assert whole is not None
         self._group: dist.ProcessGroup = whole
-        self.timeout_s = timeout_s
+        self.timeout_s = time_limit(timeout_s)
         self.encrypts = False
         """Whether everything between the workers must be encrypted."""
         self._mail: Mail | None = None
         self._tags: Counter[int] = Counter()
         self._cancel_exit: Callable[[], None] = lambda: None
-        self._deadline = timedelta(seconds=timeout_s)
         # Known before anything blocks, so that the workers that arrive can name one that does not.
         self.membership = Membership.unnamed(dist.get_process_group_ranks(whole))
         self.rank = self.membership.rank_of(dist.get_rank())
@@ -101,32 +116,24 @@ class Team:
         name = whole.group_name
         _SERIAL[name] += 1
         _settle_at_exit()
-        prefix = f"poseidon/{name}/{_SERIAL[name]}"
-        self.watch = Watch(_beating_store(), prefix, self.rank, self.membership, timeout_s)
-        self.watch.membership = self.membership = self._introduce(f"{prefix}/hello")
+        self._introduce(f"poseidon/{name}/{_SERIAL[name]}/hello")
 
-    def _introduce(self, prefix: str) -> Membership:
+    def _introduce(self, prefix: str) -> None:
         """Meet the other workers, connect to them, and exchange names. Collective."""
         entrance = Entrance(self.rank, self.size, socket.gethostname())
-        store = _default_store()
-        before = store.timeout
-        store.set_timeout(self._deadline)
-        try:
-            greetings = entrance.meet(store, prefix, self.size)
-        except RuntimeError as error:
-            raise self.watch.lost("all workers to start", None, error) from error
-        finally:
-            store.set_timeout(before)
+        expecting = Expecting(self.membership, self.rank, self.timeout_s)
+        greetings = entrance.meet(_default_store(), prefix, expecting)
         self.encrypts = entrance.greeting.encrypts
         try:
             self.mesh, self.secret = entrance.connect(greetings, self.timeout_s)
         except WireError as error:
-            raise self.watch.lost("the connections of all workers", error.peer, error) from error
+            raise expecting.not_connected(greetings, error) from error
+        self.watch = Watch(self.mesh, self.rank, self.membership, self.timeout_s)
         if self.encrypts:
             assert self.mail is not None  # opened while all workers are here
         names = self.gather_json({"host": socket.gethostname(), "machine": machine_name()})
         members = zip(self.membership.members, names, strict=True)
-        return Membership(
+        self.watch.membership = self.membership = Membership(
             self.membership.epoch,
             tuple(Member(member.global_rank, each["host"], each["machine"]) for member, each in members),
         )
@@ -173,9 +180,13 @@ class Team:
         self._refuse_clear("a group of gloo")
         ranks = [self.global_rank(rank) for rank in (range(self.size) if members is None else members)]
         try:
-            group: dist.ProcessGroup = dist.new_group(
-                ranks, timeout=self._deadline, backend="gloo", use_local_synchronization=True
-            )
+            with TORCH.noting():
+                group: dist.ProcessGroup = dist.new_group(
+                    ranks,
+                    timeout=timedelta(seconds=torch_limit(self.timeout_s)),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
             _CHANNELS.append(group)
             return group
         except RuntimeError as error:
@@ -187,10 +198,21 @@ class Team:
 
     def wait(self, work: Any, what: str, peer: int | None = None) -> None:
         """Block until a gloo operation is done, or raise :class:`WorkerLostError` naming who is missing."""
+        clock = self.watch.clock
+        began = 0.0 if clock is None else clock.begin_wait(what)
         try:
-            work.wait(self._deadline)
+            if _has_ended_within(work, _SOON):
+                return
+            with self.watch.waiting(what, peer) as waiting:
+                while not _has_ended_within(work, _LOOK):
+                    waiting.look()
+        except PoseidonError:
+            raise
         except RuntimeError as error:
             raise self.watch.lost(what, peer, error) from error
+        finally:
+            if clock is not None:
+                clock.end_wait(what, began)
 
     def wait_for(self, work: Any, tensor: Tensor, what: str, peer: int | None = None) -> None:
         """Wait for a collective on ``tensor``; with NCCL only the CUDA stream waits, and the watch enforces the end."""
@@ -200,21 +222,32 @@ class Team:
         else:
             self.wait(work, what, peer)
 
-    def result(self, future: Future[T], what: str, grace_s: float = 15.0) -> T:
-        """Return a future's value, raise its failure, or raise :class:`WorkerLostError` after the deadline.
-
-        ``grace_s`` is added to the deadline: the other thread has the same one, and its error says more.
-        """
+    def result(self, future: Future[T], what: str) -> T:
+        """Return a future's value, raise its failure, or raise :class:`WorkerLostError` when there is no hope."""
+        if not future.done():
+            self._await(future, what)
         try:
-            return future.result(self.timeout_s + grace_s)
+            return future.result()
         except PeerLostError as error:
             raise self.watch.lost(what, error.rank, error) from error
         except PoseidonError:
             raise
         except BaseException as error:
-            if not future.done():
-                raise self.watch.lost(what, None, TimeoutError(f"no answer within {self.timeout_s:g} s")) from None
-            raise RuntimeError(f"the exchange of {what} failed on rank {self.rank}") from error
+            where = f"on rank {self.rank} at step {self.watch.step}"
+            raise RuntimeError(f"the exchange of {what} failed {where}: {describe(error)}") from error
+
+    def _await(self, future: Future[T], what: str) -> None:
+        clock = self.watch.clock
+        began = 0.0 if clock is None else clock.begin_wait(what)
+        try:
+            if _is_done_within(future, SOON_S):
+                return
+            with self.watch.waiting(what) as waiting:
+                while not _is_done_within(future, BEAT_S):
+                    waiting.look()
+        finally:
+            if clock is not None:
+                clock.end_wait(what, began)
 
     def gather_ints(self, values: Sequence[int], what: str = "the roll call") -> list[list[int]]:
         """Return every worker's integers, by rank; all workers must give equally many."""
@@ -234,14 +267,26 @@ class Team:
             json.loads(data) for data in self.gather_bytes(json.dumps(value).encode(), "the workers' introductions")
         ]
 
-    def exchange(self, data: memoryview, what: str) -> list[bytearray]:
-        """Return every worker's bytes, by rank, over the wire; all must give equally many. Collective."""
-        tag = self._next_tag(_EXCHANGE)
-        parts = [bytearray(data.nbytes) for _ in range(self.size)]
-        parts[self.rank][:] = data
+    def exchange(self, data: memoryview, what: str, tag: Tag | None = None) -> list[bytearray]:
+        """Return every worker's bytes, by rank, over the wire; all must give equally many. Collective.
+
+        With a ``tag``, on a channel of the caller's own, several may be under way, in any order.
+        """
+        return self._exchange([data] * self.size, what, tag or self._next_tag(_EXCHANGE))
+
+    def exchange_shares(self, data: memoryview, what: str) -> list[bytearray]:
+        """Send each worker its share of ``data``, cut evenly; return all workers' shares for this one. Collective."""
+        share = data.nbytes // self.size
+        cut = [data[rank * share : (rank + 1) * share] for rank in range(self.size)]
+        return self._exchange(cut, what, self._next_tag(_EXCHANGE))
+
+    def _exchange(self, data: Sequence[memoryview], what: str, tag: Tag) -> list[bytearray]:
+        """Send each worker its bytes, equally many; return what all have sent to this one, by rank."""
+        parts = [bytearray(each.nbytes) for each in data]
+        parts[self.rank][:] = data[self.rank]
         others = [rank for rank in range(self.size) if rank != self.rank]
         coming = [self.mail.expect(rank, tag, memoryview(parts[rank])) for rank in others]
-        leaving = [self.mail.send(rank, tag, data) for rank in others]
+        leaving = [self.mail.send(rank, tag, data[rank]) for rank in others]
         for arrival in coming:
             self.result(arrival, what)
         for send in leaving:
@@ -249,41 +294,68 @@ class Team:
         return parts
 
     def start_broadcast(self, data: memoryview, source: int) -> list[Future[Any]]:
-        """Fill ``data`` with that of ``source``, over the wire, once the futures are done. Collective."""
+        """Fill ``data`` with that of ``source``, over the wire, once the futures are done. Collective.
+
+        Each worker passes it on to the next: no link carries it twice, and messages that follow each other overlap.
+        What takes no time on a link leaves for all at once.
+        """
+        if self.size == 1:
+            return []
         tag = self._next_tag(_BROADCAST)
-        if self.rank != source:
-            return [self.mail.expect(source, tag, data)]
-        return [self.mail.send(rank, tag, data) for rank in range(self.size) if rank != source]
+        place = (self.rank - source) % self.size
+        if data.nbytes <= _SMALL_BYTES:
+            others = [rank for rank in range(self.size) if rank != source]
+            return [self.mail.expect(source, tag, data)] if place else [self.mail.send(to, tag, data) for to in others]
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        if place == 0:
+            return [self.mail.send(after, tag, data)]
+        arrival = self.mail.expect(before, tag, data)
+        if place == self.size - 1:
+            return [arrival]
+        return [arrival, then(arrival, lambda: self.mail.send(after, tag, data))]
 
     def _next_tag(self, subject: int) -> Tag:
         self._tags[subject] += 1
         return Tag(subject, self._tags[subject])
 
-    def close(self) -> None:
-        """Stop the heartbeat and the messages. The private groups stay open: see :data:`_CHANNELS`."""
+    def drop(self, error: BaseException) -> None:
+        """Close everything at once, since the workers will be other ones."""
+        self.close(error)
+        self.mesh.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop the heartbeat and the messages; ``error``: why this worker fails. Private groups stay open."""
         if self._mail is not None:
             self._cancel_exit()
             self._mail.close()
-        self.watch.close()
+        self.watch.close(error=error)
+
+
+def forget_groups() -> None:
+    """Drop all private groups and count teams from the beginning: the workers meet anew, in another store."""
+    _CHANNELS.clear()
+    _SERIAL.clear()
+
+
+def _has_ended_within(work: Any, limit: timedelta) -> bool:
+    """Return whether an operation of torch.distributed succeeds in time; raise its error if it fails."""
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # It has failed; or it has ended well since the limit was reached, which only another wait can tell.
+        work.wait(limit)
+    return True
+
+
+def _is_done_within(future: Future[Any], limit_s: float) -> bool:
+    try:
+        future.exception(limit_s)  # returns it, and raises only if there is nothing yet
+    except futures.TimeoutError:  # not Python's own before 3.11
+        return False
+    return True
 
 
 def _default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-_CLIENTS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By store: the client of it that beats."""
-
-
-def _beating_store() -> Any:
-    """Return the client for all heartbeats, which never waits for anything.
-
-    The shared one is locked while another thread waits in it, which would stop them. To open another takes torch's
-    server 5 seconds now and then, so there is one for all teams.
-    """
-    store = _default_store()
-    if not hasattr(store, "clone"):
-        return store
-    if store not in _CLIENTS:
-        _CLIENTS[store] = store.clone()
-    return _CLIENTS[store]

@@ -1,56 +1,62 @@
-"""Who is alive: heartbeats in the job's store, read when a wait fails so that the error names the culprit."""
+"""Who is alive: heartbeats over the team's mesh. They decide how long a wait goes on, and whom its error names."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import json
+import itertools
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from poseidon.errors import WorkerLostError
+from poseidon.job import settings
 from poseidon.job import tell as report
 from poseidon.job.closing import Stage, at_exit
+from poseidon.job.elastic import this_job
+from poseidon.observe.recorder import Recorder
+from poseidon.team.life import BEAT_S, PHASES, SILENT_BEATS, Beat, Life
 from poseidon.team.membership import Membership
+from poseidon.team.pulse import Pulse, waiting_call
+from poseidon.wire.mesh import Mesh
 
-BEAT_S = 1.0
-"""Seconds between two heartbeats; a worker silent for two and a half of them is considered dead."""
+__all__ = ["BEAT_S", "PHASES", "Waiting", "Watch", "is_broken"]
 
-PHASES = ("starting", "in forward", "in backward", "at the end of backward", "finished backward")
-"""What a worker may be doing in a step, in this order."""
+_log = logging.getLogger(__name__)
 
-EXIT_STATUS = 75
-"""Exit status of a process that ends because another worker was lost; "try again" in the sysexits convention."""
+CLOSED, FINISHED, FAILED = "closed its model", "finished", "failed"
+"""How a worker leaves."""
 
+_noted: list[weakref.ref[Watch]] = []
+"""The watch that was told last what this worker does. Only that one tells the launcher: if all did, in turn, the
+launcher would take their different words for progress."""
 
-class Store(Protocol):
-    """The part of torch's key-value stores that is used here."""
+_OPEN: weakref.WeakSet[Watch] = weakref.WeakSet()
 
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
+_RECORDERS: list[Recorder] = []
+"""This process's recorder, from its first watch on, if a launcher listens."""
 
-    def get(self, key: str) -> bytes:
-        """Read a key, waiting until it exists."""
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
+_THREAD = threading.local()
+"""Whether this thread is one of Poseidon's own."""
 
 
 class Watch:
-    """Writes this worker's heartbeat and explains why a wait failed.
+    """Sends this worker's heartbeat, hears the others', and explains why a wait failed.
 
-    :meth:`note` may be called from any thread and costs two assignments. The threads end with :meth:`close`, which also
-    runs at exit: a daemon thread inside the store's C++ code would otherwise crash the interpreter.
+    :meth:`note` may be called from any thread and costs a few assignments. The thread ends with :meth:`close`, which
+    also runs at exit and tells the others that this worker leaves.
     """
 
     def __init__(
         self,
-        store: Store,
-        prefix: str,
+        mesh: Mesh,
         rank: int,
         membership: Membership,
         timeout_s: float,
@@ -60,121 +66,225 @@ class Watch:
         self.membership = membership
         """Replaced when the workers have introduced themselves."""
         self.timeout_s = timeout_s
-        self._store = store
-        self._prefix = prefix
+        self._mesh = mesh
+        self._life = Life(rank, membership.size, timeout_s, time.monotonic())
+        self._lock = threading.Lock()
         self._step = 0
-        self._doing = "starting"
-        self._beats = 0
+        self._doing = PHASES[0]
+        self._maker = threading.get_ident()
+        self._pulse = Pulse()
+        self._waits: dict[int, str] = {}
+        self.recorder = _find_recorder(mesh)
+        """Adds up where this worker's time goes; None where nobody listens."""
+        self.clock = None if self.recorder is None else self.recorder.clock
+        self._numbers = itertools.count(1)
         self._give_up = give_up or _end_process
+        self._loss: WorkerLostError | None = None
+        """The first wait that failed."""
         self._guarded: collections.deque[tuple[float, Any, str]] = collections.deque()
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._start(self._beat_until_closed)
-        self._cancel_exit = at_exit(Stage.WATCHES, self.close)
+        self._thread = threading.Thread(target=self._beat_until_closed, name="poseidon-watch", daemon=True)
+        self._thread.start()
+        self._cancel_exit = at_exit(Stage.WATCHES, self._close_at_exit)
+        _OPEN.add(self)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Host names by rank."""
         return self.membership.hosts
 
-    def note(self, step: int, doing: str) -> None:
+    @property
+    def step(self) -> int:
+        """The step this worker is in."""
+        return self._step
+
+    def note(self, step: int, doing: str, samples: int = 0) -> None:
         """Record what this worker is doing, one of :data:`PHASES`; shown to workers whose wait for it fails."""
         self._step, self._doing = step, doing
+        if self.clock is not None:
+            self.clock.mark(_PHASE_NUMBERS[doing], step, time.monotonic(), samples)
+        if not _noted or _noted[0]() is not self:
+            _noted[:] = [weakref.ref(self)]
 
-    def close(self) -> None:
-        """Stop the heartbeat. Further calls do nothing."""
+    def close(self, left: str = CLOSED, error: BaseException | None = None) -> None:
+        """Tell the others how this worker leaves, and stop the heartbeat. Further calls do nothing."""
+        if self._stop.is_set():
+            return
+        _OPEN.discard(self)
         self._cancel_exit()
         self._stop.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        last = self._beat()
+        if not last.left:
+            last = replace(last, left=left) if error is None else replace(last, left=FAILED, why=first_line(error))
+        self._mesh.signal(last.pack())
+        self._mesh.part()
 
     def guard(self, work: Any, what: str) -> None:
-        """Enforce a deadline on an operation that the host does not wait for: NCCL's never end when a peer hangs.
+        """Enforce a limit on an operation that the host does not wait for: NCCL's never end when a peer hangs.
 
-        No exception could reach the stuck thread, so after the deadline the process prints why and exits.
+        No exception could reach the stuck thread, so when there is no hope the process prints why and exits.
         """
-        if len(self._threads) == 1:
-            self._start(self._guard_until_closed)
         self._guarded.append((time.monotonic(), work, what))
+
+    def waiting(self, what: str, peer: int | None = None, members: Sequence[int] | None = None) -> Waiting:
+        """Return a wait for what others send, to be used as a context; its ``look`` raises when there is no hope.
+
+        With ``members``, ``look`` gets places in it instead of ranks.
+        """
+        return Waiting(self, what, peer, members)
 
     def lost(self, what: str, peer: int | None, cause: BaseException) -> WorkerLostError:
         """Return the error for a wait that failed, naming the culprit as far as heartbeats show."""
         head = f"rank {self.rank} ({self.hosts[self.rank]}) gave up waiting at step {self._step} for {what}"
         if peer is not None:
             head += f" from rank {peer} ({self.hosts[peer]})"
-        try:
-            verdict = self._verdict(peer, cause)
-        except Exception as error:
-            verdict = (
-                f"the job's store does not answer, so rank 0 ({self.hosts[0]}) is probably gone ({_first_line(error)})"
-            )
-        return WorkerLostError(f"{head}: {verdict}. The wait ended with: {_first_line(cause)}")
+        error = WorkerLostError(f"{head}: {self._verdict(peer, cause)}. The wait ended with: {first_line(cause)}")
+        if self._loss is None:
+            self._loss = error
+            # The others must know before this worker's connections end: they would take it for the cause.
+            self._mesh.signal(self._beat().pack())
+        return error
 
-    def _start(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="poseidon-watch", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def busy(self) -> str:
+        """Return who is alive and outside of exchanges, in words."""
+        with self._lock:
+            return "; ".join(self._life.describe(rank, self.hosts) for rank in self._life.busy(time.monotonic()))
 
-    def _guard_until_closed(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            while self._guarded and self._guarded[0][1].is_completed():
-                self._guarded.popleft()
-            if self._guarded and time.monotonic() - self._guarded[0][0] > self.timeout_s:
-                _, _, what = self._guarded.popleft()
-                self._give_up(self.lost(what, None, TimeoutError(f"not done after {self.timeout_s:g} s")))
+    def is_busy(self, rank: int) -> bool:
+        """Return whether another worker is alive and works, as far as one can know."""
+        self._hear()
+        with self._lock:
+            return rank != self.rank and self._life.is_busy(rank, time.monotonic())
+
+    def is_hopeless(self, peer: int | None, since: float) -> bool:
+        """Return whether a wait for ``peer``, or for anybody, that began at ``since`` should end."""
+        self._hear()
+        with self._lock:
+            return self._life.is_hopeless(self._beat(), peer, since, time.monotonic())
 
     def _verdict(self, peer: int | None, cause: BaseException) -> str:
         if peer is not None and getattr(cause, "is_damaged", False):
             # Certain, whatever the heartbeats say.
             return f"rank {peer} ({self.hosts[peer]}) sent a damaged message"
-        before = self._read()
-        time.sleep(2.5 * BEAT_S)
-        after = self._read()
-        dead, alive = [], []
-        for rank, host in enumerate(self.hosts):
-            if rank == self.rank:
-                continue
-            beat = after.get(rank)
-            if beat is None:
-                dead.append(f"rank {rank} ({host}) never reported")
-            elif beat == before.get(rank):
-                dead.append(
-                    f"rank {rank} ({host}) is dead or cut off; last seen at step {beat['step']}, {beat['doing']}"
-                )
-            else:
-                text = f"rank {rank} ({host}) is alive, at step {beat['step']}, {beat['doing']}"
-                alive.append((_progress(beat), rank, text))
-        for _, rank, text in alive:
-            # Whoever is dead may only have been the first to end because of it.
-            if rank == peer and is_broken(cause):
-                return f"{text}, but its connection with rank {self.rank} broke"
-        if dead:
-            return "; ".join(dead)
-        last = min(progress for progress, _, _ in alive)
-        behind = {rank: text for progress, rank, text in alive if progress == last}
-        # Of several that are equally far behind, the one whose message is missing.
-        found = behind[peer] if peer in behind else "; ".join(behind.values())
-        return f"nobody is dead, but {found} (waited {self.timeout_s:g} s; timeout_s= changes that)"
+        self._hear()
+        is_clear = isinstance(cause, HopelessError) or (peer is not None and self._life.has_finished(peer))
+        # In an elastic job the launcher finds out, and the others wait for this worker.
+        if not is_clear and this_job() is None:
+            # What ended this connection may have ended others, and who is dead shows only by silence.
+            time.sleep(SILENT_BEATS * BEAT_S)
+            self._hear()
+        with self._lock:
+            return self._life.verdict(self._beat(), peer, is_broken(cause), self.hosts, time.monotonic())
 
-    def _read(self) -> dict[int, dict[str, Any]]:
-        found = {}
-        for rank in range(len(self.hosts)):
-            key = f"{self._prefix}/{rank}"
-            if self._store.check([key]):
-                found[rank] = json.loads(self._store.get(key))
-        return found
+    def _hear(self) -> None:
+        heard = self._mesh.hear()
+        now = time.monotonic()
+        with self._lock:
+            for rank, one in heard.items():
+                self._life.hear(rank, Beat.unpack(one.signal), one.at, bool(one.ended), now)
+
+    def _beat(self) -> Beat:
+        waits_for, number = self._outer_wait()
+        beat = Beat(self._step, self._doing, waits_for, number, self._pulse.work)
+        return beat if self._loss is None else replace(beat, left=FAILED, why=first_line(self._loss))
+
+    def _outer_wait(self) -> tuple[str, int]:
+        for number, what in list(self._waits.items()):
+            return what, number
+        for since, _, what in list(self._guarded)[:1]:
+            if time.monotonic() - since > BEAT_S:
+                return what, int(since * 1e3)
+        return waiting_call(self._maker)
 
     def _beat_until_closed(self) -> None:
         while True:
-            beat = {"beat": self._beats, "step": self._step, "doing": self._doing}
-            report.tell(step=self._step, doing=self._doing)
-            # The store may go away before this worker when the job ends; that is not this worker's error.
-            with contextlib.suppress(Exception):
-                self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
-            self._beats += 1
+            self._pulse.look()
+            self._mesh.signal(self._beat().pack())
+            if not _noted or _noted[0]() in (None, self):
+                report.tell(step=self._step, doing=self._doing)
+            self._hear()
+            self._check_guarded()
             if self._stop.wait(BEAT_S):
                 return
+
+    def _check_guarded(self) -> None:
+        while self._guarded and self._guarded[0][1].is_completed():
+            self._guarded.popleft()
+        if self._guarded and self.is_hopeless(None, self._guarded[0][0]):
+            since, _, what = self._guarded.popleft()
+            self._give_up(self.lost(what, None, HopelessError(time.monotonic() - since)))
+
+    def _close_at_exit(self) -> None:
+        self.close(FINISHED, getattr(sys, "last_value", None))
+
+
+class Waiting:
+    """One wait of this worker for others. While it lasts, the others see in the heartbeat what it is for."""
+
+    def __init__(self, watch: Watch, what: str, peer: int | None, members: Sequence[int] | None) -> None:
+        self._watch = watch
+        self._what = what
+        self._peer = peer
+        self._members = members
+        self._since = time.monotonic()
+        self._next_look = self._since + BEAT_S
+        self._warns_at = self._since + watch.timeout_s
+        self._number = 0
+
+    def __enter__(self) -> Waiting:
+        # Poseidon's own threads wait while the worker computes.
+        if not is_own_thread():
+            self._number = next(self._watch._numbers)
+            self._watch._waits[self._number] = self._what
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watch._waits.pop(self._number, None)
+
+    def look(self, peer: int | None = None) -> None:
+        """Raise :class:`WorkerLostError` if nothing can come any more, from ``peer`` or from anybody."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + BEAT_S
+        if peer is None:
+            peer = self._peer
+        elif self._members is not None:
+            peer = self._members[peer]
+        if self._watch.is_hopeless(peer, self._since):
+            raise self._watch.lost(self._what, peer, HopelessError(now - self._since))
+        if now > self._warns_at:
+            self._warns_at = float("inf")
+            _log.warning(
+                "rank %d has waited for %s for %.0f s and goes on: %s",
+                self._watch.rank,
+                self._what,
+                now - self._since,
+                self._watch.busy(),
+            )
+
+
+def is_own_thread() -> bool:
+    """Return whether this thread is one of Poseidon's own."""
+    try:
+        return bool(_THREAD.is_own)
+    except AttributeError:
+        _THREAD.is_own = threading.current_thread().name.startswith("poseidon-")
+        return bool(_THREAD.is_own)
+
+
+class HopelessError(TimeoutError):
+    """A wait was given up because of what the heartbeats say."""
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(f"no answer within {waited_s:.0f} s")
+
+
+def elders(global_rank: int) -> list[Watch]:
+    """Return the open watches of this worker, which has this rank in the whole job."""
+    return [one for one in list(_OPEN) if one.membership.members[one.rank].global_rank == global_rank]
 
 
 def is_broken(cause: BaseException) -> bool:
@@ -182,15 +292,25 @@ def is_broken(cause: BaseException) -> bool:
     return bool(getattr(cause, "is_broken", False))
 
 
-def _progress(beat: dict[str, Any]) -> tuple[int, int]:
-    return beat["step"], PHASES.index(beat["doing"])
+def first_line(error: BaseException) -> str:
+    """Return an error's class and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _find_recorder(mesh: Mesh) -> Recorder | None:
+    if not settings.REPORT.read():
+        return None
+    if not _RECORDERS:
+        _RECORDERS.append(Recorder(report.tell))
+        at_exit(Stage.WATCHES, _RECORDERS[0].close)
+        steps = settings.TRACE.read()
+        if steps is not None:
+            _RECORDERS[0].trace(*steps)
+    _RECORDERS[0].ip = mesh.address[0]
+    return _RECORDERS[0]
 
 
 def _end_process(error: WorkerLostError) -> None:
     print(f"poseidon: {error}", file=sys.stderr, flush=True)
-    os._exit(EXIT_STATUS)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    os._exit(error.exit_status)

@@ -7,6 +7,7 @@ end of an epoch is split as evenly as possible, and sample counts weight the gra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,13 @@ class Datasets:
         self._report = report
         self.rows = 1
         """Rows of the last batch of an eager loop."""
+        self.on_loop: Callable[[bool | None], None] = lambda _: None
+        """Called when an eager loop begins, with whether it is dealt out, and with None when it ends."""
+        self._dealt: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+    def dealt(self, graph: Any) -> set[str]:
+        """Return the names of a graph's iterators over datasets that are dealt out."""
+        return self._dealt.setdefault(graph, set())
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
@@ -59,6 +67,11 @@ class Datasets:
         if self._options.batch == "total":
             self._report.say(f"{label}: whole on every worker; --batch total divides only batches of one shape")
             return dataset
+        if any(type(step).__name__ == "_TakeDataset" for step in pipeline(dataset)):
+            self._report.say(
+                f"{label}: take() counts the script's batches, so each worker makes 1 / {self._size} as many steps; "
+                "with --batch total (POSEIDON_AUTO='--batch total') it makes them all, on divided batches"
+            )
         if batch is not None and has_rows:
             self._report.say(f"{label}: dealt out, batches of {batch} ({batch * self._size} in all)")
             is_full = all(length_of(spec) is not None for spec in tf.nest.flatten(dataset.element_spec))
@@ -67,21 +80,34 @@ class Datasets:
         return self._take_turns(dataset)
 
     def _iterate(self, original: Callable[..., Any], dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(dataset_ops.DatasetV1Adapter(self.deal(dataset)), *args, **kwargs)
+        mine = self.deal(dataset)
+        iterator = original(dataset_ops.DatasetV1Adapter(mine), *args, **kwargs)
+        self._note(iterator, mine is not dataset)
+        return iterator
 
     def _initialize(self, original: Callable[..., Any], iterator: Any, dataset: Any, *args: Any, **kw: Any) -> Any:
-        return original(iterator, self.deal(dataset), *args, **kw)
+        mine = self.deal(dataset)
+        self._note(iterator, mine is not dataset)
+        return original(iterator, mine, *args, **kw)
+
+    def _note(self, iterator: Any, is_dealt: bool) -> None:
+        if is_dealt:
+            operation = iterator._iterator_resource.op
+            self.dealt(operation.graph).add(operation.name)
 
     def _loop(self, original: Callable[..., Any], dataset: Any) -> Any:
         if not tf.executing_eagerly() or is_called_by_keras():
             return original(dataset)
-        return self._counted(original(self.deal(dataset)))
+        mine = self.deal(dataset)
+        self.on_loop(mine is not dataset)
+        return self._counted(original(mine))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             first = next((leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)), None)
             self.rows = int(first.shape[0]) if first is not None and first.shape.rank else 1
             yield batch
+        self.on_loop(None)
 
     def _is_for_training(self, dataset: Any, name: str | None) -> bool:
         if name in self._options.whole:

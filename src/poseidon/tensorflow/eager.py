@@ -23,6 +23,7 @@ from poseidon.engine.outside import (
     check_alike,
     take_from_first,
 )
+from poseidon.errors import UnsupportedError
 from poseidon.following.keras_rates import scale_rate
 from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
@@ -31,6 +32,7 @@ from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.tensorflow.datasets import Datasets
 from poseidon.tensorflow.exchange import GraphExchange, check_no_strategy
+from poseidon.tensorflow.loose import LooseVariables
 
 
 class EagerLoops:
@@ -45,6 +47,9 @@ class EagerLoops:
         self._exchanges: dict[tuple[int, ...], tuple[GraphExchange, Sequence[Any]]] = {}
         """By the ids of an optimizer and its variables, which are kept alive."""
         self._nesting = Nesting()
+        self._loose = LooseVariables(team, report)
+        self._settled = 0
+        """Steps when loose variables were last made alike."""
 
     @property
     def has_trained(self) -> bool:
@@ -53,14 +58,14 @@ class EagerLoops:
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
-        kinds = {kind for found in vars(keras.optimizers).values() if isinstance(found, type) for kind in found.__mro__}
-        for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
-            if "apply" in vars(kind):
-                patches.wrap(kind, "apply", self._apply)
+        wrap_optimizers(patches, self._apply)
+        self._loose.install(patches)
+        self._datasets.on_loop = self._turn
         patches.on_undo(self.close)
 
     def conclude(self) -> None:
         """Check at the end that the workers hold the same. Collective."""
+        self._settle()
         for exchange, (_, *variables) in self._exchanges.values():
             values = [torch.from_numpy(np.array(variable)) for variable in variables]
             names = [variable.name for variable in variables]
@@ -83,6 +88,19 @@ class EagerLoops:
         with self._nesting.enter():
             return original(optimizer, means, trainable_variables)
 
+    def _turn(self, is_dealt: bool | None) -> None:
+        self._settle()
+        self._loose.turn(is_dealt)
+
+    def _settle(self) -> None:
+        """Make alike what a loop has assigned besides training. Collective."""
+        steps = sum(exchange.front.engine.step for exchange, _ in self._exchanges.values())
+        if steps == self._settled:
+            return
+        self._settled = steps
+        trained = {id(getattr(v, "_value", v)) for _, (_, *variables) in self._exchanges.values() for v in variables}
+        self._loose.settle(trained)
+
     def _exchange_of(self, optimizer: Any, variables: Sequence[Any]) -> GraphExchange:
         key = (id(optimizer), *map(id, variables))
         if key not in self._exchanges:
@@ -100,7 +118,14 @@ class EagerLoops:
         ]
         team = Team(dist.new_group(), self._team.timeout_s)
         check_alike(team, described)
-        taken = take_from_first(team, [np.asarray(variable) for variable in variables])
+        values = [np.asarray(variable) for variable in variables]
+        empty = [v.name for v, value in zip(variables, values, strict=True) if value.shape != tuple(v.shape)]
+        if empty:
+            raise UnsupportedError(
+                f"{empty[0]} has no value yet: the model is made inside a traced step; call it on a batch, or "
+                "build() it, before the loop"
+            )
+        taken = take_from_first(team, values)
         for variable, value in zip(variables, taken, strict=True):
             variable.assign(value)
         if self._rate != 1.0:
@@ -118,3 +143,11 @@ class EagerLoops:
         if tf.executing_eagerly():
             return self._datasets.rows
         return tf.numpy_function(lambda: np.int64(self._datasets.rows), [], tf.int64, stateful=True)
+
+
+def wrap_optimizers(patches: Patches, around: Callable[..., Any]) -> None:
+    """Replace ``apply`` of every class of Keras optimizers by ``around(original, optimizer, ...)``."""
+    kinds = {kind for found in vars(keras.optimizers).values() if isinstance(found, type) for kind in found.__mro__}
+    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
+        if "apply" in vars(kind):
+            patches.wrap(kind, "apply", around)

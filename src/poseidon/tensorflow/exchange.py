@@ -31,23 +31,33 @@ class GraphExchange:
         self._unused: list[int] = []
         """Positions without a gradient in the step being traced."""
         self._has_begun = False
+        self._last: Any = None
+        """A result of the last step in the graph that is being traced."""
         self.error: BaseException | None = None
         """The first error of a callback; TensorFlow would only pass on its text."""
 
-    def begin(self, samples: Any) -> Any:
-        """Start a step to which this worker adds ``samples`` samples; return a token for :meth:`average`."""
+    def begin(self, samples: Any, after: Any = None) -> Any:
+        """Start a step to which this worker adds ``samples`` samples; return a token for :meth:`average`.
+
+        With ``after``, a value that is computed anew in each step, it starts as soon as that is known, and not behind
+        whatever else has effects and was traced before, such as parts of backward.
+        """
         if tf.executing_eagerly():
             self._has_begun = True
             self.front.begin(int(samples))
             return None
         unused = self._unused = []
 
-        def begin(count: Any) -> Any:
+        def begin(count: Any, *_: Any) -> Any:
             self.front.begin(int(count), unused)
             return np.int32(0)
 
-        # Stateful: the number may be a constant, and TensorFlow folds stateless operations on constants into one run.
-        return tf.numpy_function(self._guarded(begin), [samples], tf.int32, stateful=True)
+        # A graph may hold several steps, one after the other.
+        is_later = self._last is not None and self._last.graph is tf.compat.v1.get_default_graph()
+        with tf.control_dependencies([self._last] if is_later else []):
+            # Stateful unless something changes: TensorFlow folds stateless operations on constants into one run.
+            given = [samples] if after is None else [samples, after]
+            return tf.numpy_function(self._guarded(begin), given, tf.int32, stateful=after is None)
 
     def average(self, gradients: Sequence[Gradient], token: Any = None) -> list[Gradient]:
         """Return the means of gradients given in the order of the front end's variables; None stays None."""
@@ -128,7 +138,9 @@ class GraphExchange:
             return results
 
         types = [t for p in used for t in ([tf.int64] if p in sparse else []) + [gradients[p].dtype]]
-        results = iter(tf.numpy_function(self._guarded(finish), list(tokens), types, stateful=False))
+        found = tf.numpy_function(self._guarded(finish), list(tokens), types, stateful=False)
+        self._last = found[0] if used else self._last
+        results = iter(found)
         means: list[Gradient] = [None] * len(gradients)
         for position in used:
             numbers = next(results) if position in sparse else None

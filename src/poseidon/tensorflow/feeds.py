@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from poseidon.team.team import Team
+from poseidon.tensorflow.combining import combine
 
 Array = np.ndarray[Any, Any]
 
@@ -57,34 +58,33 @@ def plan_division(fed: Mapping[str, tuple[int | None, Array]], size: int) -> Div
     return Division(tuple((rank + 1) * count // size - rank * count // size for rank in range(size)))
 
 
-def mean_of(values: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the mean of the workers' values, weighted by their samples. Pure."""
-    if len(set(values)) == 1:
-        return values[0]
-    return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
-
-
 def join_results(
-    team: Team, results: Sequence[Any], has_open_rows: Sequence[bool], count: int, division: Division
-) -> list[Any]:
-    """Return the results of a step as one worker would see them. Collective.
+    team: Team,
+    results: Sequence[Any],
+    has_open_rows: Sequence[bool],
+    ways: Sequence[int],
+    count: int,
+    division: Division,
+) -> tuple[list[Any], list[int]]:
+    """Return the results of a step as one worker would see them, and the workers' numbers of samples. Collective.
 
-    ``has_open_rows`` says for each result whether the graph leaves its length open, as for a batch's rows.
+    ``has_open_rows`` says for each result whether the graph leaves its length open, as for a batch's rows; ``ways`` how
+    numbers are combined (``combining.py``), where 0 leaves one as it is.
     """
-    scalars = [i for i, result in enumerate(results) if _is_scalar(result)]
+    scalars = [i for i, result in enumerate(results) if ways[i] and _is_scalar(result)]
     kinds = zlib.crc32(repr((scalars, list(has_open_rows))).encode())
     rows = team.gather_ints([count, kinds], "the others' results of the step")
-    joined = list(results)
+    joined, counts = list(results), [row[0] for row in rows]
     if len({row[1] for row in rows}) > 1:
-        return joined  # the workers have fetched different results
-    counts = [row[0] for row in rows]
+        return joined, counts  # the workers have fetched different results
     if scalars:
-        words = team.gather_ints([_to_word(float(results[i])) for i in scalars], "the others' results of the step")
+        words = team.gather_ints([_to_word(results[i]) for i in scalars], "the others' results of the step")
         for i, column in zip(scalars, zip(*words, strict=True), strict=True):
-            joined[i] = results[i].dtype.type(mean_of([_from_word(word) for word in column], counts))
+            values = [np.asarray(_from_word(word, results[i].dtype)) for word in column]
+            joined[i] = results[i].dtype.type(combine(ways[i], values, counts))
     for i in _divided(team, results, has_open_rows, division):
         joined[i] = _collect(team, results[i])
-    return joined
+    return joined, counts
 
 
 def _divided(team: Team, results: Sequence[Any], has_open_rows: Sequence[bool], division: Division) -> list[int]:
@@ -109,12 +109,12 @@ def _collect(team: Team, mine: Array) -> Array:
 
 
 def _is_scalar(result: Any) -> bool:
-    return isinstance(result, (np.floating, np.ndarray)) and result.ndim == 0 and result.dtype.kind == "f"
+    return isinstance(result, (np.number, np.ndarray)) and result.ndim == 0 and result.dtype.kind in "fiu"
 
 
-def _to_word(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+def _to_word(value: Any) -> int:
+    return int(value) if value.dtype.kind in "iu" else int(struct.unpack("<q", struct.pack("<d", float(value)))[0])
 
 
-def _from_word(word: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", word))[0])
+def _from_word(word: int, dtype: Any) -> float | int:
+    return word if dtype.kind in "iu" else float(struct.unpack("<d", struct.pack("<q", word))[0])

@@ -1,7 +1,8 @@
 """Files that TensorFlow writes itself: worker 0 writes and reads them, the others follow.
 
-TensorFlow opens files in C++, out of reach of ``--auto``'s overlay (``auto/files.py``). So the others save nothing,
-write summaries and other files to a scratch folder, and copy what worker 0 restores and finds.
+TensorFlow opens files in C++, out of reach of Python's redirection (``auto/files.py``), and there may be no private
+view. So the others save nothing, write summaries and other files to a scratch folder, and copy what worker 0 restores
+and finds.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.checkpoint import checkpoint, checkpoint_management
 from tensorflow.python.lib.io import file_io
+from tensorflow.python.ops import summary_ops_v2
+from tensorflow.python.saved_model import save as saved_model
 from tensorflow.python.summary.writer import writer
 from tensorflow.python.training import saver
 
+from poseidon.engine.outside import take_from_first
 from poseidon.errors import ConfigError
 from poseidon.following.nesting import Nesting
 from poseidon.following.patches import Patches
@@ -62,8 +67,13 @@ class Files:
         for name in ("latest_checkpoint", "checkpoint_exists", "checkpoint_exists_internal"):
             replace_everywhere(patches, getattr(checkpoint_management, name), self._ask_first)
         replace_everywhere(patches, checkpoint_management.get_checkpoint_state, self._ask_first_for_state)
+        patches.wrap(checkpoint.TrackableSaver, "save", self._save_objects)
+        patches.wrap(checkpoint.TrackableSaver, "restore", self._restore_objects)
         if self._team.rank == 0:
             return
+        replace_everywhere(patches, saved_model.save, _do_nothing)
+        for make in (summary_ops_v2.create_file_writer, summary_ops_v2.create_file_writer_v2):
+            replace_everywhere(patches, make, self._make_summaries)
         patches.on_undo(self._clean_up)
         patches.wrap(writer.FileWriter, "__init__", self._make_writer)
         patches.wrap(file_io.FileIO, "__init__", self._open)
@@ -97,6 +107,36 @@ class Files:
             raise ConfigError(f"worker 0 cannot restore {path}: {said}")
         self._sessions.take_over(session, _variables_of(one))
 
+    # tf.train.Checkpoint and its manager.
+
+    def _save_objects(self, original: Callable[..., Any], one: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+        self._report.say("checkpoints are written by worker 0")
+        if self._team.rank == 0:
+            return self._alone(original, one, file_prefix, *args, **kwargs)
+        return file_prefix
+
+    def _restore_objects(self, original: Callable[..., Any], one: Any, save_path: Any, *args: Any, **kw: Any) -> Any:
+        """Restore from worker 0's files, which are sent to the others: variables may be made and restored later."""
+        if save_path is None or self._nesting.is_inside or not tf.executing_eagerly():
+            return original(one, save_path, *args, **kw)
+        path = self._fetch(os.fspath(save_path))
+        with self._nesting.enter():
+            return original(one, path, *args, **kw)
+
+    def _fetch(self, prefix: str) -> str:
+        """Return where this worker finds a checkpoint of worker 0's. Collective."""
+        found = sorted(Path(prefix).parent.glob(f"{Path(prefix).name}.*")) if self._team.rank == 0 else []
+        files = self._team.gather_json([[path.name, path.stat().st_size] for path in found])[0]
+        if self._team.rank == 0:
+            take_from_first(self._team, [np.fromfile(path, np.uint8) for path in found], "a checkpoint")
+            return prefix
+        contents = take_from_first(self._team, [np.empty(size, np.uint8) for _, size in files], "a checkpoint")
+        place = self._elsewhere(prefix)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for (name, _), content in zip(files, contents, strict=True):
+            content.tofile(place.parent / name)
+        return str(place)
+
     def _ask_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._nesting.is_inside:
             return original(*args, **kwargs)
@@ -122,6 +162,13 @@ class Files:
         place = self._elsewhere(logdir)
         place.mkdir(parents=True, exist_ok=True)
         original(one, str(place), *args, **kwargs)
+
+    def _make_summaries(self, original: Callable[..., Any], logdir: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(logdir, str | os.PathLike):
+            place = self._elsewhere(logdir)
+            place.mkdir(parents=True, exist_ok=True)
+            logdir = str(place)
+        return original(logdir, *args, **kwargs)
 
     def _open(self, original: Callable[..., Any], one: Any, name: Any, mode: str = "r", *args: Any, **kw: Any) -> None:
         if set(mode) & set("wa+"):

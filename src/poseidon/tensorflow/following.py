@@ -21,13 +21,13 @@ class Following:
     def __init__(self, team: Team, options: AutoOptions, seed: int, report: ScriptReport) -> None:
         gradients = GraphGradients(team, report, float(team.size) if options.scale_lr else 1.0)
         calls = WaitingCalls()
-        self._sessions = Sessions(team, gradients, calls, report)
         self.datasets = Datasets(team.rank, team.size, options, report)
+        self._sessions = Sessions(team, gradients, self.datasets, calls, report)
         self._parts = (
             gradients,
             BatchMoments(team, calls, report, sync_batchnorm=is_asked_for()),
             self._sessions,
-            Files(team, self._sessions, report) if options.files == "first" else None,
+            Files(team, self._sessions, report) if options.files != "shared" else None,
             self.datasets,
             Seeds(team.rank, seed),
         )

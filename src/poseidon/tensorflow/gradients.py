@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,15 @@ from poseidon.planning.cluster import Cluster
 from poseidon.team.team import Team
 from poseidon.tensorflow.exchange import GraphExchange, check_no_strategy
 from poseidon.tensorflow.forms import Form
-from poseidon.tensorflow.graphs import find_ancestors, find_batch, find_descendants, redirect, tensors_of
+from poseidon.tensorflow.graphs import (
+    ASSIGNMENTS,
+    find_ancestors,
+    find_batch,
+    find_descendants,
+    holder_of,
+    redirect,
+    tensors_of,
+)
 from poseidon.tensorflow.replacing import replace_everywhere
 
 v1 = tf.compat.v1
@@ -61,6 +69,8 @@ class _Notes:
     """The operation that begins each exchange, and the exchange's number."""
     calls: list[tuple[list[Any], list[Pair]]] = field(default_factory=list)
     """Results of ``tf.gradients``: the differentiated tensors, and the gradients of variables."""
+    looked_at: int = 0
+    """The graph's version when updates by hand were last looked for."""
     owned: set[str] = field(default_factory=set)
     """Names of the optimizers' own variables."""
 
@@ -92,6 +102,36 @@ class GraphGradients:
     def begins(self, graph: Any) -> dict[str, int]:
         """Return the operations of a graph that begin an exchange, with its number."""
         return self._notes_of(graph).begins
+
+    def find_updates(self, graph: Any, is_open: bool) -> None:
+        """Average the gradients with which a script updates variables by hand, without an optimizer. Collective.
+
+        A graph that a session has already taken over cannot be changed; then such a gradient is an error (not
+        ``is_open``).
+        """
+        notes = self._notes_of(graph)
+        if not notes.calls or notes.looked_at == graph.version:
+            return
+        for ys, pairs in notes.calls:
+            means_or_later = find_descendants(graph.get_operation_by_name(name) for name in notes.begins)
+            found = [
+                (pair, updates) for pair in pairs if (updates := _find_updates(pair, means_or_later, notes.begins))
+            ]
+            if not found:
+                continue
+            names = ", ".join(variable.op.name for (_, variable), _ in found[:3])
+            if not is_open or graph.finalized:
+                raise UnsupportedError(
+                    f"{names}: the script updates it by hand, with a gradient of tf.gradients that cannot be averaged, "
+                    "because a session has already used the graph. Build all of the graph before the first run, or "
+                    "update through an optimizer's apply_gradients"
+                )
+            ways = find_ancestors(update for _, updates in found for update in updates)
+            sources = [gradient for (gradient, _), _ in found]
+            targets: list[Pair] = [(None, variable) for (_, variable), _ in found]
+            with graph.as_default():
+                self._exchange_behind("tf.gradients", ys, sources, ways, targets, list(range(len(targets))))
+        notes.looked_at = graph.version
 
     def owned(self, graph: Any) -> set[str]:
         """Return the names of the optimizers' own variables in a graph: they follow from the gradients."""
@@ -247,3 +287,13 @@ def _leads(source: Any, ways: dict[str, Any]) -> bool:
 
 def _replaced(pairs: Sequence[Pair], means: dict[int, Any]) -> list[Pair]:
     return [(means.get(i, gradient), variable) for i, (gradient, variable) in enumerate(pairs)]
+
+
+def _find_updates(pair: Pair, means_or_later: Collection[str], begins: Collection[str]) -> list[Any]:
+    """Return the operations that assign a variable from its gradient, unless an exchange gets that gradient."""
+    gradient, variable = pair
+    reached = find_descendants(tensor.op for tensor in tensors_of(gradient))
+    if not reached.isdisjoint(means_or_later) or not reached.isdisjoint(begins):
+        return []
+    operations = (variable.graph.get_operation_by_name(name) for name in sorted(reached))
+    return [one for one in operations if one.type in ASSIGNMENTS and holder_of(one.inputs[0]) is variable.op]

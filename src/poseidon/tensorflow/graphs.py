@@ -5,7 +5,7 @@ Everything here reads graphs and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,22 @@ import tensorflow as tf
 
 v1 = tf.compat.v1
 
-_ASSIGNMENTS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
-_HOLDING = ("VarHandleOp", "ReadVariableOp", "VariableV2", "Variable")
+ASSIGNMENTS = (
+    "Assign",
+    "AssignAdd",
+    "AssignSub",
+    "AssignVariableOp",
+    "AssignAddVariableOp",
+    "AssignSubVariableOp",
+    *(
+        f"{kind}Scatter{how}"
+        for kind in ("", "Resource")
+        for how in ("Update", "Add", "Sub", "Mul", "Div", "Min", "Max")
+    ),
+)
+"""Operations that change a variable, their first input."""
+HOLDING = ("VarHandleOp", "ReadVariableOp", "VariableV2", "Variable")
+_TAKING = ("IteratorGetNext", "IteratorGetNextV2")
 _PASSING = ("Identity", "ReadVariableOp", "Enter", "RefEnter", "Switch", "RefSwitch")
 
 
@@ -67,6 +81,12 @@ def all_variables(graph: Any) -> list[Any]:
     return list({variable.op.name: variable for variable in found}.values())
 
 
+def counting_variables(graph: Any) -> list[Any]:
+    """Return all variables of a graph, with the local ones, in which metrics keep their counts."""
+    local = graph.get_collection(v1.GraphKeys.LOCAL_VARIABLES) + graph.get_collection(v1.GraphKeys.METRIC_VARIABLES)
+    return list({variable.op.name: variable for variable in [*all_variables(graph), *local]}.values())
+
+
 def started_variables(graph: Any, operations: Collection[str]) -> list[Any]:
     """Return the variables whose initializers are among the operations."""
     return [v for v in all_variables(graph) if v.initializer is not None and v.initializer.name in operations]
@@ -74,15 +94,15 @@ def started_variables(graph: Any, operations: Collection[str]) -> list[Any]:
 
 def assigned_variables(graph: Any, operations: dict[str, Any]) -> list[Any]:
     """Return those of a graph's variables to which any of the operations assigns a value."""
-    names = {_holder(operation.inputs[0]).name for operation in operations.values() if operation.type in _ASSIGNMENTS}
-    return [variable for variable in all_variables(graph) if variable.op.name in names]
+    names = {holder_of(operation.inputs[0]).name for operation in operations.values() if operation.type in ASSIGNMENTS}
+    return [variable for variable in counting_variables(graph) if variable.op.name in names]
 
 
 def rests_on_variables(tensor: Any) -> bool:
     """Return whether a tensor depends only on variables and constants, so that it is equal on all workers."""
     operations = find_ancestors([tensor]).values()
     return not any(
-        operation.type.startswith("Placeholder") or (operation.op_def.is_stateful and operation.type not in _HOLDING)
+        operation.type.startswith("Placeholder") or (operation.op_def.is_stateful and operation.type not in HOLDING)
         for operation in operations
     )
 
@@ -90,7 +110,7 @@ def rests_on_variables(tensor: Any) -> bool:
 def find_batch(operations: dict[str, Any]) -> Any | None:
     """Return the first tensor that a tf.data iterator yields, if it has rows: its length is the step's sample count."""
     for operation in operations.values():
-        if operation.type in ("IteratorGetNext", "IteratorGetNextV2"):
+        if operation.type in _TAKING:
             for tensor in operation.outputs:
                 if tensor.shape.rank:
                     return tensor
@@ -117,18 +137,29 @@ class Purpose:
     """Variables that it initializes."""
     assigned: tuple[Any, ...]
     """Variables that it assigns, other than by an optimizer."""
+    operations: Mapping[str, Any]
+    """All operations that it runs, by name."""
+    dealt: tuple[Any, ...]
+    """Tensors with the rows that it takes from a dataset that is dealt out."""
 
 
-def find_purpose(graph: Any, elements: Sequence[Any], fed: Collection[str], exchanges: dict[str, int]) -> Purpose:
-    """Return the effects of running some tensors and operations; ``exchanges`` go by their operations' names."""
+def find_purpose(
+    graph: Any, elements: Sequence[Any], fed: Collection[str], exchanges: dict[str, int], dealt: Collection[str]
+) -> Purpose:
+    """Return the effects of running some tensors and operations.
+
+    ``exchanges`` go by their operations' names; ``dealt`` names the iterators over datasets that are dealt out.
+    """
     operations = find_ancestors(elements, fed)
     taken = sorted({number for name, number in exchanges.items() if name in operations})
     started = started_variables(graph, operations)
     assigned = [v for v in assigned_variables(graph, operations) if not any(v is other for other in started)]
-    return Purpose(tuple(taken), tuple(started), tuple(assigned))
+    items = [one for one in operations.values() if one.type in _TAKING and holder_of(one.inputs[0]).name in dealt]
+    rows = [tensor for item in items for tensor in item.outputs if tensor.shape.rank != 0]
+    return Purpose(tuple(taken), tuple(started), tuple(assigned), operations, tuple(rows))
 
 
-def _holder(tensor: Any) -> Any:
+def holder_of(tensor: Any) -> Any:
     """Return the operation that created a variable's handle or reference."""
     operation = tensor.op
     while operation.type in _PASSING and operation.inputs:

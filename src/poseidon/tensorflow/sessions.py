@@ -11,22 +11,28 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.client import session as sessions
+from tensorflow.python.framework import ops
 from tensorflow.python.training import basic_session_run_hooks
 
 from poseidon.engine.outside import step_weight
+from poseidon.errors import UnsupportedError
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
+from poseidon.tensorflow.combined import CombinedRun, is_number
+from poseidon.tensorflow.combining import MEAN
+from poseidon.tensorflow.datasets import Datasets
 from poseidon.tensorflow.feeds import Division, join_results, plan_division
 from poseidon.tensorflow.gradients import Exchanged, GraphGradients
 from poseidon.tensorflow.graphs import Purpose, find_purpose, length_of
+from poseidon.tensorflow.probes import BatchRows, find_assignments
 from poseidon.tensorflow.variables import compare, settle, take_over
 from poseidon.tensorflow.waiting import WaitingCalls
 
@@ -48,13 +54,21 @@ class _Training:
 class Sessions:
     """Replaces ``Session.run``."""
 
-    def __init__(self, team: Team, gradients: GraphGradients, calls: WaitingCalls, report: ScriptReport) -> None:
+    def __init__(
+        self, team: Team, gradients: GraphGradients, datasets: Datasets, calls: WaitingCalls, report: ScriptReport
+    ) -> None:
         self._team = team
         self._gradients = gradients
+        self._datasets = datasets
+        self._combinations: weakref.WeakKeyDictionary[Any, dict[Any, CombinedRun]] = weakref.WeakKeyDictionary()
         self._calls = calls
         self._report = report
         self._purposes: weakref.WeakKeyDictionary[Any, dict[Any, Purpose]] = weakref.WeakKeyDictionary()
         self._trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+        self._ways: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        """By graph, how the workers' values of variables and tensors are combined."""
+        self._used: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Graphs that a session has run."""
         self._own = threading.local()
         """Whether a run is our own, not the script's."""
         self.has_trained = False
@@ -64,6 +78,7 @@ class Sessions:
         patches.wrap(sessions.BaseSession, "_do_run", self._run)
         patches.wrap(sessions.BaseSession, "make_callable", self._make_callable)
         patches.wrap(sessions.BaseSession, "close", self._close)
+        patches.wrap(ops.Graph, "finalize", self._finalize)
         patches.wrap(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", self._is_time)
 
     def take_over(self, session: Any, variables: Sequence[Any]) -> None:
@@ -88,7 +103,11 @@ class Sessions:
         feeds: dict[Any, Any],
         *rest: Any,
     ) -> Any:
+        if not self._is_own:
+            self._gradients.find_updates(session.graph, is_open=self._is_open(session.graph))
         purpose = self._purpose(session, [*targets, *fetches], feeds)
+        if purpose is not None:
+            self._check_updates(purpose)
         if purpose is None or not (purpose.exchanges or purpose.started):
             return original(session, handle, targets, fetches, feeds, *rest)
         if not purpose.exchanges:
@@ -96,21 +115,38 @@ class Sessions:
             self.take_over(session, purpose.started)
             return results
         taken = [self._gradients.exchanges[number] for number in purpose.exchanges]
-        division = self._divide(feeds)
+        division = self._divide(feeds, purpose)
         weight = step_weight(division.shares[self._team.rank], division.shares) if division.shares else 0.0
+        combined = self._combined(session, purpose, fetches, feeds) if division.shares or purpose.dealt else None
+        before = self._before(session, combined)
+        batch = purpose.dealt if combined is not None and combined.is_learning else ()
+        wanted = [*fetches, *batch, taken[0].count]
         try:
             with self._calls.running(session, weight) as besides:
                 given = {**self._given(feeds, taken, division), **besides}
-                *results, count = original(session, handle, targets, [*fetches, taken[0].count], given, *rest)
+                *results, count = original(session, handle, targets, wanted, given, *rest)
         except tf.errors.OpError as error:
             causes = [*(one.exchange.error for one in taken), self._calls.error]
             cause = next((cause for cause in causes if cause is not None), None)
             if cause is not None:
                 raise cause from error
             raise
+        rows = dict(zip((tensor.name for tensor in batch), results[len(fetches) :], strict=True))
+        results = results[: len(fetches)]
+        if combined is None:
+            ways = [MEAN if tensor.dtype.is_floating else 0 for tensor in fetches]
+        else:
+            if combined.is_learning:
+                with self._ours():
+                    combined.learn(session, _as_batch(feeds, rows, division))
+            ways = [combined.way(tensor) for tensor in fetches]
         has_open_rows = [length_of(tensor) is None for tensor in fetches]
-        joined = join_results(self._team, results, has_open_rows, int(count), division)
-        self._after_step(session, purpose, taken)
+        joined, counts = join_results(self._team, results, has_open_rows, ways, int(count), division)
+        if combined is not None:
+            with self._ours():
+                combined.settle(session, before, counts)
+                joined = combined.refresh(session, fetches, joined, _by_name(given))
+        self._after_step(session, purpose, taken, combined)
         return joined
 
     def _make_callable(
@@ -128,6 +164,12 @@ class Sessions:
             self._compare(session)
             del self._trainings[session]
         return original(session)
+
+    def _finalize(self, original: Callable[..., Any], graph: Any) -> Any:
+        """Change what must be changed while it can be."""
+        if not graph.building_function:
+            self._gradients.find_updates(graph, is_open=graph not in self._used)
+        return original(graph)
 
     def _is_time(self, original: Callable[..., Any], timer: Any, step: Any) -> bool:
         """Make hooks that go by the clock use worker 0's, so that all workers fetch the same tensors."""
@@ -147,19 +189,69 @@ class Sessions:
         finally:
             self._own.is_inside = before
 
+    @property
+    def _is_own(self) -> bool:
+        return bool(getattr(self._own, "is_inside", False))
+
+    def _is_open(self, graph: Any) -> bool:
+        """Return whether no session has run this graph, so that it may still be changed; from now on one has."""
+        is_open = graph not in self._used
+        self._used.add(graph)
+        return is_open
+
+    def _check_updates(self, purpose: Purpose) -> None:
+        """Raise, or say, that a run changes trained variables by itself: nothing of it is averaged."""
+        if purpose.exchanges or purpose.started:
+            return
+        found = find_assignments([v for v in purpose.assigned if v.trainable], purpose.operations)
+        trained = [one for one in found if not one.is_constant]
+        if not trained:
+            return
+        names = ", ".join(one.variable.op.name for one in trained[:3])
+        if purpose.dealt:
+            raise UnsupportedError(
+                f"{names}: a run assigns it from a dataset that is dealt out, without gradients to be averaged, so the "
+                "workers would drift apart; update it through an optimizer's apply_gradients, or leave the dataset "
+                "whole: POSEIDON_AUTO='--whole NAME'"
+            )
+        self._report.say(
+            f"{names}: assigned from what is fed, without gradients that could be averaged; every worker computes all "
+            "of it, which is right but saves no work"
+        )
+
     def _purpose(self, session: Any, elements: Sequence[Any], feeds: dict[Any, Any]) -> Purpose | None:
-        if getattr(self._own, "is_inside", False):
+        if self._is_own:
             return None
         graph = session.graph
         fed = frozenset(reference.deref().name for reference in feeds)
         begins = self._gradients.begins(graph)
-        key = (frozenset(element.name for element in elements), fed, len(begins))
+        dealt = self._datasets.dealt(graph)
+        key = (frozenset(element.name for element in elements), fed, len(begins), len(dealt))
         known = self._purposes.setdefault(graph, {})
         if key not in known:
-            known[key] = find_purpose(graph, elements, fed, begins)
+            known[key] = find_purpose(graph, elements, fed, begins, dealt)
         return known[key]
 
-    def _divide(self, feeds: dict[Any, Any]) -> Division:
+    def _combined(
+        self, session: Any, purpose: Purpose, fetches: Sequence[Any], feeds: dict[Any, Any]
+    ) -> CombinedRun | None:
+        """Return what is known of the numbers of a divided run, and of the variables it assigns besides training."""
+        known = self._combinations.setdefault(session.graph, {})
+        key = (id(purpose), *(tensor.name for tensor in fetches))
+        if key not in known:
+            trained = {v.op.name for number in purpose.exchanges for v in self._gradients.exchanges[number].variables}
+            left = self._gradients.owned(session.graph) | trained
+            ways = self._ways.setdefault(session.graph, {})
+            known[key] = CombinedRun(self._team, self._report, purpose, fetches, _by_name(feeds), left, ways)
+        return known[key]
+
+    def _before(self, session: Any, combined: CombinedRun | None) -> list[Any]:
+        if combined is None:
+            return []
+        with self._ours():
+            return combined.read(session)
+
+    def _divide(self, feeds: dict[Any, Any], purpose: Purpose) -> Division:
         fed = {}
         for reference, value in feeds.items():
             tensor = reference.deref()
@@ -173,6 +265,11 @@ class Sessions:
             )
         elif division.reason:
             self._report.say(f"fed batches stay whole on every worker, which saves no work: {division.reason}")
+        elif not purpose.dealt:
+            self._report.say(
+                "a training run takes its data neither from feeds nor from a dataset that is dealt out, so nothing is "
+                "divided; workers that read the same data compute the same, which saves no work"
+            )
         return division
 
     def _given(self, feeds: dict[Any, Any], taken: Sequence[Exchanged], division: Division) -> dict[Any, Any]:
@@ -186,7 +283,9 @@ class Sessions:
         count = np.asarray(division.shares[self._team.rank], np.int64)
         return {**given, **{one.samples.ref(): count for one in taken}}
 
-    def _after_step(self, session: Any, purpose: Purpose, taken: Sequence[Exchanged]) -> None:
+    def _after_step(
+        self, session: Any, purpose: Purpose, taken: Sequence[Exchanged], combined: CombinedRun | None
+    ) -> None:
         self.has_trained = True
         training = self._trainings.setdefault(session, _Training())
         training.steps += 1
@@ -195,20 +294,26 @@ class Sessions:
         is_compared = training.steps in _COMPARED_STEPS or training.steps % max(_COMPARED_STEPS) == 0
         if is_compared:
             training.alike.clear()
-        self._settle(session, purpose, training)
+        self._settle(session, purpose, training, set() if combined is None else combined.names)
         if is_compared:
             self._compare(session)
         if training.steps == 1:
             for one in taken:
                 self._say_routes(one)
 
-    def _settle(self, session: Any, purpose: Purpose, training: _Training) -> None:
-        """Copy worker 0's moving averages and the like; what follows from equal gradients is already equal."""
-        known = self._gradients.owned(session.graph) | training.alike | training.variables.keys()
-        loose = [v for v in purpose.assigned if v.dtype.base_dtype.is_floating and v.op.name not in known]
+    def _settle(self, session: Any, purpose: Purpose, training: _Training, done: Collection[str]) -> None:
+        """Copy worker 0's values of what could not be combined; what follows from equal gradients is already equal."""
+        known = self._gradients.owned(session.graph) | training.alike | training.variables.keys() | set(done)
+        loose = [v for v in purpose.assigned if is_number(v.dtype.base_dtype) and v.op.name not in known]
         if loose:
             with self._ours():
-                training.alike |= {variable.op.name for variable in settle(self._team, session, loose)}
+                alike = {variable.op.name for variable in settle(self._team, session, loose)}
+            training.alike |= alike
+            others = [variable.op.name for variable in loose if variable.op.name not in alike]
+            if others:
+                self._report.say(
+                    f"{', '.join(others[:3])}: assigned from each worker's own data; worker 0's value is kept"
+                )
 
     def _compare(self, session: Any) -> None:
         variables = list(self._trainings[session].variables.values())
@@ -221,3 +326,18 @@ class Sessions:
             counts = Counter(plan.routes.values())
             routes = ", ".join(f"{route} ({count})" for route, count in sorted(counts.items()))
             self._report.say(f"{one.label}: variables travel by {routes}")
+
+
+def _by_name(feeds: Mapping[Any, Any]) -> dict[str, Any]:
+    return {reference.deref().name: value for reference, value in feeds.items()}
+
+
+def _as_batch(feeds: Mapping[Any, Any], rows: Mapping[str, Any], division: Division) -> BatchRows:
+    """Return the batch of a run: what is fed, if that is divided, and what this worker took from a dataset."""
+    values = {name: np.asarray(value) for name, value in rows.items() if np.ndim(value)}
+    others: dict[str, Any] = {}
+    for reference, value in feeds.items():
+        tensor = reference.deref()
+        is_cut = bool(division.shares) and length_of(tensor) is None and np.ndim(value) > 0
+        (values if is_cut else others)[tensor.name] = np.asarray(value) if is_cut else value
+    return BatchRows(values, others)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from poseidon.engine.outside import Array
 from poseidon.errors import MismatchError
+from poseidon.team.mail import Tag
 from poseidon.team.team import Team
 
 
@@ -21,28 +21,32 @@ class TaggedSums:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._group = team.new_group()
+        self._subject = team.mail.new_channel()
+        self._counts: Counter[int] = Counter()
+        """By tag: sums so far. Those of one tag come one after the other."""
 
     def sum(self, tag: int, run: int, array: Array, what: str) -> Array:
         """Return the sum of all workers' arrays of this tag, bit-identical on all of them; blocks.
 
         Raises MismatchError unless all are of the same run, e.g. after a run that failed on some worker.
         """
-        team, group = self._team, self._group
-        mine = torch.from_numpy(np.concatenate([[float(run)], array.reshape(-1)]))
-        parts = [mine if rank == team.rank else torch.empty_like(mine) for rank in range(team.size)]
-        works = []
-        for peer in range(team.size):
-            if peer != team.rank:
-                works.append((peer, dist.irecv(parts[peer], team.global_rank(peer), group, tag)))
-                works.append((peer, dist.isend(mine, team.global_rank(peer), group, tag)))
-        for peer, work in works:
-            team.wait(work, what, peer)
+        team = self._team
+        mine = np.concatenate([[float(run)], array.reshape(-1)])
+        parts = [mine if rank == team.rank else np.empty_like(mine) for rank in range(team.size)]
+        name = Tag(self._subject, tag << 32 | self._counts[tag])
+        self._counts[tag] += 1
+        others = [rank for rank in range(team.size) if rank != team.rank]
+        coming = [team.mail.expect(peer, name, parts[peer].data.cast("B")) for peer in others]
+        leaving = [team.mail.send(peer, name, mine.data.cast("B")) for peer in others]
+        for arrival in coming:
+            team.result(arrival, what)
+        for sent in leaving:
+            team.result(sent, what)
         check_runs([int(part[0]) for part in parts], what)
-        total = parts[0][1:].clone()
+        total = parts[0][1:].copy()
         for part in parts[1:]:  # all workers add in rank order
             total += part[1:]
-        summed: Array = total.numpy().reshape(array.shape)
+        summed: Array = total.reshape(array.shape)
         return summed
 
     def of(self, tag: int, run: int) -> OneSum:

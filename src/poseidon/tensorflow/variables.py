@@ -42,7 +42,7 @@ def settle(team: Team, session: Any, variables: Sequence[Any]) -> list[Any]:
     Returns the variables that were equal on all workers.
     """
     values = read(session, variables)
-    rows = team.gather_ints([_digest(value) for value in values], "the others' moving averages")
+    rows = team.gather_ints([digest(value) for value in values], "the others' moving averages")
     is_same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
     changed = [i for i, same in enumerate(is_same) if not same]
     if changed:
@@ -54,7 +54,7 @@ def settle(team: Team, session: Any, variables: Sequence[Any]) -> list[Any]:
 
 def compare(team: Team, session: Any, variables: Sequence[Any]) -> None:
     """Raise :class:`~poseidon.errors.MismatchError` unless variables have the same bits on all workers. Collective."""
-    sums = [_digest(value) for value in read(session, variables)]
+    sums = [digest(value) for value in read(session, variables)]
     everybody = team.gather_ints(sums, "the comparison of replicas")
     for rank, theirs in enumerate(everybody):
         for variable, left, right in zip(variables, everybody[0], theirs, strict=True):
@@ -105,5 +105,6 @@ def _or_empty(value: Array | None, shape: Sequence[int], variable: Any) -> Array
     return np.empty(shape, variable.dtype.base_dtype.as_numpy_dtype) if value is None else value
 
 
-def _digest(value: Array) -> int:
+def digest(value: Array) -> int:
+    """Return a number that tells values apart."""
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)

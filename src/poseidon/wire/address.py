@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 
-from poseidon.errors import WireError
+from poseidon.errors import ConfigError, WireError
 from poseidon.job.interfaces import address_of
 from poseidon.wire.settings import WireSettings
 
@@ -22,22 +24,36 @@ class Address:
     is_encrypted: bool = False
 
     def __str__(self) -> str:
-        return f"{self.ip}:{self.port}{_ENCRYPTED if self.is_encrypted else ''}"
+        return f"{place_text((self.ip, self.port))}{_ENCRYPTED if self.is_encrypted else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Address:
         """Return the address in ``text``, or raise ``WireError``."""
         try:
             ip, port = text.removesuffix(_ENCRYPTED).rsplit(":", 1)
-            return cls(socket.inet_ntoa(socket.inet_aton(ip)), int(port), text.endswith(_ENCRYPTED))
-        except (ValueError, OSError):
-            raise WireError(f"{text!r} is not an address; expected IP:PORT or IP:PORT{_ENCRYPTED}") from None
+            plain = ipaddress.ip_address(ip[1:-1] if ip.startswith("[") and ip.endswith("]") else ip)
+            if (plain.version == 6) != ip.startswith("["):
+                raise ValueError("IPv6 addresses have brackets, others none")
+            return cls(str(plain), int(port), text.endswith(_ENCRYPTED))
+        except ValueError:
+            raise WireError(
+                f"{text!r} is not an address; expected IP:PORT or IP:PORT{_ENCRYPTED}, with an IPv6 address in brackets"
+            ) from None
+
+
+def place_text(place: tuple[str, int]) -> str:
+    """Return an address and its port as people write them."""
+    ip, port = place
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 def listening_ip(settings: WireSettings) -> str:
-    """Return the IPv4 address to listen on."""
+    """Return the address to listen on, as the kernel will show it to others."""
     if settings.ip:
-        return settings.ip
+        try:
+            return str(ipaddress.ip_address(settings.ip))
+        except ValueError:
+            raise ConfigError(f"wire setting ip is {settings.ip!r}, expected an IPv4 or IPv6 address") from None
     if not settings.interface:
         return "127.0.0.1"
     return address_of(settings.interface)
@@ -49,9 +65,8 @@ def default_place() -> dict[str, str]:
     if interface:
         return {"interface": interface}
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((master, 9))  # sends nothing; the kernel only looks up the route
             return {"ip": probe.getsockname()[0]}
-        except OSError:
-            return {"ip": "127.0.0.1"}
+    return {"ip": "127.0.0.1"}

@@ -13,9 +13,11 @@ import errno
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection
 
 from poseidon.errors import ConfigError, FrameError, WireError
+from poseidon.wire.address import place_text
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.sending import CUT_S, shut
 
@@ -26,6 +28,23 @@ STRANGERS = 64
 """Connections that may be in a handshake at a time; a further one ends the oldest, which has had the most time."""
 LISTEN_S = 5.0
 """How long a rank that has no descriptor for its listener waits for one."""
+
+_CONNECTIONS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_NOTING = threading.Lock()
+
+
+def cut_connections() -> None:
+    """Shut down every connection of this process that began here: whoever waits on one returns at once."""
+    with _NOTING:
+        connections = list(_CONNECTIONS)
+    for connection in connections:
+        shut(connection)
+
+
+def _note(connection: socket.socket) -> socket.socket:
+    with _NOTING:
+        _CONNECTIONS.add(connection)
+    return connection
 
 
 class Door:
@@ -79,7 +98,7 @@ class Door:
     def _admit(self) -> None:
         while not self._closing.is_set():
             try:
-                connection, (ip, _) = self._listener.accept()
+                connection, (ip, *_) = self._listener.accept()
             except OSError as error:
                 # Too many open files, or a connection that has ended already: others may fare better.
                 if not self._closing.wait(RETRY_S):
@@ -96,7 +115,7 @@ class Door:
         """Start a thread for a connection, which may still be anybody's."""
         connection, is_crowded = plain, False
         try:
-            connection = self._credentials.wrap(plain, is_listener=True)
+            connection = _note(self._credentials.wrap(plain, is_listener=True))
             thread = threading.Thread(target=self._serve, args=(connection,), name="poseidon-wire-in", daemon=True)
             with self._lock:
                 if self._closing.is_set():
@@ -157,7 +176,8 @@ def listen(rank: int, ip: str, backlog: int) -> socket.socket:
     deadline = time.monotonic() + LISTEN_S
     while True:
         try:
-            return socket.create_server((ip, 0), backlog=backlog + STRANGERS)
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            return socket.create_server((ip, 0), family=family, backlog=backlog + STRANGERS)
         except OSError as error:
             lack = lack_of_descriptors(error)
             if not lack:
@@ -188,7 +208,7 @@ def enter(
         # Where many strangers are at the door, a connection may have to try again; nothing else recovers sooner.
         is_hopeless = isinstance(problem, OSError) and not (isinstance(problem, ConnectionResetError) or lack)
         if is_hopeless or time.monotonic() + RETRY_S > deadline:
-            what = f"rank {rank} could not connect to rank {peer} at {address[0]}:{address[1]} within {limit_s:g} s"
+            what = f"rank {rank} could not connect to rank {peer} at {place_text(address)} within {limit_s:g} s"
             if lack:
                 raise ConfigError(f"{what}: {lack}") from None
             hint = "check that its machine is up and that no firewall is in between"
@@ -201,9 +221,9 @@ def _try_to_enter(
 ) -> socket.socket:
     with contextlib.ExitStack() as undo:
         left_s = max(0.1, deadline - time.monotonic())
-        plain = undo.enter_context(socket.create_connection(address, left_s, (source_ip, 0)))
+        plain = undo.enter_context(_note(socket.create_connection(address, left_s, (source_ip, 0))))
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = undo.enter_context(credentials.wrap(plain, is_listener=False))
+        connection = undo.enter_context(_note(credentials.wrap(plain, is_listener=False)))
         # The door has no more patience than this, so a silence that is longer will not end.
         credentials.enter(connection, rank, peer, min(deadline, time.monotonic() + HANDSHAKE_S))
         undo.pop_all()

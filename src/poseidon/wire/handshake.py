@@ -17,6 +17,7 @@ import ssl
 import struct
 import time
 
+from poseidon import failpoints
 from poseidon.errors import FrameError
 from poseidon.wire.secret import JobSecret
 from poseidon.wire.tls import Tls, explain
@@ -62,6 +63,8 @@ class Credentials:
 
     @staticmethod
     def _encrypt(connection: socket.socket, who: str, deadline: float) -> None:
+        if failpoints.ARMED:
+            failpoints.hit("wire.handshake", connection.close)
         if isinstance(connection, ssl.SSLSocket):
             Tls.shake_hands(connection, who, deadline)
 

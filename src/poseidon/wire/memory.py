@@ -81,9 +81,15 @@ class MemoryTransport(Transport):
             raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport is closed")
 
     def _send(
-        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+        self,
+        peers: Sequence[int],
+        header: Header,
+        payload: memoryview,
+        priority: int,
+        on_sent: Callable[[], None] | None,
     ) -> None:
-        self.network.put(peer, header, payload, priority, on_sent)
+        for peer in peers:
+            self.network.put(peer, header, payload, priority, on_sent)
 
     def arrive(self, head: bytes, payload: bytes) -> None:
         """Pass a message to its handler, unless this rank is closed or lost."""

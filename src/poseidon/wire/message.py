@@ -36,6 +36,7 @@ class Kind(IntEnum):
 
     HELLO = 1
     BYE = 2
+    """A rank ends in good order; or it gives up, and ``subject`` is the rank because of which."""
     PART = 3
     """A worker's part of a chunk, for the chunk's owner."""
     SUM = 4

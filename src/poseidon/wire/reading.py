@@ -6,6 +6,8 @@ import contextlib
 import socket
 import ssl
 
+from poseidon.wire.tls import RECORD_BYTES
+
 LOW_WATER_BYTES = 256 << 10
 """The kernel wakes a thread that waits for a large payload once this much has arrived, not for every packet."""
 HELD_BYTES = 1 << 20
@@ -47,7 +49,7 @@ def _read_records(connection: ssl.SSLSocket, view: memoryview) -> int:
 
 def read_large(connection: socket.socket, view: memoryview) -> int:
     """Like :func:`read_into`, for a payload that takes many packets."""
-    bulk = view.nbytes - LOW_WATER_BYTES
+    bulk = bulk_bytes(view.nbytes, isinstance(connection, ssl.SSLSocket))
     if bulk < LOW_WATER_BYTES:
         return read_into(connection, view)
     _wake_at(connection, LOW_WATER_BYTES)
@@ -55,6 +57,15 @@ def read_large(connection: socket.socket, view: memoryview) -> int:
     # Less than the low-water mark may be left, and nothing may follow for long: wake for every packet from here on.
     _wake_at(connection, 1)
     return filled + read_into(connection, view[bulk:]) if filled == bulk else filled
+
+
+def bulk_bytes(size_bytes: int, is_encrypted: bool) -> int:
+    """Return how much of a payload may be awaited with the low-water mark: so much must always be left to come.
+
+    OpenSSL waits for the rest of a record, which may end beyond what was asked for. Without room for it, less than the
+    mark could be left on its way, and the kernel would never wake the reader.
+    """
+    return size_bytes - LOW_WATER_BYTES - (2 * RECORD_BYTES if is_encrypted else 0)
 
 
 def _wake_at(connection: socket.socket, size_bytes: int) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import heapq
 import itertools
 import queue
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from poseidon import failpoints
 from poseidon.wire.cap import SharedBucket
 from poseidon.wire.message import SIZE
 from poseidon.wire.share import BufferShare
 from poseidon.wire.writing import write_message
 
-LAST = 1 << 62
-"""Priority of a goodbye: after everything else."""
+FIRST, LAST = -1 << 62, 1 << 62
+"""Priorities: before everything else, and after it."""
+_COUNT = struct.Struct("i")
 CUT_S = 1.0
 """How long a thread whose connection was cut may take to notice."""
 
@@ -46,7 +51,7 @@ class PeerSender:
         connections: Sequence[socket.socket],
         bucket: SharedBucket | None,
         share: BufferShare,
-        on_broken: Callable[[int, str], None],
+        on_broken: Callable[[int, Exception], None],
     ) -> None:
         self._peer = peer
         self._connections = connections
@@ -100,18 +105,18 @@ class PeerSender:
             self._tokens.put(None)
 
     def _run(self, connection: socket.socket) -> None:
-        try:
-            with contextlib.closing(connection):
+        with contextlib.closing(connection):
+            try:
                 while self._send_next(connection):
                     pass
-        except Exception as error:
-            with self._lock:
-                is_first = not self._is_broken
-            self._cut()
-            if is_first:
-                self._share.drop(self._peer)
-                why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._on_broken(self._peer, why)
+            except Exception as error:
+                with self._lock:
+                    is_first, self._is_broken = not self._is_broken, True
+                # Told before the peer can notice: what it then says of this rank would be taken for the cause.
+                if is_first:
+                    self._share.drop(self._peer)
+                    self._on_broken(self._peer, error)
+                self._cut()
 
     def _send_next(self, connection: socket.socket) -> bool:
         """Send the most urgent message, waiting for one if necessary; return False after the last."""
@@ -124,7 +129,10 @@ class PeerSender:
         if self._bucket is not None:
             self._bucket.spend(SIZE + payload.nbytes)
         self._fit_buffer(connection)
-        write_message(connection, message.head, payload)
+        head = message.head
+        if failpoints.ARMED and failpoints.hit("wire.send", lambda: shut(connection)):
+            head = failpoints.damaged(head)
+        write_message(connection, head, payload)
         self._share.add(self._peer, -payload.nbytes)
         if message.on_sent is not None:
             message.on_sent()
@@ -143,6 +151,14 @@ def shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # Not an encrypted socket's own method, which would make the socket a plain one.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def unacknowledged(connection: socket.socket) -> int:
+    """Return how many bytes the kernel at the other end has not confirmed; 0 if the connection is closed."""
+    try:
+        return int(_COUNT.unpack(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size)))[0])
+    except (OSError, ValueError):
+        return 0
 
 
 def _join(thread: threading.Thread, limit_s: float) -> None:

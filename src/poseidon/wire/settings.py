@@ -8,7 +8,8 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from poseidon.errors import ConfigError, unknown_name
-from poseidon.job.settings import NUMBER, SWITCH, TEXT, WHOLE, Notation, Variable, check_least
+from poseidon.job.limits import reach_limit
+from poseidon.job.settings import NUMBER, SWITCH, TEXT, TIMEOUT, WHOLE, Notation, Variable, check_least
 
 _NOTATIONS: Mapping[type, Notation[Any]] = {str: TEXT, int: WHOLE, float: NUMBER, bool: SWITCH}
 PREFIX = "POSEIDON_WIRE_"
@@ -48,11 +49,11 @@ class WireSettings:
     payload_checksum: bool = False
     """Send the CRC-32 of every payload, for the receiver to check."""
     connect_timeout_s: float = 30.0
-    """How long ``connect`` waits for the other ranks."""
+    """How long ``connect`` waits for the other ranks; from the environment: a tenth of ``POSEIDON_TIMEOUT``."""
     lost_after_s: float = 30.0
-    """A peer whose machine does not answer for this long is lost."""
+    """A peer whose machine does not answer for this long is lost; from the environment: the same."""
     close_timeout_s: float = 10.0
-    """How long ``close`` tries to send queued messages."""
+    """How long ``close`` tries to send queued messages; from the environment: a third of that."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -72,7 +73,8 @@ class WireSettings:
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **defaults: Any) -> WireSettings:
         """Return the settings from ``POSEIDON_WIRE_*`` (``POSEIDON_WIRE_CAP_MBIT=200``), else from ``defaults``."""
         known = {PREFIX + field.name.upper(): field for field in fields(cls)}
-        values = dict(defaults)
+        reach_s = reach_limit(TIMEOUT.read(environment))
+        values = {"connect_timeout_s": reach_s, "lost_after_s": reach_s, "close_timeout_s": reach_s / 3, **defaults}
         for variable in environment:
             if variable.startswith(PREFIX):
                 if variable not in known:

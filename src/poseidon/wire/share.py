@@ -29,6 +29,8 @@ class BufferShare:
 
     def add(self, peer: int, size_bytes: int) -> None:
         """Note that this many more bytes wait for ``peer``; fewer, if negative."""
+        if not self._waiting:  # nothing to divide; asked for every message
+            return
         with self._lock:
             if peer in self._waiting:
                 self._waiting[peer] += size_bytes
@@ -40,6 +42,8 @@ class BufferShare:
 
     def buffer_bytes(self, peer: int) -> int:
         """Return how large the buffer of a connection to ``peer`` should be now."""
+        if not self._waiting:
+            return self._each_bytes
         with self._lock:
             waiting, total, peers = self._waiting.get(peer, 0), sum(self._waiting.values()), len(self._waiting)
         part = (peers * waiting / total) ** EAGERNESS if total else 1.0

@@ -16,9 +16,11 @@ import socket
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from poseidon.errors import FrameError, WireError
+from poseidon import failpoints
+from poseidon.errors import FrameError, WireError, describe
 from poseidon.wire.address import Address, listening_ip
 from poseidon.wire.cap import SharedBucket
 from poseidon.wire.door import Door, enter, listen, set_patience
@@ -26,12 +28,17 @@ from poseidon.wire.handshake import Credentials
 from poseidon.wire.message import CHECKED, SIZE, Header, Kind, check_payload, pack, unpack
 from poseidon.wire.pool import Pool
 from poseidon.wire.reading import read_into, read_large, widen
-from poseidon.wire.sending import Outgoing, PeerSender
+from poseidon.wire.sending import FIRST, Outgoing, PeerSender, shut
 from poseidon.wire.settings import LARGEST_BUFFER_BYTES, WireSettings
 from poseidon.wire.share import BufferShare
 from poseidon.wire.transport import Transport
 
 _log = logging.getLogger(__name__)
+
+GIVING_UP_BYTES = 1000
+"""Of the reason for giving up, for the others."""
+OWN_FAULTS = ("handler", "placer")
+"""Reasons to refuse a message that lie here, and not in its sender."""
 
 
 class TcpTransport(Transport):
@@ -43,6 +50,7 @@ class TcpTransport(Transport):
     def __init__(self, rank: int, size: int, secret: bytes, settings: WireSettings | None = None) -> None:
         super().__init__(rank, size)
         self.settings = settings or WireSettings()
+        self.max_message_bytes = self.settings.max_message_bytes
         self._credentials = Credentials(secret, self.settings.encrypt)
         self.listen(Kind.BYE, self._hear_goodbye)
         cap_mbit = self.settings.cap_mbit
@@ -52,6 +60,11 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._departed: set[int] = set()
         """Ranks that said goodbye or were reported lost."""
+        self._culprit: int | None = None
+        """Because of whom this rank cannot go on: the first that it lost, or itself."""
+        self._has_given_up = False
+        self._ended: Counter[int] = Counter()
+        """How many of each peer's connections have ended."""
         self._is_connected = False
         self._is_closed = False
         ip = listening_ip(self.settings)
@@ -75,7 +88,7 @@ class TcpTransport(Transport):
         for peer, address in enumerate(parsed):
             streams = [self._open(peer, address, deadline) for _ in range(self.settings.streams_per_peer)]
             share = link if peer in beyond else inside
-            self._senders.append(PeerSender(peer, streams, self._bucket, share, self._lose))
+            self._senders.append(PeerSender(peer, streams, self._bucket, share, self._lose_by))
         self._is_connected = True
 
     def _check_encryption(self, addresses: Sequence[Address]) -> None:
@@ -97,11 +110,18 @@ class TcpTransport(Transport):
             raise WireError(f"rank {self.rank} cannot send {header.kind.name} to rank {peer}: its transport {state}")
 
     def _send(
-        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+        self,
+        peers: Sequence[int],
+        header: Header,
+        payload: memoryview,
+        priority: int,
+        on_sent: Callable[[], None] | None,
     ) -> None:
         if self.settings.payload_checksum and payload.nbytes:
             header = header._replace(flags=header.flags | CHECKED, checksum=zlib.crc32(payload))
-        self._senders[peer].put(Outgoing(pack(header), payload, priority, on_sent))
+        message = Outgoing(pack(header), payload, priority, on_sent)
+        for peer in peers:
+            self._senders[peer].put(message)
 
     def close(self) -> None:
         """Queue a goodbye to all, wait until everything has left, and end all threads."""
@@ -119,21 +139,21 @@ class TcpTransport(Transport):
 
     def _serve(self, connection: socket.socket, sender: int) -> None:
         """Receive on one connection until it ends."""
-        why = "its connection ended"
-        try:
-            with contextlib.closing(connection):
+        with contextlib.closing(connection):
+            try:
                 set_patience(connection, self.settings.lost_after_s)
                 widen(connection)
                 self._receive(connection, sender)
-        except FrameError as error:
-            why = str(error)
-            self._refuse(error.reason, why)
-        except OSError as error:
-            why = str(error)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            _log.exception("rank %d cannot go on receiving from rank %d", self.rank, sender)
-        self._lose(sender, why)
+            except Exception as error:
+                # Told before the peer can notice, as in ``sending.py``.
+                if isinstance(error, FrameError):
+                    self._refuse(error.reason, str(error))
+                elif not isinstance(error, OSError):
+                    _log.exception("rank %d cannot go on receiving from rank %d", self.rank, sender)
+                self._lose_by(sender, error)
+            else:
+                self._lose(sender, "its connection ended")
+                self._note_end(sender)
 
     def _receive(self, connection: socket.socket, sender: int) -> None:
         """Deliver the messages of ``sender`` until the connection ends or breaks the protocol."""
@@ -141,6 +161,8 @@ class TcpTransport(Transport):
         view = memoryview(head)
         while (came := read_into(connection, view)) == SIZE:
             header = unpack(view)
+            if failpoints.ARMED:
+                failpoints.hit("wire.receive", lambda: shut(connection))
             if header.sender != sender:
                 raise FrameError("sender", f"rank {sender} sent a message in the name of {header.sender}")
             if header.length > self.settings.max_message_bytes:
@@ -162,10 +184,41 @@ class TcpTransport(Transport):
         check_payload(header, payload)
         self._deliver(header, payload)
 
-    def _hear_goodbye(self, header: Header, _payload: memoryview) -> None:
+    def _note_end(self, sender: int) -> None:
+        """Note that one of a peer's connections has ended; after its last one nothing can come any more."""
+        with self._lock:
+            self._ended[sender] += 1
+            is_left = self._ended[sender] == self.settings.streams_per_peer and not self._is_closed
+        if is_left:
+            self._left.add(sender)
+            self.check_left()
+
+    def _hear_goodbye(self, header: Header, payload: memoryview) -> None:
+        if not header.detail:
+            self._departed.add(header.sender)
+            return
+        why = f"rank {header.sender} gave up: {str(payload, errors='replace')}"
+        # Of two that complain about each other, both know.
+        self._lose(header.sender if header.subject == self.rank else header.subject, why)
         self._departed.add(header.sender)
 
     # Outgoing.
+
+    def give_up(self, why: str, culprit: int | None = None) -> None:  # noqa: D102 - as in the contract
+        with self._lock:
+            if self._has_given_up or self._is_closed:
+                return
+            self._has_given_up = True
+            lost = self._culprit if self._culprit is not None else self.rank if culprit is None else culprit
+        text = why.encode()[:GIVING_UP_BYTES]
+        head = pack(Header(Kind.BYE, self.rank, lost, 0, 0, len(text), detail=1))
+        for peer, sender in enumerate(self._senders):
+            if peer != self.rank:
+                sender.put(Outgoing(head, memoryview(text), FIRST))
+
+    @property
+    def is_to_blame(self) -> bool:  # noqa: D102 - as in the contract
+        return self._culprit == self.rank
 
     def _open(self, peer: int, address: Address, deadline: float) -> socket.socket:
         """Return an authenticated connection to ``peer``."""
@@ -179,10 +232,18 @@ class TcpTransport(Transport):
         set_patience(connection, self.settings.lost_after_s)
         return connection
 
-    def _lose(self, peer: int, why: str) -> None:
+    def _lose_by(self, peer: int, error: Exception) -> None:
+        """Report that ``peer`` is gone because of an error, for which this rank may be to blame."""
+        is_own = error.reason in OWN_FAULTS if isinstance(error, FrameError) else not isinstance(error, OSError)
+        why = str(error) if isinstance(error, OSError) else describe(error)
+        self._lose(peer, why, self.rank if is_own else peer)
+
+    def _lose(self, peer: int, why: str, culprit: int | None = None) -> None:
         """Report that ``peer`` is gone, unless it said goodbye or this transport is closing."""
         with self._lock:
             if peer in self._departed or self._is_closed:
                 return
             self._departed.add(peer)
+            if self._culprit is None:
+                self._culprit = peer if culprit is None else culprit
         self._tell_lost(peer, why)

@@ -6,10 +6,11 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from poseidon import failpoints
 from poseidon.errors import FrameError, WireError
 from poseidon.wire.message import Buffer, Header, Kind
 
@@ -35,10 +36,15 @@ class Transport(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.max_message_bytes = 1 << 62
+        """The longest payload of one message."""
         self.stats = WireStats()
         self._handlers: dict[Kind, Handler] = {}
         self._placers: dict[Kind, Placer] = {}
         self._lost_handlers: list[LostHandler] = []
+        self._awaiting: list[Callable[[int], bool]] = []
+        self._left: set[int] = set()
+        """Peers that said goodbye, and from which nothing more can come."""
         self._losing = threading.Lock()
         self._lost: list[tuple[int, str]] = []
 
@@ -61,6 +67,20 @@ class Transport(ABC):
         for peer, why in lost:
             handler(peer, why)
 
+    def listen_left(self, awaits: Callable[[int], bool]) -> None:
+        """Lose a peer that leaves in good order while ``awaits(peer)``: nothing more comes from it.
+
+        Call :meth:`check_left` when something begins to be awaited, since a peer may have left before.
+        """
+        self._awaiting.append(awaits)
+
+    def check_left(self) -> None:
+        """Lose the peers that have left and are awaited."""
+        for peer in list(self._left):
+            if any(awaits(peer) for awaits in self._awaiting):
+                self._left.discard(peer)
+                self._tell_lost(peer, "it has left, though its part was still needed: did it fail, or do fewer steps?")
+
     def send(
         self,
         peer: int,
@@ -75,10 +95,30 @@ class Transport(ABC):
         Lower priorities leave first, equal ones in the order they were sent. The payload must not change until
         ``on_sent`` is called, on any thread. ``header.length`` is the payload's size in bytes.
         """
-        view = self._payload_view(peer, header, payload)
-        self._check_sendable(peer, header)
-        self.stats.count_sent(view.nbytes)
-        self._send(peer, header, view, priority, on_sent)
+        self._queue((peer,), header, payload, priority, on_sent)
+
+    def send_all(
+        self, peers: Sequence[int], header: Header, payload: Buffer | None = None, *, priority: int = 0
+    ) -> None:
+        """Queue the same message to each of several peers, as :meth:`send` does one; it is checked and packed once."""
+        if peers:
+            self._queue(peers, header, payload, priority, None)
+
+    def _queue(
+        self,
+        peers: Sequence[int],
+        header: Header,
+        payload: Buffer | None,
+        priority: int,
+        on_sent: Callable[[], None] | None,
+    ) -> None:
+        for peer in peers:
+            if not 0 <= peer < self.size:
+                raise WireError(f"rank {self.rank} cannot send to rank {peer}; there are {self.size} ranks")
+        view = _payload_view(header, payload)
+        self._check_sendable(peers[0], header)
+        self.stats.count_sent(view.nbytes, len(peers))
+        self._send(peers, header, view, priority, on_sent)
 
     @abstractmethod
     def _check_sendable(self, peer: int, header: Header) -> None:
@@ -86,26 +126,29 @@ class Transport(ABC):
 
     @abstractmethod
     def _send(
-        self, peer: int, header: Header, payload: memoryview, priority: int, on_sent: Callable[[], None] | None
+        self,
+        peers: Sequence[int],
+        header: Header,
+        payload: memoryview,
+        priority: int,
+        on_sent: Callable[[], None] | None,
     ) -> None:
-        """Queue a message that was checked."""
+        """Queue a message that was checked to each of ``peers``."""
 
     @abstractmethod
     def close(self) -> None:
         """Send queued messages until the deadline, and end all threads. Further calls do nothing."""
 
-    def _payload_view(self, peer: int, header: Header, payload: Buffer | None) -> memoryview:
-        """Return the payload's bytes, after the checks that every transport makes before it sends."""
-        if not 0 <= peer < self.size:
-            raise WireError(f"rank {self.rank} cannot send to rank {peer}; there are {self.size} ranks")
-        if payload is None:
-            payload = b""
-        view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
-        if not view.c_contiguous:
-            raise WireError(f"the payload of {header} is not contiguous; send one contiguous piece")
-        if header.length != view.nbytes:
-            raise WireError(f"{header} announces {header.length} bytes, but its payload has {view.nbytes}")
-        return view.cast("B") if view.nbytes else memoryview(b"")
+    def give_up(self, why: str, culprit: int | None = None) -> None:  # noqa: B027 - without threads nobody waits
+        """Tell all other ranks at once that this one will not go on, so that nobody waits for it; only once.
+
+        They lose the rank that this one lost first, or ``culprit``, or this one if it has lost none.
+        """
+
+    @property
+    def is_to_blame(self) -> bool:
+        """Whether the first peer was lost by a fault of this rank: it could not handle a message, or not send one."""
+        return False
 
     def _place(self, header: Header) -> memoryview | None:
         """Return the memory for the payload, None for any; raise ``FrameError`` if nothing listens to it."""
@@ -113,6 +156,8 @@ class Transport(ABC):
             raise FrameError("unheard", f"rank {header.sender} sent {header.kind.name}, to which nothing listens here")
         placer = self._placers.get(header.kind)
         try:
+            if failpoints.ARMED:
+                failpoints.hit("wire.place")
             place = None if placer is None else placer(header)
         except FrameError:
             raise
@@ -126,6 +171,8 @@ class Transport(ABC):
         """Pass a message that was checked to its handler; ``FrameError`` if that fails, so that its sender is lost."""
         self.stats.count_received(payload.nbytes)
         try:
+            if failpoints.ARMED:
+                failpoints.hit("wire.handle")
             self._handlers[header.kind](header, payload)
         except Exception as error:
             raise self._explain("handler", header, error) from error
@@ -163,11 +210,11 @@ class WireStats:
         self.refused: Counter[str] = Counter()
         """Frames and connections refused, by reason."""
 
-    def count_sent(self, size_bytes: int) -> None:
-        """Count one message sent."""
+    def count_sent(self, size_bytes: int, messages: int = 1) -> None:
+        """Count messages sent, of this size each."""
         with self._lock:
-            self.sent_messages += 1
-            self.sent_bytes += size_bytes
+            self.sent_messages += messages
+            self.sent_bytes += size_bytes * messages
 
     def count_received(self, size_bytes: int) -> None:
         """Count one message accepted."""
@@ -180,3 +227,15 @@ class WireStats:
         with self._lock:
             self.refused[reason] += 1
             return self.refused[reason] == 1
+
+
+def _payload_view(header: Header, payload: Buffer | None) -> memoryview:
+    """Return the payload's bytes, after the checks that every transport makes before it sends."""
+    if payload is None:
+        payload = b""
+    view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
+    if not view.c_contiguous:
+        raise WireError(f"the payload of {header} is not contiguous; send one contiguous piece")
+    if header.length != view.nbytes:
+        raise WireError(f"{header} announces {header.length} bytes, but its payload has {view.nbytes}")
+    return view.cast("B") if view.nbytes else memoryview(b"")

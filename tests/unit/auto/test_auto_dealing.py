@@ -6,22 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poseidon.auto.dealing import Dealer, Part
+from poseidon.auto.dealing import Dealer, Part, cut
 
 
 def deal(batches: list[list[int]], size: int, divides: bool, drop_last: bool = False) -> list[list[Part[int]]]:
     return [list(Dealer(rank, size, divides, drop_last).batches(batches)) for rank in range(size)]
 
 
-def cut(total: int, batch: int) -> list[list[int]]:
-    return [list(range(start, min(start + batch, total))) for start in range(0, total, batch)]
-
-
 @given(total=st.integers(1, 60), batch=st.integers(1, 9), size=st.integers(2, 5), divides=st.booleans())
 def test_everybody_gets_equally_many_batches_and_every_sample_counts_once(
     total: int, batch: int, size: int, divides: bool
 ) -> None:
-    batches = cut(total, batch)
+    batches = list(cut(range(total), batch, False))
     hands = deal(batches, size, divides)
     assert len({len(hand) for hand in hands}) == 1
     assert len(hands[0]) == Dealer(0, size, divides).count_batches(len(batches))
@@ -62,18 +58,18 @@ def test_a_worker_that_would_go_without_repeats_a_sample_that_counts_nothing() -
 
 
 def test_an_endless_stream_is_dealt_as_it_comes() -> None:
-    parts = [list(islice(Dealer(rank, 2, False).stream(count(), 3), 2)) for rank in range(2)]
+    parts = [list(islice(Dealer(rank, 2, False).batches(cut(count(), 3, False)), 2)) for rank in range(2)]
     assert [[part.items for part in hand] for hand in parts] == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
 
 
 @pytest.mark.parametrize(("drop_last", "expected"), [(False, 2), (True, 1)])
 def test_a_streams_end(drop_last: bool, expected: int) -> None:
-    hands = [list(Dealer(rank, 2, True, drop_last).stream(range(11), 8)) for rank in range(2)]
+    hands = deal(list(cut(range(11), 8, drop_last)), 2, True, drop_last)
     assert [len(hand) for hand in hands] == [expected, expected]
     assert [len(hand[-1].items) for hand in hands] == ([1 * 2, 2] if not drop_last else [4, 4])
 
 
 def test_items_that_are_batches_are_taken_in_turn() -> None:
-    hands = [list(Dealer(rank, 2, False).items("abc")) for rank in range(2)]
+    hands = [list(Dealer(rank, 2, False).items([["a"], ["b"], ["c"]])) for rank in range(2)]
     assert [[part.items for part in hand] for hand in hands] == [[["a"], ["c"]], [["b"], ["c"]]]
     assert [hand[1].mean_weight for hand in hands] == [2.0, 0.0]

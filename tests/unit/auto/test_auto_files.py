@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -127,3 +129,53 @@ def test_caches_devices_and_temporary_files_are_left_alone(tmp_path: Path, monke
     assert not overlay.covers(str(tmp_path.parent / "other"))
     assert not overlay.covers("/dev/null")
     assert not overlay.covers(str(Path("~/.cache/torch/x").expanduser()))
+
+
+def _writers() -> ModuleType:
+    """Return the script that writes files in every way, as a module."""
+    path = Path(__file__).parents[2] / "auto_scripts" / "writers.py"
+    spec = importlib.util.spec_from_file_location("writers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+NEW_FILES = (
+    *("by_open", "by_exclusive_open", "by_pathlib", "by_descriptor", "by_move_from_elsewhere", "by_link"),
+    *("by_rename_from_elsewhere", "by_temporary_file_beside", "by_tarfile", "by_zipfile", "by_torch"),
+)
+OLD_FILES = ("by_folders", "by_old_folder", "by_memmap", "by_log")
+
+
+@pytest.mark.parametrize("way", [*NEW_FILES, *OLD_FILES])
+def test_what_python_writes_does_not_touch_worker_0s_files(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = _writers().WAYS
+    work = tmp_path / "work"
+    for name in ("earlier/a.txt", "old/a.txt", "old/train.log"):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text("earlier" if "earlier" in name else "earlier\n")
+    (work / "old" / "large.bin").write_bytes(bytes(1000))
+    for path in (*work.rglob("*"), work):
+        os.utime(path, (1e9, 1e9))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(work)
+    patches = Patches()
+    overlay = Overlay(tmp_path / "scratch", time.time() - 100)
+    if way in NEW_FILES:
+        # Worker 0 has been faster: what it wrote since the start is neither seen nor changed.
+        ways[way]("0")
+    before = _contents(work)
+    overlay.install(patches)
+    try:
+        assert ways[way]("1") == "1"
+    finally:
+        patches.undo()
+    assert _contents(work) == before
+
+
+def _contents(folder: Path) -> dict[str, object]:
+    return {str(path): path.is_dir() or path.read_bytes() for path in sorted(folder.rglob("*"))}

@@ -31,7 +31,7 @@ def test_no_script_is_said_so() -> None:
     [
         ({"batch": "half"}, "unknown --batch 'half'; known: per-worker, total"),
         ({"evaluation": "none"}, "unknown --eval 'none'; known: first, full, shard"),
-        ({"timeout_s": 0.0}, "--timeout is 0.0"),
+        ({"timeout_s": 0.0}, "--timeout is 0;"),
         ({"seed": -1}, "--seed is -1"),
         ({"whole": ("a", "b"), "deal": ("b",)}, "b is in both --whole and --deal"),
     ],

@@ -72,6 +72,42 @@ def test_worker_0_draws_what_a_plain_run_draws() -> None:
     assert found["seeded"][0] == torch.rand(()).item()
 
 
+def test_a_saved_state_brings_back_the_order_too() -> None:
+    patches = Patches()
+    streams = Streams(1, 5)
+    streams.install(patches)
+    try:
+        streams.part()
+        with torch.random.fork_rng():  # as around an evaluation before training
+            with streams.using(ALIKE):
+                first = torch.rand(3)
+            torch.rand(5)
+        with streams.using(ALIKE):
+            assert torch.equal(torch.rand(3), first)
+    finally:
+        patches.undo()
+
+
+def test_a_pass_that_was_no_training_leaves_the_workers_together() -> None:
+    drawn = []
+    for rank in range(2):
+        patches = Patches()
+        streams = Streams(rank, 5)
+        streams.install(patches)
+        try:
+            streams.part()
+            with streams.using(APART):
+                draw()
+            streams.rejoin()
+            drawn.append(draw())
+            streams.part()
+            drawn.append((torch.rand(()).item(), 0.0, 0.0))
+        finally:
+            patches.undo()
+    assert drawn[0] == drawn[2]
+    assert drawn[1] != drawn[3]
+
+
 def test_what_is_drawn_aside_leaves_no_trace() -> None:
     streams = Streams(1, 3)
     expected = (torch.get_rng_state(), random.getstate())

@@ -30,7 +30,7 @@ from poseidon.units import Load, Unit
 from toy_models import CLUSTER, CONV, FC, LOADS
 
 WORKERS = 2
-STEPS = 30
+STEPS = 42
 _SEEDING = threading.Lock()
 
 

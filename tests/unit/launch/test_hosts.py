@@ -23,6 +23,16 @@ def test_names_on_the_command_line_may_carry_workers_and_users() -> None:
     )
 
 
+def test_the_originals_nodes_may_have_addresses_of_either_family() -> None:
+    nodes = ["10.0.0.1:9998", "[fd00::2]:9999", "fd00::3", "[fd00::4]", "[fd00::2]:9999"]
+    assert parse_cluster({"worker_nodes": nodes, "master_node": "[fd00::2]:9999"}).hosts == (
+        Host("fd00::2", slots=2, service_port=9999),
+        Host("10.0.0.1", service_port=9998),
+        Host("fd00::3"),
+        Host("fd00::4"),
+    )
+
+
 def test_the_address_is_the_name_unless_given() -> None:
     assert Host("node1").address == "node1"
     assert Host("node1", address="10.0.0.1").address == "10.0.0.1"
@@ -43,6 +53,7 @@ def test_the_address_is_the_name_unless_given() -> None:
         ("a;reboot", "not the name of a host"),
         ("-x@a", "not the name of a host or user"),
         ("a:1:2", "'1:2' after the colon"),
+        ("a,me@fd00::2", r"write an IPv6 address in brackets, \[fd00::2\] or \[fd00::2\]:WORKERS"),
     ],
 )
 def test_hosts_that_make_no_sense_are_refused(text: str, match: str) -> None:

@@ -75,7 +75,10 @@ def test_commands_follow_their_nodes_when_the_master_comes_first() -> None:
         ("[]", "has no worker_nodes"),
         ('{"server_nodes": ["a"]}', "has no worker_nodes"),
         ('{"worker_nodes": []}', "must be a list of addresses"),
-        ('{"worker_nodes": ["a"], "worker_node": 1}', "'worker_node'; known: master_node, pem_file, server_nodes"),
+        (
+            '{"worker_nodes": ["a"], "worker_node": 1}',
+            "'worker_node'; did you mean 'worker_nodes'? known: master_node, pem_file, server_nodes",
+        ),
         ('{"worker_nodes": ["a"], "server_nodes": "a"}', "server_nodes is 'a'; it must be a list"),
         ('{"worker_nodes": ["a"], "pem_file": 3}', "pem_file is 3; it must be a text"),
     ],
@@ -154,8 +157,9 @@ def test_one_command_is_for_all_and_logs_have_a_place_of_their_own(
     monkeypatch.chdir(tmp_path)
     Path("c.json").write_text('{"worker_nodes": ["127.0.0.1", "127.0.0.1"]}')
     Path("m.py").touch()
-    assert psd_run.main(["-c", "c.json", "python m.py"]) == 0
+    assert psd_run.main(["-c", "c.json", "--env", "TF_USE_LEGACY_KERAS=1", "python m.py"]) == 0
     assert recorded.settings is not None
+    assert recorded.settings.env == {"TF_USE_LEGACY_KERAS": "1"}
     assert recorded.settings.each == ()
     assert [(host.name, host.slots) for host in recorded.settings.hosts] == [("127.0.0.1", 2)]
     assert recorded.log_dir.startswith("poseidon_log_")

@@ -17,7 +17,8 @@ LOST = (
     "Traceback (most recent call last):",
     '  File "train.py", line 3, in <module>',
     "poseidon.errors.WorkerLostError: rank 0 (ape) gave up waiting at step 4 for the gradients: nobody is dead, but "
-    "rank 2 (cat) is alive, at step 3, in forward (waited 60 s; timeout_s= changes that). The wait ended with: x",
+    "rank 2 (cat) is alive, at step 3, in forward, waiting for new_group() of torch.distributed (waited 60 s; "
+    "timeout_s= changes that). The wait ended with: x",
 )
 
 
@@ -81,7 +82,7 @@ def test_the_jobs_status_is_the_workers_as_a_shell_would_say(death: Death, statu
 
 def test_a_worker_that_the_others_wait_for_hangs() -> None:
     deaths = [ended(0, 1, *LOST), ended(1, 1, *LOST)]
-    assert accused(deaths) == (2, "is alive, at step 3, in forward")
+    assert accused(deaths) == (2, "is alive, at step 3, in forward, waiting for new_group() of torch.distributed")
     cause = resolve(deaths, {2: "cat"}, [])
     assert cause is not None
     assert (cause.rank, cause.host, cause.kind) == (2, "cat", DeathKind.HANG)

@@ -24,9 +24,12 @@ def parse(*words: str) -> argparse.Namespace:
         (["t.py", "--lr", "1"], ["t.py", "--lr", "1"], "t.py"),
         (["--nproc", "2", "t.py", "--nproc", "3"], ["t.py", "--nproc", "3"], "t.py"),
         (["--", "t.py"], ["t.py"], "t.py"),
+        (["t.py", "--h", "3", "--n", "4"], ["t.py", "--h", "3", "--n", "4"], "t.py"),
         (["-m", "pkg.mod", "--x", "-m", "y"], ["-m", "pkg.mod", "--x", "-m", "y"], None),
         (["--as-caffe", "t.py", "a"], ["-m", "poseidon.caffe.as_caffe", "t.py", "a"], "t.py"),
         (["--auto", "t.py", "a"], ["-m", "poseidon.auto", "t.py", "a"], "t.py"),
+        (["--as-ddp", "t.py", "a"], ["-m", "poseidon.trainers", "--asked", "t.py", "a"], "t.py"),
+        (["--as-ddp", "-m", "mod"], ["-m", "poseidon.trainers", "--asked", "-m", "mod"], None),
         (
             ["--auto", "--scale-lr", "--batch", "total", "--eval", "shard", "-m", "mod"],
             ["-m", "poseidon.auto", "--scale-lr", "--batch", "total", "--eval", "shard", "-m", "mod"],
@@ -47,12 +50,38 @@ def test_what_runs(words: list[str], argv: list[str], script: str | None) -> Non
         (["-m"], "-m needs a module's name"),
         (["--auto", "--as-caffe", "t.py"], "use one of them"),
         (["--scale-lr", "t.py"], "--scale-lr needs --auto"),
+        (["--as-ddp", "--auto", "t.py"], "leave --auto and --as-caffe out"),
         (["--as-caffe", "-m", "x"], "scripts, not modules"),
     ],
 )
 def test_what_cannot_run(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         run.read_program(parse(*words))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "is_taken"),
+    [
+        ("import accelerate", [], True),
+        ("def main():\n    from transformers.trainer import Trainer", [], True),
+        ("import pytorch_lightning as pl", [], True),
+        ("import accelerate", ["--no-as-ddp"], False),
+        ("import accelerate", ["--auto"], False),
+        ("import accelerate, poseidon.api", [], False),
+        ("import torch", [], False),
+        ("from .transformers import x", [], False),
+        ("import (", [], False),
+    ],
+)
+def test_scripts_with_a_trainer_get_poseidon_as_torchs_class(
+    tmp_path: Path, source: str, options: list[str], is_taken: bool
+) -> None:
+    script = tmp_path / "t.py"
+    script.write_text(source)
+    args = parse(*options, str(script), "--lr", "1")
+    program = run.take_place(run.read_program(args), args)
+    assert (program.argv == ("-m", "poseidon.trainers", str(script), "--lr", "1")) == is_taken
+    assert program.script == str(script)
 
 
 def test_settings_come_from_arguments_files_environment_and_defaults_in_this_order() -> None:
@@ -75,7 +104,7 @@ def test_settings_come_from_arguments_files_environment_and_defaults_in_this_ord
     ("given", "file", "environ", "match"),
     [
         ({"restarts": -1}, {}, {}, "--restarts is -1, expected at least 0"),
-        ({}, {"restart": 1}, {}, r"unknown setting in c\.json 'restart'; known: .*restarts"),
+        ({}, {"restart": 1}, {}, r"unknown setting in c\.json 'restart'; did you mean 'restarts'\? known: .*restarts"),
         ({}, {"restarts": "many"}, {}, r"c\.json: restarts is 'many', expected a whole number"),
         ({}, {"restarts": 1.5}, {}, r"c\.json: restarts is 1\.5, expected a whole number"),
         ({}, {"restarts": True}, {}, r"c\.json: restarts is True, expected a whole number"),

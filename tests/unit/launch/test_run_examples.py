@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -7,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from poseidon.job.world import World
 from poseidon.launch.hosts import read_cluster_file, read_hostfile
+from poseidon.launch.join import find_starter
 from poseidon.launch.run_settings import SETTINGS, resolve
 from poseidon.launch.script import check_script
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "launch"
+PODS = ROOT / "examples" / "kubernetes"
 
 
 def test_every_host_file_is_one_that_works() -> None:
@@ -38,7 +43,7 @@ def test_the_cluster_file_sets_what_it_says() -> None:
     assert (chosen["restarts"].value, chosen["hang_timeout"].value) == (2, 600.0)
 
 
-@pytest.mark.parametrize("name", ["train.py", "ray_train.py"])
+@pytest.mark.parametrize("name", ["train.py", "ray_train.py", "spark.py"])
 def test_the_scripts_can_be_read(name: str) -> None:
     check_script(EXAMPLES / name)
 
@@ -53,12 +58,35 @@ def test_the_guides_name_every_example_and_every_option() -> None:
     for setting in SETTINGS:
         assert f"--{setting.name.replace('_', '-')}" in guide
     cluster = (ROOT / "docs" / "cluster.md").read_text()
-    for name in ("torchrun.sh", "slurm.sbatch", "pytorchjob.yaml", "ray_train.py"):
+    for name in ("torchrun.sh", "slurm.sbatch", "ray_train.py", "skypilot.yaml", "spark.py"):
         assert name in cluster
         assert (EXAMPLES / name).exists()
+    for path in PODS.iterdir():
+        assert path.name in cluster
+    trainers = (ROOT / "docs" / "trainers.md").read_text()
+    for path in (ROOT / "examples" / "trainers").glob("*.py"):
+        assert f"examples/trainers/{path.name}" in trainers
+        check_script(path)
 
 
 def test_the_pods_run_a_command_that_exists() -> None:
-    commands = re.findall(r"command: \[(.*)\]", (EXAMPLES / "pytorchjob.yaml").read_text())
-    assert len(commands) == 2
-    assert all(command.startswith('"poseidon", "run"') for command in commands)
+    commands = [
+        re.findall(r"command: \[(.*)\]", (PODS / name).read_text()) for name in ("pytorchjob.yaml", "trainjob.yaml")
+    ]
+    assert [len(found) for found in commands] == [2, 1]
+    assert all(command.startswith('"poseidon", "run"') for found in commands for command in found)
+
+
+def test_skypilot_gives_each_machine_its_place() -> None:
+    """Runs the template's commands with SkyPilot's variables, and `poseidon` replaced by a look at the environment."""
+    text = (EXAMPLES / "skypilot.yaml").read_text()
+    commands = text.partition("run: |\n")[2].replace(
+        "poseidon run", "python3 -c 'import json, os; print(json.dumps(dict(os.environ)))' #"
+    )
+    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "192.0.2.1\n192.0.2.2"}
+    ran = subprocess.run(
+        ["bash", "-euc", commands], env={"PATH": os.environ["PATH"], **sky}, check=True, capture_output=True, timeout=20
+    )
+    joined = find_starter(json.loads(ran.stdout))
+    assert joined is not None
+    assert joined.world == World(1, 2, 0, 1, "192.0.2.1", 29500)

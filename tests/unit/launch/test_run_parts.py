@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
 from poseidon.job import tell as report
-from poseidon.job.interfaces import address_of, free_port, interface_with
+from poseidon.job.interfaces import address_of, interface_with, reserve_port
 from poseidon.launch import protocol
 from poseidon.launch.agent import look_around, network_variables
 from poseidon.launch.hosts import Host
@@ -55,8 +56,11 @@ def test_only_some_variables_travel_by_themselves() -> None:
         "POSEIDON_CLUSTER": "c",
         "POSEIDON_SSH_OPTIONS": "-F x",
         "AWS": "k",
+        "TF_CONFIG": "{}",
     }
-    assert passed_on(environ, {"AWS": "k"}) == {"NCCL_DEBUG": "INFO", "POSEIDON_CLUSTER": "c", "AWS": "k"}
+    for_libraries = {"KERAS_BACKEND": "jax", "TF_USE_LEGACY_KERAS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-f"}
+    travel = {"NCCL_DEBUG": "INFO", "POSEIDON_CLUSTER": "c", "OMP_PROC_BIND": "close", **for_libraries}
+    assert passed_on({**environ, **travel}, {"AWS": "k"}) == {**travel, "AWS": "k"}
 
 
 def test_messages_survive_the_way_and_noise_does_not_disturb() -> None:
@@ -196,15 +200,23 @@ def test_traffic_stays_on_the_interface_of_the_address() -> None:
     assert variables["POSEIDON_WIRE_IP"] == "127.0.0.1"
     assert "NCCL_SOCKET_IFNAME" not in variables
     assert network_variables("") == {}
-    with pytest.raises(ConfigError, match=r"interface 'eth77' has no IPv4 address.*lo \(127\.0\.0\.1\)"):
+    with pytest.raises(ConfigError, match=r"interface 'eth77' has no address.*lo \(127\.0\.0\.1\)"):
         address_of("eth77")
 
 
 def test_ports_are_free_or_refused() -> None:
-    port = free_port("127.0.0.1")
-    assert free_port("127.0.0.1", port) == port
+    with reserve_port("127.0.0.1") as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        # Worker 0 listens there.
+        refusal = pytest.raises(ConfigError, match=f"port {port} at 127.0.0.1 cannot be used here")
+        with socket.create_server(("127.0.0.1", port)), refusal:
+            reserve_port("127.0.0.1", port)
+    with reserve_port("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
     with pytest.raises(ConfigError, match=r"address 192\.0\.2\.200 cannot be used here"):
-        free_port("192.0.2.200")
+        reserve_port("192.0.2.200")
 
 
 def test_a_request_to_stop_is_noted_and_does_not_interrupt() -> None:

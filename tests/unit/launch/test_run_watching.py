@@ -5,7 +5,7 @@ import pytest
 from poseidon.launch.cause import DeathKind
 from poseidon.launch.hosts import Host
 from poseidon.launch.places import place_workers
-from poseidon.launch.progress import Slowest, Standing, furthest_behind, status_line
+from poseidon.launch.progress import Standing, furthest_behind, status_line
 from poseidon.launch.watching import SETTLE_S, STACKS_S, SYMPTOM_S, Watching
 
 PLACES = place_workers([Host("ape"), Host("bee", slots=2)])
@@ -166,20 +166,12 @@ def test_what_the_engine_says_counts_more_than_what_is_printed() -> None:
 
 def test_the_status_line_says_what_is_known_and_fits() -> None:
     standings = [Standing(step=12, loss=0.5, samples_per_s=100.0), Standing(step=11, samples_per_s=50.0)]
-    line = status_line(standings, 0, 75.0, 1, 200)
-    assert line == "1:15 | 2/2 workers | step 12 | 150 samples/s | loss 0.5 | slowest: worker 1"
-    assert len(status_line(standings, 0, 75.0, 1, 20)) < 20
-    assert status_line([Standing()], 1, 0.0, None, 80) == "0:00 | 0/1 workers"
-
-
-def test_who_is_behind_most_often_is_the_slowest() -> None:
-    slowest = Slowest()
-    behind = [Standing(step=5), Standing(step=4), Standing(step=5)]
-    assert slowest.look(behind) is None, "once is no rule"
-    slowest.look(behind)
-    assert slowest.look(behind) == 1
-    even = [Standing(step=5), Standing(step=5)]
-    assert Slowest().look(even) is None
+    line = status_line(standings, 0, 75.0, (), 200)
+    assert line == "1:15 | 2/2 workers | step 12 | 150 samples/s | loss 0.5"
+    observed = status_line(standings, 0, 75.0, ("9 steps/s", "limited by input on node2"), 200)
+    assert observed == "1:15 | 2/2 workers | step 12 | loss 0.5 | 9 steps/s | limited by input on node2"
+    assert len(status_line(standings, 0, 75.0, (), 20)) < 20
+    assert status_line([Standing()], 1, 0.0, (), 80) == "0:00 | 0/1 workers"
 
 
 def test_the_worker_furthest_behind() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from compact_codec import same_bits
 from poseidon.errors import ServerError
 from poseidon.sums.encodings import Encoding
-from poseidon.sums.halves import HalvesLayout, halve, join_halves
+from poseidon.sums.halves import HalvesFinder, HalvesLayout, halve, join_halves
 from sum_team import CHUNK_VALUES, make_team
 
 Array = np.ndarray[Any, Any]
@@ -79,3 +79,19 @@ def test_short_parts_and_short_sums_travel_in_halves_and_give_the_same_means(wor
     assert (slot.chunks[0].index, Encoding.PLAIN) in seen
     assert (slot.chunks[-1].index, Encoding.PLAIN) not in seen
     assert all(same_bits(mine, total / np.float32(workers)) for mine in copies)
+
+
+def test_a_chunk_with_more_bits_is_looked_at_less_and_less_often_and_the_others_in_every_step() -> None:
+    short, long = draw_upper(1, 4096), np.random.default_rng(1).standard_normal(4096).astype(np.float32)
+    finder = HalvesFinder(2)
+    for _ in range(100):
+        assert finder.halve(0, short, bytearray) is not None
+        assert finder.halve(1, long, bytearray) is None
+    # What becomes short is found again within some steps, and from then on in every one.
+    found = [finder.halve(1, short, bytearray) is not None for _ in range(100)]
+    first = found.index(True)
+    assert 0 < first < 32
+    assert all(found[first:])
+    # After one step with more bits, the next look follows soon.
+    assert finder.halve(1, long, bytearray) is None
+    assert [finder.halve(1, short, bytearray) is not None for _ in range(3)] == [False, True, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +44,11 @@ class AtOnce(StepThread):
     def __init__(self) -> None:
         self.lane = contextlib.nullcontext
 
-    def put(self, priority: float, job: Callable[[], None]) -> None:
-        job()
+    def put(self, priority: float, job: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            fail(error)
 
 
 class StepWorker:
@@ -245,6 +248,42 @@ def test_one_worker_fetches_means_weights_and_state(kind: str) -> None:
         assert all(torch.equal(full[mine][key], state[key]) for key in state)
 
 
+@both
+def test_answers_are_made_in_the_lane_of_steps_and_not_where_the_model_computes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There they would wait for the model, which may wait for a collective that the asker has yet to join.
+    inside: list[str] = []
+    made: list[tuple[str, bool]] = []
+
+    @contextlib.contextmanager
+    def lane() -> Iterator[None]:
+        inside.append("lane")
+        yield
+        inside.pop()
+
+    def noting(name: str) -> Callable[..., memoryview]:
+        method = getattr(Shard, name)
+
+        def note(*args: Any) -> memoryview:
+            made.append((name, bool(inside)))
+            answer: memoryview = method(*args)
+            return answer
+
+        return note
+
+    for name in ("exact", "state_of"):
+        monkeypatch.setattr(Shard, name, noting(name))
+    team, network = _team(kind, 3, is_rounded=True)
+    for worker in team:
+        worker.adder._thread.lane = lane
+    _steps(team, network, Reference(3), 1)
+    for what in (Ask.WEIGHTS, Ask.STATE):
+        _fetch(team[1], network, what, 1)
+    assert {name for name, _ in made} == {"exact", "state_of"}
+    assert all(is_inside for _, is_inside in made)
+
+
 def _steps(team: list[StepWorker], network: MemoryNetwork, reference: Reference, version: int) -> Tensor:
     for rank, worker in enumerate(team):
         worker.start(_gradient(rank, version), version)
@@ -397,8 +436,18 @@ def test_a_lost_peer_ends_what_was_asked() -> None:
     for one in (future, team[0].desk.fetch(chunk, Ask.MEAN, 0)):
         with pytest.raises(ZeroDivisionError):
             one.result(0)
-    team[0].desk.leave()
+    assert team[0].desk.leave().done()
     assert network.pump() >= 1
+
+
+def test_who_leaves_answers_until_all_have_left() -> None:
+    team, network = _team("host", 3)
+    done = [team[rank].desk.leave() for rank in range(2)]
+    network.pump()
+    assert not any(future.done() for future in done)
+    team[2].desk.leave()
+    network.pump()
+    assert all(future.done() for future in done)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -69,6 +69,28 @@ def test_a_worker_that_keeps_one_waiting_and_says_nothing_is_given_up_by_all() -
     assert nodes[0].losses == nodes[2].losses == {1: 0}
 
 
+def test_a_worker_that_is_known_to_work_is_not_given_up_until_it_no_longer_does() -> None:
+    network, nodes = open_nodes(3)
+    busy = {1}
+    for node in nodes:
+        node._is_busy = busy.__contains__
+    caches = [node.worker._caches[SPEC.ident] for node in nodes]
+    for _ in range(2):
+        for rank in (0, 2):
+            nodes[rank].worker.clock(caches[rank])
+    network.pump()
+    for _ in range(5 * COMPLAINTS):
+        complain(nodes, by=0, to=2, clock=2)
+        network.pump()
+    assert nodes[0].losses == nodes[2].losses == {}
+    busy.clear()
+    for count in range(COMPLAINTS):
+        assert nodes[0].losses == {}, count
+        complain(nodes, by=0, to=2, clock=2)
+        network.pump()
+    assert nodes[0].losses == nodes[2].losses == {1: 0}
+
+
 def test_a_worker_that_moves_on_between_complaints_is_not_given_up() -> None:
     network, nodes = open_nodes(2)
     fast, slow = (node.worker._caches[SPEC.ident] for node in nodes)

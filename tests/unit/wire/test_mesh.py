@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from collections.abc import Iterator
@@ -17,9 +18,13 @@ SECRET = b"sixteen bytes or more"
 
 
 def connected(
-    size: int, secrets: list[bytes] | None = None, timeout_s: float = 10.0, encrypt: bool = False
+    size: int,
+    secrets: list[bytes] | None = None,
+    timeout_s: float = 10.0,
+    encrypt: bool = False,
+    ip: str = "127.0.0.1",
 ) -> list[Mesh]:
-    meshes = [Mesh(rank, size, "127.0.0.1") for rank in range(size)]
+    meshes = [Mesh(rank, size, ip) for rank in range(size)]
     addresses = [mesh.address for mesh in meshes]
     with ThreadPoolExecutor(size) as threads:
         given = [Credentials(secret, encrypt) for secret in secrets or [SECRET] * size]
@@ -34,9 +39,10 @@ def connected(
     return meshes
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+@pytest.fixture(params=[(False, "127.0.0.1"), (True, "127.0.0.1"), (True, "::1")], ids=["plain", "encrypted", "IPv6"])
 def three(request) -> Iterator[list[Mesh]]:
-    meshes = connected(3, encrypt=request.param)
+    encrypt, ip = request.param
+    meshes = connected(3, encrypt=encrypt, ip=ip)
     yield meshes
     for mesh in meshes:
         mesh.close()
@@ -224,3 +230,64 @@ def test_a_short_lack_of_descriptors_is_waited_out(monkeypatch) -> None:
     for mesh in connected(2):
         mesh.close()
     assert next(lacks, None) is None
+
+
+def test_of_signals_only_the_last_is_kept_and_messages_are_not_disturbed(three) -> None:
+    numbers = []
+    for rank, mesh in enumerate(three):
+        mesh.signal(b"early")
+        numbers.append(mesh.send(bytes([rank])))
+        mesh.signal(b"late %d" % rank)
+    for rank, mesh in enumerate(three):
+        assert mesh.receive(numbers[rank], bytes([rank]), 5.0) == [b"\0", b"\1", b"\2"]
+        others = [other for other in range(3) if other != rank]
+        while any(not mesh.hear()[other].signal.startswith(b"late") for other in others):
+            pass
+        heard = mesh.hear()
+        assert {other: heard[other].signal for other in others} == {other: b"late %d" % other for other in others}
+        assert not any(one.ended for one in heard.values())
+
+
+def test_whoever_parts_is_heard_to_the_last_signal(three) -> None:
+    number = three[1].send(b"message")
+    three[0].signal(b"unread")
+    three[1].signal(b"goodbye")
+    three[1].part()
+    three[1].close()
+    while not three[0].hear()[1].ended:
+        pass
+    assert three[0].hear()[1].signal == b"goodbye"
+    assert three[0]._peers[1].take(number) == b"message"
+    three[0].signal(b"to nobody")
+    with pytest.raises(MeshError, match="no message from rank 1") as caught:
+        three[0].receive(5, b"", 5.0)
+    assert caught.value.is_broken
+
+
+class Looks:
+    """A wait of somebody who has had enough."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def look(self, peer: int) -> None:
+        self.seen.append(peer)
+        raise KeyError("enough")
+
+
+def test_who_waits_may_look_and_give_up(three) -> None:
+    looks = Looks()
+    three[1].send(b"1")
+    with pytest.raises(KeyError):
+        three[0].receive(three[0].send(b""), b"", 60.0, lambda: contextlib.nullcontext(looks))
+    assert looks.seen == [2], "rank 1 has come"
+
+
+def test_what_comes_soon_is_no_wait(three) -> None:
+    numbers = [mesh.send(bytes([rank])) for rank, mesh in enumerate(three)]
+
+    def refuse():
+        raise AssertionError("a wait was begun")
+
+    for rank, mesh in enumerate(three):
+        assert mesh.receive(numbers[rank], bytes([rank]), 60.0, refuse) == [b"\0", b"\1", b"\2"]

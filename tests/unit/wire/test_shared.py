@@ -35,3 +35,21 @@ def test_another_process_under_the_same_number_is_noticed() -> None:
 def test_an_unknown_process_is_named() -> None:
     with pytest.raises(WireError, match="process 0 cannot be opened"):
         SharedBlock.open((0, 3, ""))
+
+
+def test_a_process_that_may_not_look_into_the_owner_is_given_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = os.open
+
+    def refuse(path: str, *args: int) -> int:
+        if path.startswith("/proc/"):
+            raise PermissionError(13, "Permission denied", path)
+        return look(path, *args)
+
+    mine = SharedBlock.create(100)
+    monkeypatch.setattr(os, "open", refuse)
+    theirs = SharedBlock.open(mine.handle)
+    mine.data[99] = 7
+    assert theirs.data[99] == 7
+    mine.unlist()
+    with pytest.raises(WireError, match="Permission denied"):
+        SharedBlock.open(mine.handle)

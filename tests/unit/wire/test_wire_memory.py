@@ -96,3 +96,17 @@ def test_a_loss_is_told_to_who_listens_only_later() -> None:
     told: list[int] = []
     transports[0].listen_lost(lambda peer, _why: told.append(peer))
     assert told == [1]
+
+
+def test_one_message_for_several_peers_counts_and_arrives_once_for_each():
+    transports = make_memory_network(4)
+    got = {peer: inbox(transports[peer]) for peer in range(4)}
+    values = np.arange(3, dtype=np.float32)
+    transports[0].send_all((3, 1), push(0, 7, values), values)
+    transports[0].send_all((), push(0, 8, values), values)
+    transports[0].network.pump()
+    assert {peer: [chunk for chunk, _ in seen] for peer, seen in got.items()} == {0: [], 1: [7], 2: [], 3: [7]}
+    assert (transports[0].stats.sent_messages, transports[0].stats.sent_bytes) == (2, 24)
+    with pytest.raises(WireError, match="cannot send to rank 4; there are 4 ranks"):
+        transports[0].send_all((1, 4), push(0, 9, values), values)
+    assert transports[0].network.pump() == 0, "to nobody, if not to all"

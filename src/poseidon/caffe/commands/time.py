@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     from poseidon.caffe.pycaffe import Net
     from poseidon.caffe.schema import TEST, TRAIN
     from poseidon.caffe.scoring import benchmark
-    from poseidon.caffe.training import choose_device, parse_gpus
+    from poseidon.caffe.training import check_gpus, choose_device, parse_gpus
 
     phases = {"": TRAIN, "TRAIN": TRAIN, "TEST": TEST}
     if args.phase not in phases:
@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     model = need(args.model, "model", "the prototxt of the net to time")
     if args.iterations < 1:
         raise ConfigError(f"--iterations is {args.iterations}; it must be at least 1")
+    gpus = parse_gpus(args.gpu)
+    check_gpus(gpus, args.gpu)
     with console(log_dir=args.log_dir or None):
-        choose_device(parse_gpus(args.gpu) or ())
+        choose_device(gpus or ())
         benchmark(Net(model, phases[args.phase], args.level, stages_of(args.stage)), args.iterations)
     return 0

@@ -13,6 +13,41 @@ from poseidon.launch.local import follow_launcher, run_workers
 from poseidon.launch.run import start
 
 _SHOWN = ("solver", "snapshot", "weights", "gpu", "level", "stage", "sigint_effect", "sighup_effect")
+_DECIDED_HERE = (
+    "num_table_threads",
+    "num_comm_channels_per_client",
+    "num_rows_per_table",
+    "init_thread_access_table",
+    "num_zmq_threads",
+    "bandwidth_mbps",
+    "client_bandwidth_mbps",
+    "server_bandwidth_mbps",
+    "bg_idle_milli",
+    "server_idle_milli",
+    "oplog_push_upper_bound_kb",
+    "oplog_push_staleness_tolerance",
+    "thread_oplog_batch_size",
+    "row_candidate_factor",
+    "server_row_candidate_factor",
+    "server_push_row_threshold",
+    "update_sort_policy",
+    "numa_opt",
+    "numa_index",
+    "numa_policy",
+    "naive_table_oplog_meta",
+    "suppression_on",
+    "use_approx_sort",
+)
+"""How the original's tables work inside: accepted with any value, since this engine decides such things itself."""
+_EXPLAINED = {
+    "num_app_threads": "every net is trained by a process of its own here; use --workers, or `slots=` in the host file",
+    "snapshot_clock": "set `snapshot` in the solver's prototxt",
+    "snapshot_dir": "set `snapshot_prefix` in the solver's prototxt",
+    "resume_clock": "name a .solverstate with --snapshot",
+    "resume_dir": "name a .solverstate with --snapshot",
+}
+"""Flags of the original that have another name here, unless their value changes nothing."""
+_NO_EFFECT = {"num_app_threads": "1", "snapshot_clock": "-1", "resume_clock": "-1"}
 _CONSISTENCY = ("SSPPush", "SSPAggr", "SSP", "BSP")
 
 
@@ -25,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(several, "net_outputs", str, "", "CSV file for all displayed outputs, averaged over the workers")
     add_flag(several, "stats_path", str, "", "JSON file for the speed of the run")
     add_flag(several, "cluster", str, "", "JSON file of link and device speeds, instead of a measurement")
-    add_flag(several, "timeout_s", float, 300.0, "seconds to wait for another worker (default 300)")
+    add_flag(several, "timeout_s", float, None, "seconds to wait for another worker (default: POSEIDON_TIMEOUT)")
     original = parser.add_argument_group("flags of the original Poseidon")
     add_flag(original, "hostfile", str, "", "machines to train on, over ssh: lines `id ip port` or `host slots=n`")
     add_flag(original, "num_clients", int, 1, "number of machines")
@@ -34,13 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         original, "consistency_model", str, "SSPPush", f"one of {', '.join(_CONSISTENCY)}: the same at staleness 0"
     )
-    for name in ("num_table_threads", "num_comm_channels_per_client", "num_rows_per_table"):
-        add_flag(original, name, int, 1, "accepted; the engine decides this itself")
+    for name in _DECIDED_HERE:
+        original.add_argument(f"-{name}", f"--{name}", nargs="?", help=argparse.SUPPRESS)
+        original.add_argument(f"-no{name}", f"--no{name}", dest=name, action="store_const", help=argparse.SUPPRESS)
+    for name in _EXPLAINED:
+        add_flag(original, name, str, None, argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train in this process, or in workers that it starts and watches."""
-    from poseidon.caffe.training import TrainSettings, parse_gpus, train
+    from poseidon.caffe.training import TrainSettings, check_gpus, parse_gpus, train
 
     check_original_flags(args)
     settings = TrainSettings(
@@ -64,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     world = World.from_environment()
     if args.hostfile and world.size == 1:
         return start(launch_flags(args))
+    check_gpus(settings.gpus, args.gpu)
     count = worker_count(args.workers, settings.gpus, world)
     if count > 1:
         command = [sys.executable, "-m", "poseidon.cli", "train", *worker_flags(args)]
@@ -101,6 +140,10 @@ def check_original_flags(args: argparse.Namespace) -> None:
             f"--table_staleness {args.table_staleness} with --consistency_model {args.consistency_model}: staleness "
             "counts iterations, 0 or more, and BSP allows none"
         )
+    for name, advice in _EXPLAINED.items():
+        value = getattr(args, name)
+        if value not in (None, "", _NO_EFFECT.get(name)):
+            raise ConfigError(f"--{name} {value}: {advice}")
     if World.from_environment().size > 1 or (not args.hostfile and args.num_clients == 1):
         return
     if not args.hostfile:

@@ -32,6 +32,10 @@ def reading(path: files.StrPath, what: str) -> Iterator[Any]:
     h5py = require("h5py")
     if Path(path).is_dir():
         raise ConfigError(f"cannot read {what} {path}: it is a folder, expected a file")
+    if Path(path).is_file() and not h5py.is_hdf5(path):
+        size = Path(path).stat().st_size
+        kind = f"its {size} bytes are no HDF5 file" if size else "it is empty; was the disk full when it was written?"
+        raise ConfigError(f"cannot read {what} {path}: {kind}")
     try:
         with h5py.File(path, "r") as file:
             yield file

@@ -1,27 +1,27 @@
 """Which records a worker reads: pure rules, and the one function that asks for this worker's rank.
 
-There are two rules, both without communication between the workers:
-
-* in order (``in_turns``): all workers step through the same endless sequence of records and each takes every size-th.
-  The batches of one step together are the batch that a single worker with the total batch size would read;
-* shuffled (``Share.rows``): each worker owns every size-th record permanently and shuffles its own.
+The workers take batch after batch of one endless sequence of records in turns, without communication. So the batches
+of one step together are, in the order of the workers, the batch that a single worker with the total batch size would
+read. In order, a worker reads its ranges and nothing between them; shuffled, all workers know the same random order of
+each pass, by a common seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from poseidon.caffe import process
+from poseidon.caffe.io.draws import permuted
 from poseidon.errors import ConfigError
 from poseidon.job.world import World
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,46 +36,37 @@ class Share:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(f"share {self.rank} of {self.size} does not exist; shares count from 0")
 
-    def rows(self, count: int, first: int = 0) -> range:
-        """Return which of ``count`` records, numbered from ``first`` in the whole source, belong to this share."""
-        return range((self.rank - first) % self.size, count, self.size)
+    def position(self, number: int, batch: int) -> int:
+        """Return where this worker's sample ``number`` is in the endless sequence that all workers read in turns."""
+        turn, row = divmod(number, batch)
+        return (turn * self.size + self.rank) * batch + row
+
+    def owns(self, positions: NDArray[np.int64], batch: int) -> NDArray[np.bool_]:
+        """Return which places of that sequence are this worker's."""
+        mine: NDArray[np.bool_] = positions // batch % self.size == self.rank
+        return mine
 
 
-def in_turns(one_pass: Callable[[], Iterable[T]], share: Share) -> Iterator[T]:
-    """Yield this worker's records of an endless sequence of passes over a source, in order.
+class Numbered(NamedTuple):
+    """A record of a source whose records are known by number."""
 
-    The passes follow each other without a gap, so if the length of a source is not a multiple of the number of workers,
-    a worker gets different records in each pass; every record of a pass still goes to exactly one worker.
-    """
-    position = 0
-    while True:
-        start = position
-        for record in one_pass():
-            if position % share.size == share.rank:
-                yield record
-            position += 1
-        if position == start:
-            return
+    number: int
+    """The place in the endless sequence, different for each pass over the source."""
+    record: int
+    """Which record of the source it is."""
 
 
-def endless(count: int, share: Share, random: np.random.Generator | None, origin: str) -> Iterator[int]:
-    """Yield the numbers of this worker's records pass after pass: in order, or reshuffled for each pass."""
-    if random is None:
-        yield from in_turns(lambda: range(count), share)
-        return
-    own = share.rows(count)
-    if not own:
-        raise too_few(origin, count, share)
-    while True:
-        yield from random.permutation(own).tolist()
-
-
-def too_few(origin: str, count: int, share: Share) -> ConfigError:
-    """Return the error for a source that leaves a worker without records."""
-    return ConfigError(
-        f"{origin}: has {count} records for {share.size} workers, so worker {share.rank} gets none; "
-        "use fewer workers, or leave out shuffle"
-    )
+def endless(count: int, share: Share, batch: int, seed: int | None, first: int = 0) -> Iterator[Numbered]:
+    """Yield this worker's records from its sample ``first`` on, pass after pass: in order, or shuffled by a seed."""
+    order, shuffled = None, -1
+    for number in itertools.count(first):
+        position = share.position(number, batch)
+        turn, record = divmod(position, count)
+        if seed is not None:
+            if order is None or turn != shuffled:
+                order, shuffled = permuted(count, seed, turn), turn
+            record = int(order[record])
+        yield Numbered(position, record)
 
 
 @dataclass(frozen=True)

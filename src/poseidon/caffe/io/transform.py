@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from poseidon.caffe.blob import Blob
 from poseidon.caffe.io.datum import Values
-from poseidon.caffe.io.images import Mode
+from poseidon.caffe.io.draws import Draws
+from poseidon.caffe.io.images import Mode, opencv
 from poseidon.caffe.schema import BlobProto
 from poseidon.caffe.schema.files import read_binary
 from poseidon.caffe.schema.messages import TransformationParameter
@@ -21,11 +22,14 @@ log = logging.getLogger("poseidon.caffe")
 
 Array = NDArray[np.float32]
 
+_MOST_CHANNELS = 4
+"""More are not an image's."""
+
 
 class Transform:
-    """Crops, mirrors, subtracts the mean and scales, in this order; random exactly where Caffe is."""
+    """Crops, mirrors, subtracts the mean and scales, in this order; random exactly where Caffe is. Threads share it."""
 
-    def __init__(self, param: TransformationParameter, is_training: bool, rank: int = 0) -> None:
+    def __init__(self, param: TransformationParameter, is_training: bool) -> None:
         if param.force_color and param.force_gray:
             raise ConfigError("transform_param sets both force_color and force_gray; choose one")
         self._crop: int = param.crop_size
@@ -34,7 +38,11 @@ class Transform:
         self._mean = mean_of(param)
         self._has_mean_image = param.HasField("mean_file")
         self._crops_anywhere = is_training and self._crop > 0
-        self._random = random_stream(rank) if self._mirror or self._crops_anywhere else None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the result depends on the draws."""
+        return self._mirror or self._crops_anywhere
 
     def shape(self, values_shape: tuple[int, ...], origin: str) -> tuple[int, int, int]:
         """Return the shape that values of the given shape (channels, height, width) will have."""
@@ -43,34 +51,31 @@ class Transform:
             raise ConfigError(f"{origin}: {height} x {width} (height x width) is less than crop_size {self._crop}")
         return (channels, self._crop or height, self._crop or width)
 
-    def __call__(self, values: Values, out: Array, origin: str) -> None:
-        """Write the transformed values to ``out``, which must have the shape that ``shape`` returns."""
-        wanted = self.shape(values.shape, origin)
-        if wanted != out.shape:
-            raise ConfigError(
-                f"{origin}: gives shape {wanted} (channels, height, width) in a batch whose first record gives "
-                f"{out.shape}; use records of one size, crop_size, or batch_size 1"
-            )
+    def __call__(self, values: Values, out: Array, origin: str, draws: Draws) -> None:
+        """Write the transformed values to ``out``, which must have the shape that ``shape`` returns.
+
+        ``draws`` decide about crop and mirroring.
+        """
         _, height, width = values.shape
-        mirrored = self._mirror and self._draw(2) == 1
-        top, left = self._offsets(height, width)
-        window = np.s_[:, top : top + out.shape[1], left : left + out.shape[2]]
-        target = out[:, :, ::-1] if mirrored else out
-        if self._mean is None:
-            np.multiply(values[window], self._scale, out=target, casting="unsafe", dtype=np.float32)
-            return
-        np.subtract(values[window], self._mean_window(values.shape, window, origin), out=target, dtype=np.float32)
-        if self._scale != 1:
-            target *= self._scale
-
-    def _offsets(self, height: int, width: int) -> tuple[int, int]:
-        if not self._crop:
-            return 0, 0
+        is_mirrored = self._mirror and draws.below(2) == 1
         if self._crops_anywhere:
-            return self._draw(height - self._crop + 1), self._draw(width - self._crop + 1)
-        return (height - self._crop) // 2, (width - self._crop) // 2
+            top, left = draws.below(height - self._crop + 1), draws.below(width - self._crop + 1)
+        elif self._crop:
+            top, left = (height - self._crop) // 2, (width - self._crop) // 2
+        else:
+            top = left = 0
+        window = np.s_[:, top : top + out.shape[1], left : left + out.shape[2]]
+        if values.dtype == np.uint8:
+            # Bytes are put in order before they become floats, which take four times as long to move.
+            np.copyto(out, arranged(values[window], is_mirrored, _SCRATCH))
+        else:
+            np.copyto(out, _reversed(values[window]) if is_mirrored else values[window], casting="unsafe")
+        if self._mean is not None:
+            np.subtract(out, self._mean_window(values.shape, window, origin, is_mirrored), out=out)
+        if self._scale != 1:
+            np.multiply(out, self._scale, out=out)
 
-    def _mean_window(self, shape: tuple[int, ...], window: Any, origin: str) -> Array:
+    def _mean_window(self, shape: tuple[int, ...], window: Any, origin: str, is_mirrored: bool) -> Array:
         assert self._mean is not None
         if not self._has_mean_image:
             if len(self._mean) not in (1, shape[0]):
@@ -83,12 +88,56 @@ class Transform:
             raise ConfigError(
                 f"{origin}: has shape {shape} (channels, height, width), the mean in mean_file {self._mean.shape}"
             )
+        # Caffe subtracts the mean where the crop was before it is mirrored.
         part: Array = self._mean[window]
-        return part
+        return _reversed(part) if is_mirrored else part
 
-    def _draw(self, below: int) -> int:
-        assert self._random is not None
-        return int(self._random.integers(below))
+
+class ThreadMemory(threading.local):
+    """Memory of a thread for bytes on their way: new memory would be cold, and old is at hand in the cache."""
+
+    def __init__(self) -> None:
+        self._planes = self._flipped = np.empty((0, 0, 0), np.uint8)
+
+    def planes(self, shape: tuple[int, ...]) -> Values:
+        """Return an array with any content, which lasts until this thread asks again."""
+        if self._planes.shape != shape:
+            self._planes = np.empty(shape, np.uint8)
+        return self._planes
+
+    def flipped(self, shape: tuple[int, ...]) -> Values:
+        """Return another one."""
+        if self._flipped.shape != shape:
+            self._flipped = np.empty(shape, np.uint8)
+        return self._flipped
+
+
+_SCRATCH = ThreadMemory()
+
+
+def arranged(values: Values, is_mirrored: bool, scratch: ThreadMemory) -> Values:
+    """Return bytes (channels, height, width) in this order in memory too, mirrored if wanted.
+
+    They may be a view of an image with its channels last. OpenCV is several times faster here than NumPy. The result
+    may be in the scratch memory.
+    """
+    channels, height, width = values.shape
+    pixels = values.transpose(1, 2, 0)
+    is_image = 1 < channels <= _MOST_CHANNELS and pixels.strides[1:] == (channels, 1)
+    if not values.size or not (is_image or is_mirrored):
+        return values
+    cv2 = opencv()
+    result = scratch.planes((channels, height, width))
+    if is_image:
+        cv2.split(cv2.flip(pixels, 1, dst=scratch.flipped(pixels.shape)) if is_mirrored else pixels, list(result))
+    else:
+        for plane, target in zip(values, result, strict=True):
+            cv2.flip(plane, 1, dst=target)
+    return result
+
+
+def _reversed(values: NDArray[Any]) -> NDArray[Any]:
+    return values[:, :, ::-1]
 
 
 def decode_mode(param: TransformationParameter) -> Mode:
@@ -113,9 +162,3 @@ def mean_of(param: TransformationParameter) -> Array | None:
     except ConfigError as error:
         raise ConfigError(f"mean_file {param.mean_file}: {error}") from None
     return blob.data.reshape(blob.channels, blob.height, blob.width)
-
-
-def random_stream(rank: int) -> np.random.Generator:
-    """Return a generator derived from the seed set for fillers, different for each worker."""
-    seed = int(torch.randint(2**62, ()).item())
-    return np.random.default_rng([seed, rank])

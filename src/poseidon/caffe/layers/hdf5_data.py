@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
-from poseidon.caffe.blob import Shape
+from poseidon.caffe.io.batches import Batches
 from poseidon.caffe.io.hdf5 import HDF5Rows
 from poseidon.caffe.io.lists import read_file_list
-from poseidon.caffe.io.sharding import this_worker
-from poseidon.caffe.io.transform import random_stream
 from poseidon.caffe.layers.base import Count
-from poseidon.caffe.layers.data import Batches, PrefetchingLayer
+from poseidon.caffe.layers.data import DataStream, PrefetchingLayer
 from poseidon.caffe.layers.registry import register
 from poseidon.errors import ConfigError
 
@@ -26,7 +23,7 @@ class HDF5Data(PrefetchingLayer):
     top_count = Count(1, None)
     logs_size = False
 
-    def open(self) -> tuple[Sequence[Shape], Batches]:
+    def open(self) -> DataStream:
         if self.param.HasField("transform_param"):
             raise ConfigError("HDF5Data does not transform data; remove transform_param")
         settings = self.param.hdf5_data_param
@@ -38,6 +35,10 @@ class HDF5Data(PrefetchingLayer):
         missing = [file for file in files if not Path(file).is_file()]
         if missing:
             raise ConfigError(f"{source.path}: names {missing[0]}, which does not exist")
-        random = random_stream(this_worker().rank) if settings.shuffle else None
-        rows = HDF5Rows(files, self.param.top, source.share, random)
-        return [(batch_size, *shape) for shape in rows.row_shapes], rows.batches(batch_size)
+        rows = HDF5Rows(files, self.param.top, source.share)
+        is_shuffled = settings.shuffle
+
+        def batches(number: int, seed: int) -> Batches:
+            return rows.batches(batch_size, number, seed if is_shuffled else None)
+
+        return DataStream([(batch_size, *shape) for shape in rows.row_shapes], batches, is_shuffled)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from functools import partial
 
-from poseidon.caffe.blob import Shape
-from poseidon.caffe.io.batches import Sample, batched
+from poseidon.caffe.io.batches import Batches, Row, Sample, batched
 from poseidon.caffe.io.datum import image_to_values
 from poseidon.caffe.io.images import read_image
 from poseidon.caffe.io.lists import ImageLine, read_image_list
-from poseidon.caffe.io.sharding import endless, this_worker
-from poseidon.caffe.io.transform import Transform, random_stream
-from poseidon.caffe.layers.data import Batches, PrefetchingLayer, skipped
+from poseidon.caffe.io.sharding import endless
+from poseidon.caffe.io.transform import Transform
+from poseidon.caffe.layers.data import DataStream, PrefetchingLayer, check_skip, skipped
 from poseidon.caffe.layers.registry import register
 from poseidon.caffe.schema.messages import ImageDataParameter
 from poseidon.errors import ConfigError
@@ -24,8 +23,8 @@ log = logging.getLogger("poseidon.caffe")
 class ImageData(PrefetchingLayer):
     """Reads image files in the order of a list, or reshuffled in every pass."""
 
-    def open(self) -> tuple[Sequence[Shape], Batches]:
-        settings, rank = self.param.image_data_param, this_worker().rank
+    def open(self) -> DataStream:
+        settings = self.param.image_data_param
         batch_size = self.batch_size(settings)
         if bool(settings.new_height) != bool(settings.new_width):
             raise ConfigError(
@@ -34,23 +33,22 @@ class ImageData(PrefetchingLayer):
         source = self.locate(settings)
         log.info("Opening file %s", source.path)
         lines = read_image_list(source.path)
-        transform = Transform(self.param.transform_param, self.is_training, rank)
+        transform = Transform(self.param.transform_param, self.is_training)
         if settings.shuffle:
             log.info("Shuffling data")
         log.info("A total of %d images.", len(lines))
-        order = endless(len(lines), source.share, random_stream(rank) if settings.shuffle else None, source.path)
-        numbers = skipped(order, settings.rand_skip, len(source.share.rows(len(lines))))
+        check_skip(settings.rand_skip, len(lines))
         first = _read(lines[0], settings, source.path)
         shape = transform.shape(first.values.shape, first.origin)
-        samples = _samples(lines, numbers, settings, source.path)
-        return [(batch_size, *shape), (batch_size,)], batched(samples, transform, batch_size)
 
+        def batches(number: int, seed: int) -> Batches:
+            first = number + skipped(settings.rand_skip, seed)
+            order = endless(len(lines), source.share, batch_size, seed if settings.shuffle else None, first)
+            rows = (Row(number, partial(_read, lines[index], settings, source.path)) for number, index in order)
+            return batched(rows, transform, batch_size, seed)
 
-def _samples(
-    lines: list[ImageLine], numbers: Iterator[int], settings: ImageDataParameter, source: str
-) -> Iterator[Sample]:
-    for number in numbers:
-        yield _read(lines[number], settings, source)
+        is_random = transform.is_random or settings.shuffle or settings.rand_skip > 0
+        return DataStream([(batch_size, *shape), (batch_size,)], batches, is_random)
 
 
 def _read(line: ImageLine, settings: ImageDataParameter, source: str) -> Sample:

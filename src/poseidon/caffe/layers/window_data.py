@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from poseidon.caffe.blob import Shape
+from poseidon.caffe.io.batches import Batches, Tensors
+from poseidon.caffe.io.draws import Draws
 from poseidon.caffe.io.images import Image, decode_image, read_bytes
-from poseidon.caffe.io.sharding import this_worker
-from poseidon.caffe.io.transform import mean_of, random_stream
+from poseidon.caffe.io.prefetch import Part
+from poseidon.caffe.io.sharding import Share, this_worker
+from poseidon.caffe.io.transform import mean_of
 from poseidon.caffe.io.windows import ImageWindow, WindowCrop, WindowFile, read_windows
-from poseidon.caffe.layers.data import Batches, PrefetchingLayer
+from poseidon.caffe.layers.data import DataStream, PrefetchingLayer
 from poseidon.caffe.layers.registry import register
 from poseidon.caffe.schema.messages import TransformationParameter, WindowDataParameter
 from poseidon.errors import ConfigError, unknown_name
@@ -35,7 +39,7 @@ class WindowData(PrefetchingLayer):
     Windows are sampled from the whole file, so workers share it without dividing it.
     """
 
-    def open(self) -> tuple[Sequence[Shape], Batches]:
+    def open(self) -> DataStream:
         settings, transform = self.param.window_data_param, self.param.transform_param
         batch_size = self.batch_size(settings)
         crop = _crop_of(settings, transform.crop_size)
@@ -47,11 +51,19 @@ class WindowData(PrefetchingLayer):
         files = _ImageFiles(settings.root_folder, file.images, settings.cache_images)
         mean = _mean_for(transform, crop.size)
         sampler = _Sampler(
-            files, background, foreground, crop, np.float32(settings.scale), mean, transform.mirror, source
+            files,
+            background,
+            foreground,
+            crop,
+            np.float32(settings.scale),
+            mean,
+            transform.mirror,
+            source,
+            batch_size,
+            int(np.float32(batch_size) * np.float32(settings.fg_fraction)),
+            Share(this_worker().rank, this_worker().size),
         )
-        foreground_count = int(np.float32(batch_size) * np.float32(settings.fg_fraction))
-        batches = sampler.batches(batch_size, foreground_count, random_stream(this_worker().rank))
-        return [(batch_size, _CHANNELS, crop.size, crop.size), (batch_size,)], batches
+        return DataStream([(batch_size, _CHANNELS, crop.size, crop.size), (batch_size,)], sampler.batches, True)
 
 
 def _crop_of(settings: WindowDataParameter, crop_size: int) -> WindowCrop:
@@ -128,21 +140,22 @@ class _Sampler:
     mean: Array | None
     mirror: bool
     source: str
+    batch_size: int
+    foreground_count: int
+    share: Share
 
-    def batches(
-        self, batch_size: int, foreground_count: int, random: np.random.Generator
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
-        while True:
-            data = np.zeros((batch_size, _CHANNELS, self.crop.size, self.crop.size), np.float32)
-            labels = np.empty(batch_size, np.float32)
-            for row in range(batch_size):
-                group = self.background if row < batch_size - foreground_count else self.foreground
-                window = group[int(random.integers(len(group)))]
-                self._fill(data[row], window, self.mirror and bool(random.integers(2)))
-                labels[row] = window.label
-            yield torch.from_numpy(data), torch.from_numpy(labels)
+    def batches(self, number: int, seed: int) -> Batches:
+        for first in itertools.count(number, self.batch_size):
+            yield _WindowBatch(self, first, seed)
 
-    def _fill(self, out: Array, window: ImageWindow, mirrored: bool) -> None:
+    def fill(self, place: int, draws: Draws, out: Array) -> int:
+        """Cut a random window into row ``place`` of a batch."""
+        group = self.background if place < self.batch_size - self.foreground_count else self.foreground
+        window = group[draws.below(len(group))]
+        self._cut(out, window, self.mirror and draws.below(2) == 1)
+        return window.label
+
+    def _cut(self, out: Array, window: ImageWindow, mirrored: bool) -> None:
         """Crop the window into ``out``; pixels outside the image stay zero."""
         try:
             pixels = self.files.read(window.image)
@@ -157,3 +170,26 @@ class _Sampler:
         if self.mean is not None:
             values -= self.mean if self.mean.shape[1:] == (1, 1) else self.mean[area]
         out[area] = values * self.scale
+
+
+class _WindowBatch:
+    """A batch in the making; each row is a part."""
+
+    def __init__(self, sampler: _Sampler, first: int, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._first = first
+        # Not a buffer that was used before: around windows, it must be zero.
+        self._data = np.zeros((sampler.batch_size, _CHANNELS, sampler.crop.size, sampler.crop.size), np.float32)
+        self._labels = np.empty(sampler.batch_size, np.float32)
+
+    def parts(self) -> Iterator[Part]:
+        for place in range(self._sampler.batch_size):
+            yield partial(self._fill, place)
+
+    def _fill(self, place: int) -> None:
+        number = self._sampler.share.position(self._first + place, self._sampler.batch_size)
+        self._labels[place] = self._sampler.fill(place, Draws(self._seed, number), self._data[place])
+
+    def finish(self) -> Tensors:
+        return torch.from_numpy(self._data), torch.from_numpy(self._labels)

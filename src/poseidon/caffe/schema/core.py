@@ -103,6 +103,12 @@ message SolverState
   2 learned_net string
   3 history *BlobProto
   4 current_step int32
+  1000 records_read *RecordsRead
+
+message RecordsRead
+  1 layer string
+  2 records int64
+  3 seed int64
 
 message NetState
   1 phase Phase = TEST

@@ -20,6 +20,8 @@ M = TypeVar("M", bound=Message)
 
 _NUMBERS_ONLY = "BlobProto"
 """Not looked into for texts: it has none, and many numbers."""
+_NO_BRACES = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1|\#.*""")
+"""Texts and comments, in which braces are no braces."""
 _NO_FIELD = re.compile(r'Message type "caffe\.(?P<message>[\w.]+)" has no field named "(?P<field>[^"]+)"')
 _NO_VALUE = re.compile(r'Enum type "caffe\.(?P<enum>[\w.]+)" has no value (?:named|with number) "?(?P<value>[^".]+)')
 
@@ -105,14 +107,46 @@ def _explain(error: text_format.ParseError, origin: str, text: str) -> str:
     what = re.sub(r"^'(?P<source>.*?)': ", "", what, flags=re.DOTALL)
     unknown = _NO_FIELD.search(what)
     if unknown:
+        if line is not None and missing_brace(text) and (opened := _open_braces(text, line - 1)):
+            return (
+                f"{where}: {unknown['field']!r} is inside what line {opened[-1]} opens, which has no such field: a }} "
+                "is missing before it"
+            )
         known = list(message(unknown["message"]).DESCRIPTOR.fields_by_name)
         return f"{where}: {unknown['message']} has no field {unknown['field']!r}{_near(unknown['field'], known)}"
     value = _NO_VALUE.search(what)
     if value:
         known = _enum_values(value["enum"])
         return f"{where}: {value['enum']} has no value {value['value']!r}; known: {', '.join(known)}"
+    if what.startswith(("Expected", "Couldn't parse")) and (brace := missing_brace(text)):
+        return f"{origin}:{brace}"
     source = text.splitlines()[line - 1].strip() if line and line <= len(text.splitlines()) else ""
     return f"{where}: {what}" + (f" (in: {source})" if source else "")
+
+
+def missing_brace(text: str) -> str | None:
+    """Return the line of a brace that nobody closes, or that nobody opened, and say so; None if there is none. Pure."""
+    lines = text.splitlines()
+    opened = _open_braces(text, len(lines))
+    if not opened:
+        return None
+    number = abs(opened[-1])
+    what = "a brace is closed that was never opened" if opened[-1] < 0 else "this brace is never closed: a } is missing"
+    return f"{number}: {what} (in: {lines[number - 1].strip()})"
+
+
+def _open_braces(text: str, lines: int) -> list[int]:
+    """Return the lines whose braces are open after that many lines, outermost first; negative: closed without one."""
+    opened: list[int] = []
+    for number, line in enumerate(text.splitlines()[:lines], 1):
+        for brace in re.findall(r"[{}]", _NO_BRACES.sub("", line)):
+            if brace == "{":
+                opened.append(number)
+            elif not opened:
+                return [-number]
+            else:
+                opened.pop()
+    return opened
 
 
 def _near(name: str, known: list[str]) -> str:

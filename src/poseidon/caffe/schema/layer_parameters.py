@@ -71,6 +71,7 @@ message DataParameter
   9 force_encoded_color bool
   10 prefetch uint32 = 4
   1000 shared_file_system bool
+  1001 shuffle_window uint32
 
 message DropoutParameter
   1 dropout_ratio float = 0.5

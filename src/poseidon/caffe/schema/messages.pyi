@@ -204,10 +204,22 @@ class SolverState(Message):
     @property
     def history(self) -> RepeatedCompositeFieldContainer[BlobProto]: ...
     current_step: int
+    @property
+    def records_read(self) -> RepeatedCompositeFieldContainer[RecordsRead]: ...
     def __init__(
         self, *,
         iter: int | None = ..., learned_net: str | None = ...,
         history: Iterable[BlobProto | Mapping[str, Any]] | None = ..., current_step: int | None = ...,
+        records_read: Iterable[RecordsRead | Mapping[str, Any]] | None = ...,
+    ) -> None: ...
+
+class RecordsRead(Message):
+    layer: str
+    records: int
+    seed: int
+    def __init__(
+        self, *,
+        layer: str | None = ..., records: int | None = ..., seed: int | None = ...,
     ) -> None: ...
 
 class NetState(Message):
@@ -551,11 +563,13 @@ class DataParameter(Message):
     force_encoded_color: bool
     prefetch: int
     shared_file_system: bool
+    shuffle_window: int
     def __init__(
         self, *,
         source: str | None = ..., scale: float | None = ..., mean_file: str | None = ..., batch_size: int | None = ...,
         crop_size: int | None = ..., mirror: bool | None = ..., rand_skip: int | None = ..., backend: int | None = ...,
         force_encoded_color: bool | None = ..., prefetch: int | None = ..., shared_file_system: bool | None = ...,
+        shuffle_window: int | None = ...,
     ) -> None: ...
 
 class DropoutParameter(Message):

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from poseidon.caffe import weights
+from poseidon.caffe.layers.data import PrefetchingLayer
 from poseidon.caffe.pycaffe import Net
 from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver import nets, state
@@ -22,6 +23,7 @@ from poseidon.caffe.solver.updater import ParameterUpdater
 from poseidon.caffe.solver.workers import Action, ActionFunction, SoleWorker, Workers
 from poseidon.caffe.upgrade import read_solver
 from poseidon.errors import ConfigError
+from poseidon.files import came_of_full_disk
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -57,6 +59,7 @@ class Solver:
         self.test_nets = [self._build_test_net(i, source) for i, source in enumerate(nets.test_sources(self.param))]
         self._updater = ParameterUpdater(self.net.learnable, RULES[self.type](self.param), self.param)
         self._workers = (connect or _connect_default_group)(self)
+        self._share_seeds()
         log.info("Solver scaffolding done.")
 
     # The interface of pycaffe.
@@ -159,17 +162,43 @@ class Solver:
         if not self._workers.is_root:
             return
         self._check_snapshot_folder()
-        progress = state.SolverProgress(self.iter, self._step)
+        sources = {
+            layer.name: state.SourceProgress(layer.records_read, layer.seed)
+            for layer in self._data_layers()
+            if layer.records_read
+        }
+        progress = state.SolverProgress(self.iter, self._step, sources)
         state.write_snapshot(self.net, self._updater.history, progress, self.param)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Restore iteration, history and parameters from a state file; worker 0 reads it for all."""
+        """Restore iteration, history and parameters from a state file; worker 0 reads it for all.
+
+        Data layers of the training net go on with the records that follow.
+        """
+        layers = self._data_layers()
+        progress = state.SolverProgress(self.iter, self._step)
         if self._workers.is_root:
-            self.iter, self._step = state.read_snapshot(path, self.net, self._updater.history)
+            progress = state.read_snapshot(path, self.net, self._updater.history)
         blobs = [entry.blob for entry in self.net.learnable] + self._updater.history
-        self.iter, self._step = self._workers.take_from_root(
-            [self.iter, self._step], [blob.data_tensor for blob in blobs]
+        stored = [progress.sources.get(layer.name, state.SourceProgress(-1)) for layer in layers]
+        self.iter, self._step, *numbers = self._workers.take_from_root(
+            [progress.iteration, progress.step, *[number for source in stored for number in source]],
+            [blob.data_tensor for blob in blobs],
         )
+        # A state of Caffe's own does not say, and Caffe begins with the first record again.
+        for layer, records, seed in zip(layers, numbers[::2], numbers[1::2], strict=True):
+            if records >= 0:
+                layer.continue_after(records, seed if seed >= 0 else layer.seed)
+
+    def _share_seeds(self) -> None:
+        """Make all workers read the same sequence of records, each its part."""
+        layers = self._data_layers()
+        for layer, seed in zip(layers, self._workers.take_from_root([each.seed for each in layers], []), strict=True):
+            if seed != layer.seed:
+                layer.continue_after(0, seed)
+
+    def _data_layers(self) -> list[PrefetchingLayer]:
+        return [layer for layer in self.net.layers if isinstance(layer, PrefetchingLayer)]
 
     def close(self) -> None:
         """Leave the other workers, if any, and drop all callbacks; the nets stay usable."""
@@ -220,8 +249,17 @@ class Solver:
     def _heed(self, action: Action) -> None:
         is_due = self.param.snapshot and self.iter % self.param.snapshot == 0
         if is_due or action == Action.SNAPSHOT:
-            self.snapshot()
+            self._snapshot_on_the_way()
         self._is_stopped |= action == Action.STOP
+
+    def _snapshot_on_the_way(self) -> None:
+        """Write a snapshot; a full disk ends no training, except with its last snapshot."""
+        try:
+            self.snapshot()
+        except ConfigError as error:
+            if self.iter >= self.param.max_iter or not came_of_full_disk(error):
+                raise
+            log.warning("Iteration %d: %s; training goes on without this snapshot", self.iter, error)
 
     def _test(self, number: int) -> None:
         log.info("Iteration %d, Testing net (#%d)", self.iter, number)
@@ -246,7 +284,7 @@ class Solver:
 
     def _heed_in_test(self, action: Action) -> None:
         if action == Action.SNAPSHOT:
-            self.snapshot()
+            self._snapshot_on_the_way()
         self._is_stopped |= action == Action.STOP
 
     def _tell(self, which: str, outputs: Sequence[NetOutput]) -> None:

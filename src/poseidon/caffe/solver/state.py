@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +14,28 @@ from poseidon.caffe import weights
 from poseidon.caffe.blob import Blob, stored_values
 from poseidon.caffe.extras import require
 from poseidon.caffe.io import hdf5_files
+from poseidon.caffe.io.draws import MOST_SEED
 from poseidon.caffe.memory import Array
 from poseidon.caffe.net import BuiltNet
 from poseidon.caffe.schema import SolverParameter, SolverState
 from poseidon.caffe.schema.files import read_binary, write_binary
+from poseidon.caffe.schema.messages import RecordsRead
 from poseidon.errors import ConfigError
 
 log = logging.getLogger("poseidon.caffe")
 
 _GROUP = "history"
+_RECORDS = "records_read"
+_SEEDS = "seeds"
+
+
+class SourceProgress(NamedTuple):
+    """How far a data layer is; Caffe ignores this in files."""
+
+    records: int
+    """How many all workers together have taken."""
+    seed: int = -1
+    """Decides about order, crops and mirroring; -1: not known."""
 
 
 class SolverProgress(NamedTuple):
@@ -31,6 +44,8 @@ class SolverProgress(NamedTuple):
     iteration: int
     step: int
     """Steps that the learning-rate policy has taken."""
+    sources: Mapping[str, SourceProgress] = {}
+    """By data layer."""
 
 
 class Stored(NamedTuple):
@@ -59,6 +74,11 @@ def read_snapshot(path: str | os.PathLike[str], net: BuiltNet, history: Sequence
     """Fill ``history`` from a state file of either format, and the net from the parameters that it names."""
     read = _read_hdf5 if str(path).endswith(".h5") else _read_binary
     progress, learned_net, values = read(path, history)
+    for layer, source in progress.sources.items():
+        if not 0 <= source.records < 2**62:
+            raise ConfigError(f"{path}: states {source.records} records read by layer {layer!r}; the file is damaged")
+        if not -1 <= source.seed < MOST_SEED:
+            raise ConfigError(f"{path}: states seed {source.seed} for layer {layer!r}; the file is damaged")
     if progress.iteration < 0 or progress.step < 0:
         raise ConfigError(
             f"{path}: states iteration {progress.iteration} and step {progress.step}, expected 0 or more; "
@@ -82,6 +102,9 @@ def find_learned_net(learned_net: str, state_path: str | os.PathLike[str]) -> st
 def _write_binary(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
     state = SolverState(iter=progress.iteration, learned_net=learned_net, current_step=progress.step)
     state.history.extend([blob.to_proto() for blob in history])
+    state.records_read.extend(
+        [RecordsRead(layer=name, records=source.records, seed=source.seed) for name, source in progress.sources.items()]
+    )
     write_binary(path, state)
 
 
@@ -96,7 +119,11 @@ def _read_binary(path: str | os.PathLike[str], history: Sequence[Blob]) -> Store
             values.append(stored_values(stored, "data"))
         except ConfigError as error:
             raise ConfigError(f"{path}: history {number}: {error}") from None
-    return Stored(SolverProgress(state.iter, state.current_step), state.learned_net, values)
+    sources = {
+        each.layer: SourceProgress(each.records, each.seed if each.HasField("seed") else -1)
+        for each in state.records_read
+    }
+    return Stored(SolverProgress(state.iter, state.current_step, sources), state.learned_net, values)
 
 
 def _write_hdf5(path: str, progress: SolverProgress, learned_net: str, history: Sequence[Blob]) -> None:
@@ -107,6 +134,11 @@ def _write_hdf5(path: str, progress: SolverProgress, learned_net: str, history: 
         group = file.create_group(_GROUP)
         for number, blob in enumerate(history):
             group.create_dataset(str(number), data=blob.data)
+        if progress.sources:
+            # Attributes, since the name of a layer may hold slashes.
+            for group_name, position in ((_RECORDS, 0), (_SEEDS, 1)):
+                numbers = {layer: source[position] for layer, source in progress.sources.items()}
+                file.create_group(group_name).attrs.update(numbers)
 
 
 def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> Stored:
@@ -125,7 +157,14 @@ def _read_hdf5(path: str | os.PathLike[str], history: Sequence[Blob]) -> Stored:
             values.append(hdf5_files.values_of(stored).reshape(-1))
         step = hdf5_files.single_of(file, "current_step", origin) if "current_step" in file else 0
         learned_net = file["learned_net"][()].decode() if "learned_net" in file else ""
-        return Stored(SolverProgress(hdf5_files.single_of(file, "iter", origin), step), learned_net, values)
+        records, seeds = (
+            hdf5_files.group_of(file, name, origin).attrs if name in file else {} for name in (_RECORDS, _SEEDS)
+        )
+        sources = {
+            str(layer): SourceProgress(int(count), int(seeds.get(layer, -1))) for layer, count in records.items()
+        }
+        progress = SolverProgress(hdf5_files.single_of(file, "iter", origin), step, sources)
+        return Stored(progress, learned_net, values)
 
 
 def _write_c_string(h5py: Any, file: Any, name: str, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,6 +14,9 @@ from poseidon.caffe.solver.rules import ParameterBatch, Rule
 from poseidon.errors import unknown_name
 
 log = logging.getLogger("poseidon.caffe")
+
+_BLOCK = 1 << 17
+"""Values that are updated at a time on a CPU: what a rule reads and writes of so many stays in a core's cache."""
 
 
 class ParameterUpdater:
@@ -41,13 +44,14 @@ class ParameterUpdater:
         """Update all parameters by their gradients; afterwards every diff holds what was subtracted."""
         self._clip()
         for (lr_mult, decay_mult), members in self._groups.items():
-            diffs = [self._learnable[i].blob.diff_tensor for i in members]
-            data = [self._learnable[i].blob.data_tensor for i in members]
-            if self._param.iter_size > 1:
-                torch._foreach_mul_(diffs, 1 / self._param.iter_size)
-            self._decay(diffs, data, self._param.weight_decay * decay_mult)
-            self._rule.apply(ParameterBatch(diffs, self._histories(members), rate * lr_mult, iteration))
-            torch._foreach_sub_(data, diffs)
+            blobs = [self._learnable[i].blob for i in members]
+            columns = [[blob.diff_tensor for blob in blobs], [blob.data_tensor for blob in blobs]]
+            for diffs, data, *histories in blocks([*columns, *self._histories(members)]):
+                if self._param.iter_size > 1:
+                    torch._foreach_mul_(diffs, 1 / self._param.iter_size)
+                self._decay(diffs, data, self._param.weight_decay * decay_mult)
+                self._rule.apply(ParameterBatch(diffs, histories, rate * lr_mult, iteration))
+                torch._foreach_sub_(data, diffs)
 
     def _histories(self, members: Sequence[int]) -> list[list[torch.Tensor]]:
         count = len(self._learnable)
@@ -73,3 +77,28 @@ class ParameterUpdater:
             torch._foreach_add_(diffs, data, alpha=decay)
         else:
             torch._foreach_add_(diffs, torch._foreach_sign(data), alpha=decay)
+
+
+def blocks(columns: Sequence[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
+    """Yield views of the columns' tensors, a block at a time; the columns have tensors of the same sizes.
+
+    An update passes over its tensors several times. On a CPU the passes over a block find it in the cache; a GPU is
+    fastest with everything at once.
+    """
+    if not columns[0] or columns[0][0].device.type != "cpu":
+        yield list(columns)
+        return
+    waiting: list[list[torch.Tensor]] = []
+    size = 0
+    for row in zip(*columns, strict=True):
+        if row[0].numel() > _BLOCK and all(tensor.is_contiguous() for tensor in row):
+            for views in zip(*[tensor.view(-1).split(_BLOCK) for tensor in row], strict=True):
+                yield [[view] for view in views]
+            continue
+        if size + row[0].numel() > _BLOCK and waiting:
+            yield [list(column) for column in zip(*waiting, strict=True)]
+            waiting, size = [], 0
+        waiting.append(list(row))
+        size += row[0].numel()
+    if waiting:
+        yield [list(column) for column in zip(*waiting, strict=True)]

@@ -19,24 +19,31 @@ _CACHE_BYTES = 256 << 20
 class LevelDB:
     """A database opened for reading; later writes are not seen."""
 
+    can_seek = False
+
     def __init__(self, path: str) -> None:
         self.path = path
+        self.count: int | None = None
         self._folder = Path(path)
         self._cache = BlockCache(_CACHE_BYTES)
         self._version = read_version(self._folder)
         self._recent = self._read_logs()
 
-    def records(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values, sorted by key; each call starts from the first."""
+    def records(self, start: int = 0) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values, sorted by key, from record ``start`` on; those before it are read as well."""
         runs: list[Iterable[Entry]] = [self._recent]
         runs += [self._table(table).entries() for table in self._version.level(0)]
         runs += [self._level_entries(self._version.level(level)) for level in range(1, LAST_LEVEL + 1)]
         last: bytes | None = None
+        count = 0
         for key, value in heapq.merge(*runs, key=_order):
             if key.user != last:
                 last = key.user
                 if key.kind == VALUE:
-                    yield key.user, value
+                    count += 1
+                    if count > start:
+                        yield key.user, value
+        self.count = count
 
     def _level_entries(self, tables: list[TableFile]) -> Iterator[Entry]:
         # Tables of one level do not overlap, so only the current one needs to be open.

@@ -1,4 +1,4 @@
-"""The host's part of a train step on JAX, and the differentiable operations that call it.
+"""The host's part of a train step on JAX, and the differentiable operations that call it; Keras' models use it too.
 
 All callbacks are ordered: JAX runs them one after the other, in program order, on its own threads. They wait for
 nothing but the other workers.
@@ -32,6 +32,8 @@ class HostCallbacks:
         self._unit_at = {position: unit for unit in units for position in unit.positions}
         self._moments = moments
         self._taken: defaultdict[int, list[tuple[Array, Array]]] = defaultdict(list)
+        self._rests: dict[int, Array] = {}
+        """What short forms left out, of variables that are used elsewhere too."""
 
     def begin(self, samples: Any) -> None:
         """Begin a step to which this worker adds ``samples`` samples (an array of one)."""
@@ -41,6 +43,12 @@ class HostCallbacks:
             self.front.begin(int(count[0]))
 
         self._call(begin, None, samples)
+
+    def share(self) -> Any:
+        """Return this worker's part of the samples of the step."""
+        dtype = jnp.result_type(float)
+        found = lambda: np.asarray(self.front.weight / self.front.team.size, dtype)  # noqa: E731 - read in each step
+        return self._call(found, jax.ShapeDtypeStruct((), dtype))
 
     def multiply(self, position: int, x: Any, kernel: Any) -> Any:
         """Return ``x @ kernel``, whose backward collects the factors of the kernel's gradient and leaves it zero."""
@@ -57,21 +65,27 @@ class HostCallbacks:
         product.defvjp(lambda x, kernel: (product(x, kernel), (x, kernel)), backward)
         return product(x, kernel)
 
-    def look_up(self, position: int, table: Any, numbers: Any, dtype: Any) -> Any:
+    def look_up(
+        self, position: int, table: Any, numbers: Any, dtype: Any, find: Callable[[Any, Any], Any] | None = None
+    ) -> Any:
         """Return rows of a table; backward collects their numbers and gradients and leaves the table's gradient zero.
 
-        ``dtype`` is the variable's own type, in which gradients are summed; the table may have a shorter one.
+        ``dtype`` is the variable's own type, in which gradients are summed; the table may have a shorter one. ``find``
+        looks the rows up, instead of ``jnp.take``. Numbers of rows that do not exist get no gradient.
         """
 
         @jax.custom_vjp
         def look_up(table: Any, numbers: Any) -> Any:
-            return jnp.take(table, numbers, axis=0)
+            return jnp.take(table, numbers, axis=0) if find is None else find(table, numbers)
 
         def backward(saved: Any, g: Any) -> Any:
             table, numbers = saved
-            numbers = jnp.where(numbers < 0, numbers + table.shape[0], numbers)
-            rows = numbers.reshape(-1), g.reshape(-1, g.shape[-1]).astype(dtype)
-            return self._take(position, table, *rows), np.zeros(numbers.shape, jax.dtypes.float0)
+            count = table.shape[0]
+            numbers = jnp.where(numbers < 0, numbers + count, numbers).reshape(-1)
+            is_row = (numbers >= 0) & (numbers < count)
+            rows = jnp.where(is_row[:, None], g.reshape(-1, g.shape[-1]).astype(dtype), 0)
+            numbers = jnp.where(is_row, numbers, 0)
+            return self._take(position, table, numbers, rows), np.zeros(saved[1].shape, jax.dtypes.float0)
 
         look_up.defvjp(lambda table, numbers: (look_up(table, numbers), (table, numbers)), backward)
         return look_up(table, numbers)
@@ -127,7 +141,59 @@ class HostCallbacks:
 
         return self._call(finish, [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in gradients], *operands)
 
+    # A step in one go, for a tree of gradients.
+
+    def forget(self) -> None:
+        """Forget what an earlier backward left, whose means nobody asked for."""
+
+        def forget() -> None:
+            self._taken.clear()
+            self._rests.clear()
+
+        self._call(forget, None)
+
+    def exchange(self, samples: Any, gradients: Sequence[Any], tapped: Collection[int]) -> Any:
+        """Do a whole step: hand over the gradients of all variables, wait for the means and return them.
+
+        The gradient of a ``tapped`` variable is what its short form leaves out, and is copied to the host only if it is
+        not zero. Without anything traced it runs at once, and raises its own errors.
+        """
+        for position in tapped:
+            self._keep_rest(position, gradients[position])
+        whole = [position for position in range(len(gradients)) if position not in tapped]
+
+        def finish(count: Array, *arrays: Array) -> list[Array]:
+            self.front.begin(int(count))
+            for position in tapped:
+                if (rest := self._rests.pop(position, None)) is None:
+                    self._give_short(position)
+                else:
+                    self.front.give(position, rest + self._full(position))
+            for position, array in zip(whole, arrays, strict=True):
+                self.front.give(position, array)
+            self.front.finish()
+            return [self._mean(position) for position in range(len(gradients))]
+
+        results = [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in gradients]
+        return self.call(finish, results, samples, *(gradients[position] for position in whole))
+
+    def call(self, function: Callable[..., Any], results: Any, *operands: Any) -> Any:
+        """Call the host with arrays: at once where nothing is traced, else when the traced step runs."""
+        if any(isinstance(operand, jax.core.Tracer) for operand in operands):
+            return self._call(function, results, *operands)
+        jax.effects_barrier()  # callbacks of a backward before it
+        return jax.tree.map(jnp.asarray, function(*map(np.asarray, operands)))
+
     # Inside.
+
+    def _keep_rest(self, position: int, gradient: Any) -> None:
+        def keep(array: Array) -> None:
+            self._rests[position] = array.copy()
+
+        def keep_traced(gradient: Any) -> None:
+            self._call(keep, None, gradient)
+
+        jax.lax.cond(jnp.any(gradient != 0), keep_traced, lambda _: None, gradient)
 
     def _call(self, function: Callable[..., Any], results: Any, *operands: Any) -> Any:
         def guarded(*arrays: Any) -> Any:

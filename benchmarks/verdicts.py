@@ -1,0 +1,169 @@
+"""Does the verdict name the right machine and cause? Injects causes into a running job in a lab and counts.
+
+    python benchmarks/verdicts.py --rounds 40 --seed 1
+
+A job of four machines runs on ``poseidon run`` over ssh; one cause after the other begins, and the verdict in the run's
+folder is read three seconds later: right, unsure (it says so, or names nothing), or wrong although it claims to be
+sure. Needs root, sshd, and the extra ``lab``. Results go to ``--output`` as JSON, a line for every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "cluster")]
+
+from sshd import ensure_sshd, serving  # noqa: E402
+
+from poseidon.lab import Lab  # noqa: E402
+from poseidon.observe.folder import STATE, read_json  # noqa: E402
+
+MACHINES = 4
+KINDS = ("slow", "link", "input", "hang", "stalls", "pause", "none")
+RIGHT = {
+    "slow": {"slow", "busy"},
+    # A port that is slower than what is sent to it drops packets, so both are true.
+    "link": {"link", "loss"},
+    "input": {"input"},
+    "hang": {"hung"},
+    "stalls": {"stalls"},
+    "pause": {"silent"},
+    "none": {"computation", "busy"},
+}
+WAIT_S = 3.0
+
+
+def inject(kind: str, machine: int, draw: random.Random, lab: Lab, control: Path) -> str:
+    """Begin a cause; return it in words."""
+    asked = {"kind": kind, "rank": machine, "factor": 1.0, "seconds": 0.0}
+    text = kind
+    if kind == "slow":
+        asked["factor"] = round(draw.uniform(1.3, 3.0), 2)
+        text = f"slow {asked['factor']}x"
+    elif kind == "input":
+        asked["seconds"] = round(draw.uniform(0.03, 0.15), 3)
+        text = f"input {asked['seconds']} s"
+    elif kind == "link":
+        factor = round(draw.uniform(8, 20), 1)
+        lab.slow(machine, factor)
+        text = f"link {factor}x"
+    elif kind == "pause":
+        lab.pause(machine)
+    write(control, asked)
+    return text
+
+
+def write(control: Path, asked: dict[str, object]) -> None:
+    temporary = control.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asked))
+    temporary.replace(control)
+
+
+def hold(kind: str, machine: int, lab: Lab, until: float) -> None:
+    """Wait; for stalls, stop and continue the machine meanwhile."""
+    while time.monotonic() < until:
+        if kind == "stalls":
+            lab.pause(machine)
+            time.sleep(0.6)
+            lab.heal(machine)
+            time.sleep(0.5)
+        else:
+            time.sleep(0.05)
+
+
+def heal(kind: str, machine: int, lab: Lab, control: Path) -> None:
+    write(control, {"kind": "none", "rank": -1, "factor": 1.0, "seconds": 0.0})
+    if kind in ("link", "pause", "stalls"):
+        lab.heal(machine)
+
+
+def wait_for_steps(state: Path, limit_s: float) -> None:
+    """Wait until all workers train again."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        seen = read_json(state)
+        workers = seen.get("workers", []) if time.time() - seen.get("updated_at", 0.0) < 3 else []
+        if len(workers) == MACHINES and all(0 < worker["step_s"] < 1 and worker["silent_s"] < 1 for worker in workers):
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"the job does not train: {read_json(state).get('verdict')}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--mode", choices=("wrapper", "distribute"), default="wrapper")
+    parser.add_argument("--route", default="allreduce", help="allreduce or sharded")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--machine", type=int, help="always this one")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    problem = ensure_sshd()
+    if problem:
+        raise SystemExit(problem)
+    draw = random.Random(args.seed)
+    counts: Counter[str] = Counter()
+    rows = []
+    with tempfile.TemporaryDirectory() as text, Lab(machines=MACHINES, rate=args.rate) as lab:
+        folder = Path(text)
+        with serving(lab, folder) as ssh:
+            control, run = folder / "control.json", folder / "run"
+            write(control, {"kind": "none", "rank": -1, "factor": 1.0, "seconds": 0.0})
+            job = Path(__file__).with_name("verdicts_job.py").resolve()
+            hosts = ",".join(f"machine{number}" for number in range(MACHINES))
+            command = [sys.executable, "-m", "poseidon", "run", "--quiet", "--log-dir", str(run), "--hosts", hosts]
+            command += ["--env", f"VERDICTS_MODE={args.mode}", "--env", f"VERDICTS_ROUTE={args.route}"]
+            env = {**os.environ, **ssh.env, "OMP_NUM_THREADS": "1"}
+            output = (folder / "output").open("wb")
+            process = lab.spawn(0, [*command, str(job), str(control)], env=env, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                wait_for_steps(run / STATE, 180)
+                time.sleep(8)  # the first plan
+                kinds = args.kinds.split(",")
+                for number in range(args.rounds):
+                    kind, machine = kinds[number % len(kinds)], draw.randrange(MACHINES)
+                    machine = machine if args.machine is None else args.machine
+                    if kind == "pause":
+                        machine = draw.randrange(1, MACHINES)  # the launcher runs on the first
+                    words = inject(kind, machine, draw, lab, control)
+                    hold(kind, machine, lab, time.monotonic() + WAIT_S)
+                    verdict = read_json(run / STATE)["verdict"]
+                    heal(kind, machine, lab, control)
+                    host = "" if kind == "none" else f"machine{machine}"
+                    # All emulated machines share the processors of this one: whichever lacks them is rightly named.
+                    is_right = verdict["cause"] in RIGHT[kind] and (verdict["host"] == host or kind == "none")
+                    outcome = "right" if is_right else "wrong" if verdict["is_sure"] else "unsure"
+                    counts[outcome] += 1
+                    rows.append({"kind": words, "host": host, "outcome": outcome, "verdict": verdict})
+                    print(f"{number:3} {outcome:6} {words:14} {host:9} | {verdict['text']}", flush=True)
+                    wait_for_steps(run / STATE, 60)
+                    time.sleep(3.5)
+            except BaseException:
+                print((folder / "output").read_text()[-6000:])
+                raise
+            finally:
+                write(control, {"kind": "stop", "rank": -1, "factor": 1.0, "seconds": 0.0})
+                try:
+                    process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    process.terminate()
+                    process.wait(timeout=30)
+    print(", ".join(f"{counts[name]} {name}" for name in ("right", "unsure", "wrong")), f"of {sum(counts.values())}")
+    if args.output:
+        args.output.write_text(json.dumps({"arguments": vars(args) | {"output": ""}, "rows": rows}, indent=1) + "\n")
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""What a loss is a sum or a mean over, read from its graph, so that parts of a batch weigh what they do in the whole.
+
+A loss is a combination of terms, each of which reduces many values to one. Where that is a mean over samples, the
+workers' gradients weigh by their samples, and nothing here is needed. A sum over samples (``reduction="sum"``, or a
+mean times the batch's size) must be added up. A mean over something else, such as the tokens that are not padding or
+the weights of classes, weighs by how many each worker has. Graphs that cannot be read (compiled ones) count as means.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+_PASSING = {
+    "AddBackward0",
+    "AliasBackward0",
+    "CatBackward0",
+    "CloneBackward0",
+    "NegBackward0",
+    "ReshapeAliasBackward0",
+    "SelectBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "StackBackward0",
+    "SubBackward0",
+    "ToCopyBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+"""Operations on single values that pass a gradient on."""
+_ELEMENTWISE = _PASSING | {"AbsBackward0", "DivBackward0", "ExpBackward0", "MulBackward0", "PowBackward0", "TBackward0"}
+_PRODUCTS = ("Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mkldnn", "Mm", "Mv")
+_MEAN, _SUM = 1, 2
+"""torch's numbers for reductions."""
+_FEW = 200
+"""Nodes to look at for one loss."""
+_SURE = 8
+"""Added to a term's form if its count is one for sure."""
+_TIMES = 16
+"""Added if it is multiplied by the number of samples."""
+SLOTS = 64
+"""Terms that workers compare."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One reduction of a loss on one worker."""
+
+    node: Any
+    """The graph's node, where its gradient is scaled."""
+    is_sum: bool = False
+    """Whether it is a sum over samples, as long as :attr:`count` is not a count."""
+    count: float | None = None
+    """What the values are divided by, if not the number of samples."""
+    is_count: bool = True
+    """Whether :attr:`count` surely counts something of this worker's own part, and is not a constant."""
+    is_times_samples: bool = False
+    """Whether it is multiplied by the number of this worker's samples, as far as one worker can tell."""
+
+    @property
+    def form(self) -> int:
+        """A number for what workers must have in common."""
+        return 1 + self.is_sum + 2 * (self.count is not None)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """One worker's part of a batch."""
+
+    samples: int
+    """Samples that it has, repeated ones too."""
+    total: int
+    """Samples of all parts that count."""
+    added: int
+    """Its samples that count."""
+    workers: int
+
+    @property
+    def real(self) -> float:
+        """The share of its samples that counts."""
+        return self.added / self.samples if self.samples else 1.0
+
+    @property
+    def weight(self) -> float:
+        """Factor of a mean over samples."""
+        return self.added * self.workers / self.total if self.total else 1.0
+
+
+def read_terms(loss: Tensor, samples: int, total: int) -> list[LossTerm]:
+    """Return the terms of a loss; ``total`` is the number of all workers' samples."""
+    if loss.grad_fn is None or loss.numel() != 1 or samples < 1:
+        return []
+    found = list(_walk(loss.grad_fn, samples, total))
+    return found if len(found) <= SLOTS else []
+
+
+def pack(terms: Sequence[LossTerm], real: float) -> list[int]:
+    """Return what the workers tell each other: always as many numbers."""
+    words = []
+    for term in terms:
+        words += [term.form + _SURE * term.is_count + _TIMES * term.is_times_samples, _bits((term.count or 0.0) * real)]
+    return words + [0, 0] * (SLOTS - len(terms))
+
+
+class Counts:
+    """Which divisors count something, by what they were so far; the same on all workers."""
+
+    def __init__(self) -> None:
+        self._varied: set[tuple[int, ...]] = set()
+
+    def is_count(self, forms: Sequence[int], number: int, rows: Sequence[Sequence[int]]) -> bool:
+        """Return whether the divisor of a term is a count, and not a constant of the script."""
+        values = {round(_float(row[2 * number + 1]), 6) for row in rows}
+        if len(values) > 1:
+            self._varied.add((number, *forms))
+        return (number, *forms) in self._varied or all(row[2 * number] & _SURE for row in rows)
+
+
+def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Portion, known: Counts) -> list[float]:
+    """Return a factor for each term, so that the workers' mean is the whole batch's; ``rows`` are what all packed.
+
+    Workers whose graphs differ cannot compare; then counts are ignored.
+    """
+    forms = [[word % _SURE for word in row[::2]] for row in rows]
+    is_alike = all(each == forms[0] for each in forms)
+    factors = []
+    for number, term in enumerate(terms):
+        total = math.fsum(_float(row[2 * number + 1]) for row in rows)
+        has_count = term.count is not None and is_alike and total > 0
+        if has_count and (not term.is_sum or known.is_count(forms[0], number, rows)):
+            factor = (term.count or 0.0) * portion.real * portion.workers / total
+        else:
+            factor = portion.real * portion.workers if term.is_sum else portion.weight
+        # Of a single sample nobody can tell it from a factor of 1, so that another worker must have more.
+        is_times = term.is_times_samples and is_alike and all(row[2 * number] & _TIMES for row in rows)
+        if is_times and (portion.samples > 1 or portion.total > portion.workers):
+            factor *= portion.total / portion.samples
+        factors.append(factor)
+    return factors
+
+
+def describe(term: LossTerm, factor: float, portion: Portion) -> str:
+    """Say in words what a term was taken for."""
+    hint = "(--loss mean takes it for a mean over samples)"
+    if term.is_times_samples:
+        return f"the loss is multiplied by a batch's size: it counts as a sum over samples {hint}"
+    if term.is_sum and math.isclose(factor, portion.real * portion.workers):
+        return f"the loss is a sum over samples: the workers' gradients are added up {hint}"
+    return f"the loss is a mean over targets or their weights: workers weigh by how many they have {hint}"
+
+
+def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
+    waiting: list[tuple[Any, tuple[int, ...], tuple[float, ...]]] = [(node, (), ())]
+    for _ in range(_FEW):
+        if not waiting:
+            return
+        node, factors, divisors = waiting.pop()
+        name = node.name()
+        children = [child for child, _ in node.next_functions if child is not None]
+        if name.startswith(("MulBackward", "DivBackward")) and len(children) == 1:
+            number = _constant(node)
+            if number is not None and name.startswith("Div"):
+                divisors = (*divisors, float(number))
+            elif isinstance(number, int):  # a batch's size is one; most weights of losses are not
+                factors = (*factors, number)
+            waiting.append((children[0], factors, divisors))
+        elif name in _PASSING or _joins_terms(node, samples):
+            waiting += [(child, factors, divisors) for child in children]
+        elif (term := _term(node, samples)) is not None:
+            if term.is_sum:
+                yield _divided(term, divisors, _sizes(node), samples, total)
+            else:
+                yield replace(term, is_times_samples=any(factor == samples != total for factor in factors))
+
+
+def _term(node: Any, samples: int) -> LossTerm | None:
+    """Return what a node reduces; None: it is no reduction, or not one over samples."""
+    reduction = getattr(node, "_saved_reduction", None)
+    sizes = _sizes(node)
+    if reduction == _MEAN and hasattr(node, "_saved_total_weight"):
+        return LossTerm(node, count=float(node._saved_total_weight))
+    if reduction == _MEAN or node.name() == "MeanBackward0":
+        return LossTerm(node)
+    if not (reduction == _SUM or node.name() in ("SumBackward0", "SumBackward1")) or not sizes:
+        return None
+    before = _reduced_before(node, samples)
+    if before is None and sizes[0] % samples and samples not in sizes:
+        return None
+    is_over_samples = before != "MeanBackward1" and _has_samples(node, samples)
+    return LossTerm(node, is_sum=True) if is_over_samples else None
+
+
+def _divided(term: LossTerm, divisors: Sequence[float], sizes: Sequence[int], samples: int, total: int) -> LossTerm:
+    """Note by what a sum is divided, and whether that is a number of its own samples or tokens."""
+    products = {math.prod(sizes[: place + 1]) for place in range(len(sizes))} | {samples}
+    for divisor in divisors:
+        # The size of the whole batch is a constant of the script, unless workers differ.
+        is_constant = divisor == total != samples
+        if not is_constant and (divisor in products or (divisor == int(divisor) and 1 < divisor <= sizes[0])):
+            return replace(term, count=divisor)
+    return replace(term, count=divisors[0], is_count=False) if divisors else term
+
+
+def _joins_terms(node: Any, samples: int) -> bool:
+    """Whether a node adds up or averages several terms of a loss, each a single value."""
+    if node.name() not in ("SumBackward0", "MeanBackward0"):
+        return False
+    sizes = _sizes(node)
+    child = node.next_functions[0][0]
+    is_joint = child is not None and child.name() in ("StackBackward0", "CatBackward0")
+    return not sizes or (is_joint and tuple(sizes) != (samples,) and len(sizes) == 1)
+
+
+def _has_samples(node: Any, samples: int) -> bool:
+    """Whether what is summed was computed from samples, and not from parameters alone, as a penalty is.
+
+    Samples enter where a parameter is multiplied with something that needs no gradient, or looked up in. Penalties are
+    small: what goes on for long is a network.
+    """
+    waiting = [child for child, _ in node.next_functions]
+    for _ in range(_FEW):
+        if not waiting:
+            return False
+        inner = waiting.pop()
+        if inner is None:
+            continue
+        name, children = inner.name(), [child for child, _ in inner.next_functions]
+        if name.startswith("Embedding") or (name.startswith(_PRODUCTS) and None in children):
+            return True
+        if not name[-1].isdigit() and "AccumulateGrad" not in name:
+            return True  # written in Python, as our own layers that hand over factors are
+        if name.startswith("MulBackward") and None in children and samples in _other_sizes(inner):
+            return True
+        waiting += children
+    return True
+
+
+def _reduced_before(node: Any, samples: int) -> str | None:
+    """Return how samples were already reduced where only columns are summed: the name of that node."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    for _ in range(_FEW):
+        if len(children) != 1:
+            return None
+        inner = children[0]
+        name = inner.name()
+        if name in ("MeanBackward1", "SumBackward1"):
+            sizes, axes = _sizes(inner), getattr(inner, "_saved_dim", ())
+            axes = [axes] if isinstance(axes, int) else list(axes)
+            # An axis counted from the end is stored as a huge number.
+            first = {0, (1 << 64) - len(sizes), -len(sizes)}
+            if sizes and sizes[0] % samples == 0 and first & set(axes):
+                return str(name)
+        elif name not in _ELEMENTWISE:
+            return None
+        children = [child for child, _ in inner.next_functions if child is not None]
+    return None
+
+
+def _other_sizes(node: Any) -> Sequence[int]:
+    saved = getattr(node, "_saved_other" if node.next_functions[0][0] is not None else "_saved_self", None)
+    return tuple(saved.shape) if isinstance(saved, Tensor) else ()
+
+
+def _sizes(node: Any) -> Sequence[int]:
+    if hasattr(node, "_saved_self_sym_sizes"):
+        return tuple(node._saved_self_sym_sizes)
+    saved = getattr(node, "_saved_self", None)
+    return tuple(saved.shape) if isinstance(saved, Tensor) else ()
+
+
+def _constant(node: Any) -> int | float | None:
+    """Return the number that a node multiplies with, or divides by."""
+    is_first = node.next_functions[0][0] is not None
+    saved = getattr(node, "_saved_other" if is_first else "_saved_self", None)
+    if isinstance(saved, Tensor):
+        saved = saved.item() if saved.numel() == 1 else None
+    return saved if isinstance(saved, int | float) else None
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

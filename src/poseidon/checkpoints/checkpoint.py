@@ -1,0 +1,419 @@
+"""``poseidon.Checkpoint``: a job that goes on where it ended, whoever ended it and on however many workers.
+
+::
+
+    with poseidon.Checkpoint("saved", every=500, model=model, optimizer=optimizer) as checkpoint:
+        for step in range(checkpoint.resume(), steps):
+            train(step)
+            checkpoint.step(step + 1)
+
+One worker copies the states and writes them on a thread of its own. Whoever has the newest intact checkpoint on its
+disk hands it to all others, so no shared disk is needed.
+
+In an elastic job :meth:`Checkpoint.run` calls a training function again whenever workers are lost or join, with
+everything as it was after the last complete step, which every worker keeps in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from poseidon import files
+from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
+from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
+from poseidon.checkpoints.states import (
+    RandomState,
+    Stateful,
+    as_bytes,
+    check_part,
+    check_readable,
+    forget_step,
+    from_bytes,
+    host_copy,
+    load_into,
+    state_of,
+)
+from poseidon.checkpoints.writing import CheckpointWriter
+from poseidon.errors import ConfigError, WorkerLostError
+from poseidon.job.elastic import ElasticJob, this_job
+from poseidon.job.limits import time_limit
+from poseidon.launch.stopping import Stopping
+from poseidon.team.epochs import enter_next_epoch
+from poseidon.team.team import Team
+
+_PIECE_BYTES = 64 << 20
+_MOST_CHANGES = 20
+"""So often in a row may the workers of an epoch fail to meet."""
+_NEWS_S = 10.0
+"""How long to wait for the launcher to say that an epoch is over, when a collective of torch's has failed."""
+
+
+class Checkpoint:
+    """Saves and restores everything that a training program needs to go on. Construction is collective.
+
+    ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
+    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is. The
+    random numbers of Python, NumPy and torch are saved for each worker without being named.
+
+    Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
+
+    A checkpoint is written after every ``every`` steps or ``every_s`` seconds, and the newest ``keep`` stay. A worker
+    that gets SIGTERM or SIGINT first completes the step, on all workers, and saves; then all end with the status of
+    that signal (``on_signal=False`` leaves signals alone).
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        every: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        on_signal: bool = True,
+        per_worker: Mapping[str, Stateful] | None = None,
+        timeout_s: float | None = None,
+        **parts: Stateful,
+    ) -> None:
+        _check_amount("every", every, 1)
+        _check_amount("every_s", every_s, 0.0)
+        _check_amount("keep", keep, 1)
+        if not parts:
+            raise ConfigError(
+                "checkpoint: nothing to save; name what to save, such as model=model, optimizer=optimizer"
+            )
+        for name, part in (*parts.items(), *(per_worker or {}).items()):
+            check_part(name, part)
+        self.values: dict[str, Any] = {}
+        """Plain values that are saved too, and are back after :meth:`resume`: an epoch, a best loss."""
+        if folder is None and (every is not None or every_s is not None):
+            raise ConfigError("checkpoint: every and every_s need a folder to write to")
+        self._folder = None if folder is None else CheckpointFolder(folder, keep)
+        self._every = every
+        self._every_s = every_s
+        self._parts = parts
+        self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState()}
+        self._timeout_s = time_limit(timeout_s)
+        self._team = self._gather_team()
+        self._writer: CheckpointWriter | None = None
+        self._choose_writer()
+        self._job = this_job()
+        self._memory = StepMemory()
+        self._is_running = False
+        self._stopping = Stopping() if on_signal else None
+        if self._stopping is not None:
+            self._stopping.__enter__()
+        self._pending: Callable[[str], list[list[int]]] | None = None
+        """Flags on their way from all workers."""
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        self._is_checked = False
+        there = [] if self._folder is None else [one.step for one in self._folder.saved()]
+        self._others = there if self._team is None else self._team.gather_json(there)[0]
+        """Steps of the checkpoints that rank 0 found; empty once they are known to be this job's."""
+
+    def _gather_team(self) -> Team | None:
+        return Team(None, self._timeout_s) if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+    def _choose_writer(self) -> None:
+        """Let rank 0 write, whoever that is now."""
+        if self._rank == 0 and self._writer is None and self._folder is not None:
+            self._writer = CheckpointWriter(self._folder)
+        elif self._rank != 0 and self._writer is not None:  # this worker was alone before it joined
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._team is None else self._team.rank
+
+    def resume(self) -> int:
+        """Load the newest checkpoint of any worker into all of them; return its number of steps, or 0. Collective."""
+        newest, problems = (None, []) if self._folder is None else self._folder.newest()
+        mine: dict[str, Any] = {"step": -1 if newest is None else newest.step, "problems": problems}
+        everybody = [mine] if self._team is None else self._team.gather_json(mine)
+        self._warn([problem for one in everybody for problem in one["problems"]])
+        source = max(range(len(everybody)), key=lambda rank: (everybody[rank]["step"], -rank))
+        if everybody[source]["step"] < 0:
+            if self._folder is not None and everybody[0]["problems"]:
+                raise ConfigError(f"checkpoint: none in {self._folder.path} is intact; move them away to begin anew")
+            return 0
+        self._others = []
+        held, problem = b"", ""
+        if source == self._rank:
+            assert newest is not None
+            try:
+                held = files.read_bytes(newest.path, "checkpoint", limit=files.memory_bytes())
+            except ConfigError as error:
+                problem = str(error)
+        state = read(
+            self._hand_out(held, problem, source),
+            f"the checkpoint of step {everybody[source]['step']} of rank {source}",
+        )
+        self._load(state)
+        return int(state["step"])
+
+    def run(self, train: Callable[[int], object]) -> None:
+        """Resume, and call ``train`` with the number of steps done; in an elastic job, again when workers change.
+
+        ``train`` goes on from there to the end of the training and calls :meth:`step` after each step. Before it is
+        called again, everything is as after the last complete step, and ranks are dealt anew; what depends on the rank
+        or the number of workers belongs into it. No other exception calls it again.
+        """
+        job = self._job
+        if job is None:
+            train(self.resume())
+            return
+        if self._is_running:
+            raise ConfigError("checkpoint: run() is called inside the function that it runs; call it once")
+        self._is_running = True
+        lost: BaseException | None = None
+        done = -1
+        try:
+            if job.seat is None:
+                lost = WorkerLostError("this worker joins a job that is under way")
+            while True:
+                try:
+                    if lost is not None:
+                        done = self._change(job, lost)
+                        lost = None
+                    elif done < 0:
+                        done = self.resume()
+                        self._keep(done)
+                    train(done)
+                    # Together: somebody whose last step was interrupted needs those who have completed it.
+                    if self._team is not None:
+                        self._team.gather_ints([0], "all workers to finish")
+                    return
+                except Exception as error:
+                    if not _is_interruption(job, error):
+                        raise
+                    lost = error.with_traceback(None)  # with it goes what the interrupted step holds
+                    lost.__context__ = lost.__cause__ = None
+        finally:
+            self._is_running = False
+
+    def _change(self, job: ElasticJob, error: BaseException) -> int:
+        """Go on with the workers of the next epoch, from the newest step that any of them has completed."""
+        for attempt in itertools.count(1):
+            try:
+                team, self._team = self._team, None
+                self._pending = None
+                if team is not None:
+                    team.drop(error)
+                enter_next_epoch(job, error)
+                self._team = self._gather_team()
+                self._choose_writer()
+                return self._share()
+            except Exception as failure:
+                if attempt >= _MOST_CHANGES:
+                    raise
+                error = failure.with_traceback(None)
+        raise AssertionError
+
+    def _share(self) -> int:
+        """Let all workers have the newest state in memory, and load it. Collective; returns its number of steps."""
+        team, kept = self._team, self._memory.kept
+        steps = [-1 if kept is None else kept.step]
+        if team is not None:
+            steps = [row[0] for row in team.gather_ints(steps, "how far all workers are")]
+        newest = max(steps)
+        if newest < 0:  # nobody has begun
+            done = self.resume()
+            self._keep(done)
+            return done
+        source = steps.index(newest)
+        own = None if kept is None else kept.own
+        if team is not None and min(steps) < newest:
+            content = b""
+            if team.rank == source:
+                assert kept is not None
+                content = as_bytes({"step": newest, "parts": kept.parts, "values": kept.values})
+            received = self._hand_out(content, "", source)
+            if steps[team.rank] < newest:
+                state = read(received, f"the state of step {newest} of rank {source}")
+                kept = Kept(newest, state["parts"], own or {}, state["values"])
+        assert kept is not None
+        self._take_over(kept, is_new=own is None)
+        self._keep(newest)
+        return newest
+
+    def _take_over(self, kept: Kept, is_new: bool) -> None:
+        for name, part in self._parts.items():
+            forget_step(part)
+            load_into(part, copy_over(kept.parts[name], None))
+        self.values = copy_over(kept.values, None)
+        self._others = []
+        if is_new:
+            torch.manual_seed(torch.initial_seed() + kept.step * 65537 + self._rank)
+        else:
+            for name, part in self._own.items():
+                part.load_state_dict(copy_over(kept.own[name], None))
+
+    def _keep(self, done: int) -> None:
+        """Keep everything as it is after a complete step."""
+        for part in self._parts.values():
+            finish = getattr(part, "finish_step", None)
+            if finish is not None:
+                finish()
+        parts = {name: state_of(part) for name, part in self._parts.items()}
+        own = {name: part.state_dict() for name, part in self._own.items()}
+        # Not before: until here a lost worker may still interrupt.
+        self._memory.keep(done, parts, own, self.values)
+
+    def step(self, done: int) -> None:
+        """Say that ``done`` steps are complete: saves if that is due, and ends the program if asked to. Collective."""
+        if self._is_running:
+            self._keep(done)
+        self._refuse_others()
+        due_s = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
+        number = 0 if self._stopping is None else self._stopping.number
+        asked, is_late = self._agree(number, due_s)
+        if asked or is_late or (self._every is not None and done % self._every == 0):
+            self.save(done)
+        if self._is_running and self._job is not None and self._job.is_wanted and not asked:
+            raise WorkerLostError("others join: the epoch ends with this step")
+        if asked:
+            if self._writer is not None:
+                self._writer.finish()
+            if self._stopping is not None:
+                self._stopping.number = 0  # obeyed
+            raise SystemExit(128 + asked)
+
+    def save(self, done: int) -> None:
+        """Save now, after ``done`` steps. Collective; returns as soon as the states are copied."""
+        self._refuse_others()
+        if self._folder is None:
+            return
+        self._saved_at = time.monotonic()
+        if done == self._saved_step:
+            return
+        self._saved_step = done
+        self._check_once()
+        own = as_bytes({name: host_copy(part.state_dict()) for name, part in self._own.items()})
+        everybody = [own] if self._team is None else self._team.gather_bytes(own, "the states of all workers")
+        if self._writer is not None:
+            state = {
+                "step": done,
+                "values": host_copy(self.values),
+                "parts": {name: host_copy(state_of(part)) for name, part in self._parts.items()},
+                "workers": [from_bytes(one) for one in everybody],
+            }
+            self._writer.put(done, state)
+
+    def close(self) -> None:
+        """Write what is left, and let signals be handled as before."""
+        stopping, self._stopping = self._stopping, None
+        if stopping is not None:
+            stopping.__exit__()
+        if self._writer is not None:
+            self._writer.close()
+        team, self._team = self._team, None
+        if team is not None:
+            team.close()
+        if stopping is not None and stopping.number:
+            # It came after the last step.
+            signal.raise_signal(stopping.number)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse_others(self) -> None:
+        if self._others and self._folder is not None:
+            raise ConfigError(
+                f"checkpoint: {self._folder.path} has {len(self._others)} checkpoints, the newest of step "
+                f"{self._others[-1]}; call resume() before the first step, or use another folder to begin anew"
+            )
+
+    def _check_once(self) -> None:
+        """See that everything can be read back, before anybody relies on it."""
+        if not self._is_checked:
+            self._is_checked = True
+            saved = self._parts if self._writer is not None else {}
+            for name, part in (*saved.items(), *self._own.items()):
+                check_readable(name, state_of(part))
+        check_readable("values", self.values)
+
+    def _agree(self, number: int, is_late: bool) -> tuple[int, bool]:
+        """Return which signal any worker got, and whether rank 0's time is over, as of the step before. Collective.
+
+        What is sent now is read at the next step, so nobody waits for it.
+        """
+        if self._team is None:
+            return number, is_late
+        if self._stopping is None and self._every_s is None:
+            return 0, False
+        flags = [] if self._pending is None else self._pending("the workers' agreement on a checkpoint")
+        self._pending = self._team.start_gather([number, int(is_late)])
+        return max((row[0] for row in flags), default=0), bool(flags) and bool(flags[0][1])
+
+    def _hand_out(self, content: bytes, problem: str, source: int) -> bytes | memoryview:
+        """Return the bytes that ``source`` has. Collective."""
+        team = self._team
+        if team is None:
+            if problem:
+                raise ConfigError(problem)
+            return content
+        told = team.gather_json({"size": len(content), "problem": problem})[source]
+        if told["problem"]:
+            raise ConfigError(f"rank {source}: {told['problem']}")
+        if told["size"] > files.memory_bytes():
+            raise ConfigError(f"the checkpoint of rank {source} has {told['size']} bytes, more than this machine has")
+        held = memoryview(content if team.rank == source else bytearray(told["size"]))
+        for piece in pieces_of(len(held), _PIECE_BYTES):
+            for future in team.start_broadcast(held[piece], source):
+                team.result(future, "a checkpoint")
+        return held
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        stored = state["parts"]
+        missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())
+        if missing:
+            has = ", ".join(sorted(stored))
+            raise ConfigError(f"the checkpoint of step {state['step']} has no {', '.join(missing)}; it has {has}")
+        if unknown:
+            self._warn([f"the checkpoint also has {', '.join(unknown)}, which this program does not ask for"])
+        for name, part in self._parts.items():
+            load_into(part, stored[name])
+        self.values = dict(state["values"])
+        workers = state["workers"]
+        if self._rank < len(workers):
+            for name, part in self._own.items():
+                if name in workers[self._rank]:
+                    part.load_state_dict(workers[self._rank][name])
+        else:
+            # A worker that was not there: its own random numbers, which must not be another's.
+            torch.manual_seed(torch.initial_seed() + int(state["step"]) * 65537 + self._rank)
+
+    def _warn(self, problems: list[str]) -> None:
+        if self._rank == 0:
+            for problem in problems:
+                warnings.warn(f"checkpoint: {problem}", stacklevel=3)
+
+
+def _is_interruption(job: ElasticJob, error: BaseException) -> bool:
+    """Return whether an exception means that workers were lost, and not that the program is wrong."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, WorkerLostError):
+            return True
+        found = found.__cause__ or found.__context__
+    # torch's collectives fail with a plain RuntimeError, maybe before the launcher has noticed.
+    return job.is_over or (isinstance(error, RuntimeError | OSError) and job.wait_for_end(_NEWS_S))
+
+
+def _check_amount(name: str, value: float | None, least: float) -> None:
+    if value is not None and not (isinstance(value, int | float) and least <= value < math.inf):
+        raise ConfigError(f"checkpoint: {name}={value!r}, expected at least {least:g}")

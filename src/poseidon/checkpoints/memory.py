@@ -1,0 +1,56 @@
+"""The last complete step in memory, from which a worker goes on when others are lost in the middle of the next one.
+
+Tensors are copied on their device, each step into the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Kept:
+    """Everything after one step."""
+
+    step: int
+    parts: dict[str, Any]
+    """The states that are equal on all workers."""
+    own: dict[str, Any]
+    """This worker's own."""
+    values: dict[str, Any]
+
+
+class StepMemory:
+    """Keeps the states of the last complete step."""
+
+    def __init__(self) -> None:
+        self.kept: Kept | None = None
+
+    def keep(self, step: int, parts: Mapping[str, Any], own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Copy these states; nothing in them may wait for other workers any more."""
+        before = self.kept or Kept(step, {}, {}, {})
+        self.kept = Kept(step, copy_over(parts, before.parts), copy_over(own, before.own), copy_over(values, {}))
+
+
+def copy_over(value: Any, old: Any) -> Any:
+    """Return a copy of plain data and tensors, in the memory of an ``old`` copy where that fits."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        fits = (
+            isinstance(old, Tensor)
+            and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device)
+            and old.stride() == value.stride()
+        )
+        return old.copy_(value) if fits else value.clone()
+    if isinstance(value, Mapping):
+        known = old if isinstance(old, Mapping) else {}
+        return {key: copy_over(item, known.get(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        place = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
+        items = [copy_over(item, was) for item, was in zip(value, place, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,150 @@
+"""What a checkpoint holds: the states of a program's objects, copied so that training can go on at once."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from poseidon.errors import ConfigError
+
+
+class Stateful(Protocol):
+    """Anything with a state: models, optimizers, schedulers, scalers, samplers."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state over."""
+
+
+def check_part(name: str, part: Any) -> None:
+    """Raise :class:`ConfigError` unless a part of the program has a state."""
+    missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))]
+    if missing:
+        raise ConfigError(
+            f"checkpoint: {name} is a {type(part).__name__} without {' and '.join(missing)}(); "
+            "keep plain values in checkpoint.values"
+        )
+
+
+def state_of(part: Any) -> Any:
+    """Return a part's state; of a model, under the names that it has without wrapper and compiler."""
+    inner = _plain(part)
+    return (inner.module if _is_wrapper(inner) else inner).state_dict()
+
+
+def load_into(part: Any, state: Any) -> None:
+    """Let a part take a state over; a wrapper does so itself, since it may have more to do than its model."""
+    inner = _plain(part)
+    if _is_wrapper(inner):
+        state = {f"module.{name}": value for name, value in state.items()}
+    inner.load_state_dict(state)
+
+
+def forget_step(part: Any) -> None:
+    """Let a part forget a step that was interrupted, as far as that is not in its state."""
+    if isinstance(part, torch.amp.GradScaler):
+        # Or it would complain that gradients are unscaled twice.
+        part._per_optimizer_states.clear()
+
+
+def host_copy(value: Any) -> Any:
+    """Return plain data in which every tensor is a copy in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: host_copy(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(host_copy, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(host_copy, value))
+    return value
+
+
+def check_readable(name: str, state: Any) -> None:
+    """Raise :class:`ConfigError` unless a state can be read back: plain data and tensors are, other objects are not."""
+    try:
+        from_bytes(as_bytes(_without_values(state)))
+    except Exception as error:
+        raise ConfigError(
+            f"checkpoint: the state of {name} cannot be saved such that it can be read back without running code; "
+            f"keep plain values and tensors in it ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def as_bytes(state: Any) -> bytes:
+    """Return a small state as bytes."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the state in these bytes; only plain data and tensors are read, never code."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(0, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(map(_without_values, value))
+    return value
+
+
+class RandomState:
+    """The random numbers of Python, NumPy and torch in this process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states, as plain data and tensors."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        }
+        numpy = _numpy()
+        if numpy is not None:
+            name, keys, position, has_gauss, cached = numpy.random.get_state()
+            state["numpy"] = [name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with these random numbers."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_initialized() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        numpy = _numpy()
+        if numpy is not None and "numpy" in state:
+            name, keys, position, has_gauss, cached = state["numpy"]
+            numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def _plain(part: Any) -> Any:
+    """Return a compiled model as it was before."""
+    original = getattr(part, "_orig_mod", None)
+    return part if original is None else original
+
+
+def _is_wrapper(part: Any) -> bool:
+    """Whether a model is inside: torch's class, Poseidon's, and what is derived from them."""
+    is_model = isinstance(part, nn.Module) and isinstance(getattr(part, "module", None), nn.Module)
+    return is_model and any(each.__name__.endswith("DataParallel") for each in type(part).__mro__)

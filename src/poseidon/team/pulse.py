@@ -1,0 +1,67 @@
+"""What this process does, as its heartbeat sees it from outside: whether it works, and in which call it waits."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+BUSY_SHARE = 0.02
+"""Of a processor: what waiting threads take is far less."""
+BUSY_BYTES = 64 << 10
+"""Read and written between two looks: what a heartbeat writes is far less."""
+
+_WAITS = re.compile(
+    r"/torch/distributed/(?:distributed_c10d|c10d_logger|rendezvous|device_mesh|_functional_collectives)\.py$"
+    r"|/poseidon/(?:team/gathering|tables/worker|tables/node|job/world)\.py$"
+)
+"""Where a thread waits for others and does nothing else. Poseidon's other waits announce themselves."""
+_STANDARD = re.compile(r"/(?:threading|queue|socket|ssl|selectors|contextlib)\.py$|/concurrent/futures/")
+
+
+class Pulse:
+    """Counts how often this process was found working."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._used_s = time.process_time()
+        self._moved = moved_bytes()
+        self.work = 0
+
+    def look(self) -> None:
+        """Note whether the process has worked since the last look."""
+        now, used_s, moved = time.monotonic(), time.process_time(), moved_bytes()
+        computes = used_s - self._used_s >= BUSY_SHARE * (now - self._at)
+        if computes or moved - self._moved >= BUSY_BYTES:
+            self.work += 1
+        self._at, self._used_s, self._moved = now, used_s, moved
+
+
+def moved_bytes() -> int:
+    """Return how many bytes this process has read and written, other than from and to sockets."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def waiting_call(thread: int) -> tuple[str, int]:
+    """Return the call in which a thread waits for other workers, and a number that tells it from others; or nothing.
+
+    This sees collectives of torch.distributed too that a script calls itself.
+    """
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None and _STANDARD.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or not _WAITS.search(frame.f_code.co_filename):
+        return "", 0
+    # The outermost call of the same kind: what the script called. torch wraps its functions, to log their times.
+    name = frame.f_code.co_name
+    while frame.f_back is not None and _WAITS.search(frame.f_back.f_code.co_filename):
+        frame = frame.f_back
+        name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+    kind = "torch.distributed" if "/torch/distributed/" in frame.f_code.co_filename else "Poseidon"
+    return f"{name}() of {kind}", id(frame) & 0xFFFFFF

@@ -1,0 +1,231 @@
+"""Plays one round of faults on an elastic job and checks what it leaves; ``benchmarks/elastic_rounds.py`` plays many.
+
+A round trains ``elastic_job.py``, whose workers write down what they do. Afterwards every step must have been taken
+once, with exactly the samples of its batch. All workers must end with the same bits, and with the parameters of a run
+alone up to the order of additions.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+JOB = Path(__file__).with_name("elastic_job.py")
+TOLERANCE = 1e-9
+"""Of parameters in double precision: what the order of additions may change."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the job of a round does."""
+
+    workers: int = 4
+    least: int = 1
+    mode: str = "wrapper"
+    epochs: int = 6
+    samples: int = 120
+    batch: int = 12
+    pause_s: float = 0.05
+    replacements: int = 0
+    """How many lost workers come back."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self.epochs * (self.samples // self.batch)
+
+    def arguments(self, notes: Path) -> list[str]:
+        """Return the words after the program's name."""
+        given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
+        given |= {"pause": self.pause_s, "notes": notes}
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass
+class Outcome:
+    """What a round has shown."""
+
+    faults: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    recoveries_s: list[float] = field(default_factory=list)
+    """From each fault that removes a worker to the first step of the next epoch."""
+
+
+class Notes:
+    """What the workers of a job have written down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pids: dict[str, int] = {}
+        self.tries: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
+        """By epoch and step: the samples of each worker."""
+        self.done: dict[int, set[int]] = defaultdict(set)
+        """By step: the epochs in which some worker has completed it."""
+        self.entered: list[tuple[int, int, float]] = []
+        """Epoch, steps done, and when."""
+        self.trained: set[str] = set()
+        self.ends: dict[str, str] = {}
+        self.furthest = 0
+        for path in sorted(folder.glob("worker-*")):
+            self._read(path.name.removeprefix("worker-"), path.read_text().split("\n")[:-1])
+
+    def left_with(self, step: int) -> set[int]:
+        """Return the epoch that ended with a step: the workers went on from it, and none came to note that."""
+        later = [epoch for epoch, done, _ in self.entered if done == step]
+        tried = [epoch for epoch, each in self.tries if each == step and later and epoch < min(later)]
+        return {max(tried)} if tried else set()
+
+    def _read(self, name: str, lines: list[str]) -> None:
+        for line in lines:
+            kind, *words = line.split()
+            if kind == "pid":
+                self.pids[name] = int(words[0])
+            elif kind == "try":
+                self.tries[int(words[0]), int(words[1])][name] = [int(word) for word in words[2:]]
+            elif kind == "done":
+                self.done[int(words[1])].add(int(words[0]))
+                self.furthest = max(self.furthest, int(words[1]))
+            elif kind == "enter":
+                self.trained.add(name)
+                self.entered.append((int(words[0]), int(words[1]), float(words[2])))
+            elif kind == "end":
+                self.ends[name] = words[0]
+
+
+def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return what is wrong after a round; nothing if all is well."""
+    notes, problems = Notes(folder), []
+    per_epoch = work.samples // work.batch
+    for step in range(1, work.steps + 1):
+        epochs = notes.done.get(step) or notes.left_with(step)
+        if len(epochs) != 1:
+            problems.append(f"step {step} was completed in epochs {sorted(epochs)}")
+            continue
+        used = [number for ids in notes.tries[next(iter(epochs)), step].values() for number in ids]
+        turn, place = divmod(step - 1, per_epoch)
+        order = torch.randperm(work.samples, generator=torch.Generator().manual_seed(3 + turn)).tolist()
+        batch = order[place * work.batch : (place + 1) * work.batch]
+        if sorted(used) != sorted(batch):
+            problems.append(f"step {step} used samples {sorted(used)} instead of {sorted(batch)}")
+    if notes.furthest != work.steps:
+        problems.append(f"{notes.furthest} steps instead of {work.steps}")
+    if not notes.ends:
+        problems.append("no worker came to the end")
+    if len(set(notes.ends.values())) > 1:
+        problems.append(f"the workers end with different bits: {notes.ends}")
+    for path in folder.glob("final-*.pt"):
+        final = torch.load(path)
+        worst = max(float((final[name] - value).abs().max()) for name, value in expected.items())
+        if not worst <= TOLERANCE:
+            problems.append(f"{path.name} differs by {worst:.3g} from the run alone")
+    return problems
+
+
+def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the parameters after a training without workers or faults."""
+    folder.mkdir()
+    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0"]
+    # As many threads as a worker has.
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    (path,) = folder.glob("final-*.pt")
+    found: dict[str, torch.Tensor] = torch.load(path)
+    return found
+
+
+class Round:
+    """One job with faults."""
+
+    def __init__(self, work: Work, folder: Path, seed: int) -> None:
+        self._work = work
+        self._folder = folder
+        self._random = random.Random(seed)
+        self.outcome = Outcome()
+        folder.mkdir()
+        bounds = f"{work.least}:{work.workers}"
+        command = [sys.executable, "-m", "poseidon", "run", "--quiet", "--log-dir", "none", "--nproc", bounds]
+        command += ["--replacements", str(work.replacements)]
+        self._output = (folder / "output").open("w")
+        self._job = subprocess.Popen(
+            [*command, str(JOB), *work.arguments(folder)], stdout=self._output, stderr=subprocess.STDOUT
+        )
+
+    def play(self, limit_s: float) -> Outcome:
+        """Train to the end, with faults on the way."""
+        deadline = time.monotonic() + limit_s
+        try:
+            while self._await_step(deadline):
+                spare = len(self._present()) - self._work.least
+                if spare > 0:
+                    self._harm(spare)
+                elif not self._work.replacements:
+                    break
+            status = self._job.wait(max(0.0, deadline - time.monotonic()))
+            if status:
+                self.outcome.problems.append(f"the job ended with status {status}")
+        except subprocess.TimeoutExpired:
+            self.outcome.problems.append(f"the job did not end within {limit_s:g} s")
+        finally:
+            self._job.terminate()
+            self._job.wait()
+            self._output.close()
+        return self.outcome
+
+    def _present(self) -> list[int]:
+        """Return the processes of the workers that train."""
+        notes = Notes(self._folder)
+        return [pid for name, pid in notes.pids.items() if name in notes.trained and Path(f"/proc/{pid}").exists()]
+
+    def _await_step(self, deadline: float) -> bool:
+        """Wait until some steps from now; return whether that is before the end of the job."""
+        done = Notes(self._folder).furthest
+        last = self._work.steps - 2
+        wanted = min(last, done + self._random.randint(1, max(1, (last - done) // 3)))
+        while Notes(self._folder).furthest < wanted:
+            if self._job.poll() is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        time.sleep(self._random.uniform(0, 2 * self._work.pause_s))
+        return done < last
+
+    def _harm(self, most: int) -> None:
+        """Do something to one or two workers."""
+        alive = self._present()
+        kind = self._random.choice(
+            ["kill", "kill", "stop", "pause", "two", "during"] if most > 1 else ["kill", "pause"]
+        )
+        epoch = max(entry[0] for entry in Notes(self._folder).entered)
+        self.outcome.faults.append(kind)
+        began = time.time()
+        victims = self._random.sample(alive, min(len(alive) - 1, 2 if kind in ("two", "during") else 1))
+        for place, pid in enumerate(victims):
+            if kind == "during" and place:
+                time.sleep(self._random.uniform(0, 0.5))
+            send(pid, signal.SIGSTOP if kind in ("stop", "pause") else signal.SIGKILL)
+        if kind == "pause":
+            time.sleep(self._random.uniform(0.1, 2.0))
+            for pid in victims:
+                send(pid, signal.SIGCONT)
+            return
+        self._await_epoch(epoch, began)
+
+    def _await_epoch(self, epoch: int, began: float) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._job.poll() is None:
+            later = [when for number, _, when in Notes(self._folder).entered if number > epoch]
+            if later:
+                self.outcome.recoveries_s.append(min(later) - began)
+                return
+            time.sleep(0.1)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    subprocess.run(["kill", f"-{int(number)}", str(pid)], check=False, stderr=subprocess.DEVNULL)

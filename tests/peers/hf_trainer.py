@@ -1,0 +1,55 @@
+# Hugging Face's Trainer: hf_trainer.py {classes,words} ACCUMULATED [bf16] [lora]
+import sys
+
+from peer_data import Numbered, save, texts
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+kind, accumulated, *more = sys.argv[1:]
+set_seed(0)
+if kind == "classes":
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    noise = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=3, **sizes, **noise))
+else:
+    noise = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, **noise))
+if "lora" in more:
+    from peft import LoraConfig, get_peft_model
+
+    layers = ["query"] if kind == "classes" else ["c_attn"]
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, target_modules=layers))
+model.eval()  # as from_pretrained leaves it
+arguments = TrainingArguments(
+    "out",
+    num_train_epochs=3,
+    per_device_train_batch_size=8,
+    per_device_eval_batch_size=8,
+    gradient_accumulation_steps=int(accumulated),
+    eval_strategy="epoch",
+    save_strategy="no",
+    learning_rate=4.0 if "lora" in more else 0.2,
+    optim="sgd",
+    bf16="bf16" in more,
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+)
+# Windows of accumulated batches divide evenly between the workers.
+train = texts(45 if accumulated == "1" else 48, 1, kind == "classes")
+trainer = Trainer(
+    model,
+    arguments,
+    train_dataset=Numbered(train, True),
+    eval_dataset=Numbered(texts(20, 2, kind == "classes"), False),
+)
+trainer.train()
+losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+save(model, trainer.state.global_step, losses)

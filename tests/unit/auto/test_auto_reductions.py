@@ -1,0 +1,101 @@
+"""What a loss is a sum or a mean over, and what its parts weigh: any split must give the whole's gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from poseidon.auto.reductions import Counts, Portion, describe, pack, read_terms, weigh
+
+torch.manual_seed(0)
+ROWS, CLASSES = 12, 5
+X = torch.randn(ROWS, 4, dtype=torch.float64)
+LABELS = torch.randint(0, CLASSES, (ROWS,))
+LABELS[[0, 1, 3, 9]] = -100
+LENGTHS = torch.tensor([3.0, 1, 2, 7, 2, 5, 1, 1, 4, 6, 2, 3], dtype=torch.float64)
+WEIGHT = torch.rand(4, CLASSES, dtype=torch.float64)
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.1, 2.0, 1.0], dtype=torch.float64)
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# ruff: noqa: ARG005 - every loss gets all there is
+LOSSES: dict[str, Loss] = {
+    "mean": lambda w, x, y, n: (x @ w).square().mean(),
+    "mse sum": lambda w, x, y, n: F.mse_loss(x @ w, torch.ones(len(x), CLASSES).double(), reduction="sum"),
+    "two sums": lambda w, x, y, n: (x @ w).square().sum() - 0.5 * torch.sum(1 + (x @ w).exp()),
+    "ignored targets": lambda w, x, y, n: F.cross_entropy(x @ w, y),
+    "class weights": lambda w, x, y, n: F.cross_entropy(x @ w, y.clamp(min=0), weight=CLASS_WEIGHTS),
+    "smoothed": lambda w, x, y, n: F.cross_entropy(x @ w, y, label_smoothing=0.1),
+    "over lengths": lambda w, x, y, n: ((x @ w).mean(1) * n).sum() / n.sum(),
+    "batchmean": lambda w, x, y, n: F.kl_div(
+        (x @ w).log_softmax(1), (x @ w).detach().softmax(1), reduction="batchmean"
+    ),
+    "times the batch": lambda w, x, y, n: (F.l1_loss(x @ w, torch.ones(len(x), CLASSES).double()) + 0.1) * len(x),
+    "by the whole batch": lambda w, x, y, n: (x @ w).square().sum() / ROWS,
+    "with a penalty": lambda w, x, y, n: F.cross_entropy(x @ w, y) + 0.01 * (w**2).sum(),
+    "sum with a penalty": lambda w, x, y, n: (x @ w).square().sum() + 0.01 * (w * w).sum(),
+    "terms together": lambda w, x, y, n: torch.stack([F.cross_entropy(x @ w, y), (x @ w).abs().mean()]).sum() / 4,
+    "scaled": lambda w, x, y, n: F.cross_entropy(x @ w, y) / 3 * 65536.0,
+    "orthogonal": lambda w, x, y, n: (x @ w).square().mean() + (w @ w.t() - torch.eye(4)).square().sum(),
+    "columns": lambda w, x, y, n: (x @ w.repeat(1, 12)).mean(0).sum(),
+    "summed columns": lambda w, x, y, n: (x @ w).sum(0).sum(),
+    "axis by axis": lambda w, x, y, n: (x @ w).square().sum(1).sum(0),
+    "weighted": lambda w, x, y, n: 6.0 * (x @ w).square().mean(),
+    "embedded": lambda w, x, y, n: F.embedding(y % 4, w).square().sum(),
+    "products": lambda w, x, y, n: (w[0] * x[:, :1] * n[:, None]).sum(),
+    "by time": lambda w, x, y, n: (x @ w).t().square().sum(),
+}
+
+
+def gradient(loss: Loss, rows: slice) -> Tensor:
+    w = WEIGHT.clone().requires_grad_()
+    loss(w, X[rows], LABELS[rows], LENGTHS[rows]).backward()
+    assert w.grad is not None
+    return w.grad
+
+
+@pytest.mark.parametrize("bounds", [(0, 6, 12), (0, 4, 8, 12), (0, 5, 12), (0, 3, 4, 12)])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...]) -> None:
+    loss = LOSSES[name]
+    parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    portions = [Portion(part.stop - part.start, ROWS, part.stop - part.start, len(parts)) for part in parts]
+    weights = [WEIGHT.clone().requires_grad_() for _ in parts]
+    values = [loss(w, X[part], LABELS[part], LENGTHS[part]) for w, part in zip(weights, parts, strict=True)]
+    terms = [read_terms(value, p.samples, p.total) for value, p in zip(values, portions, strict=True)]
+    rows = [pack(mine, p.real) for mine, p in zip(terms, portions, strict=True)]
+    total = torch.zeros_like(WEIGHT)
+    for w, value, mine, portion in zip(weights, values, terms, portions, strict=True):
+        for term, factor in zip(mine, weigh(mine, rows, portion, Counts()), strict=True):
+            term.node.register_prehook(lambda g, f=factor / portion.weight: tuple(each * f for each in g))
+            assert describe(term, factor, portion).startswith("the loss is")
+        value.backward(torch.tensor(portion.weight, dtype=torch.float64))
+        assert w.grad is not None
+        total += w.grad / len(parts)
+    torch.testing.assert_close(total, gradient(loss, slice(None)), rtol=1e-12, atol=1e-12)
+
+
+def test_means_over_samples_need_nothing() -> None:
+    w = WEIGHT.clone().requires_grad_()
+    for loss in (F.mse_loss(X @ w, torch.zeros(ROWS, CLASSES).double()), (X @ w).mean() / 4, 0.1 * (w**2).sum()):
+        terms, portion = read_terms(loss, 6, ROWS), Portion(6, ROWS, 6, 2)
+        assert weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()) == [1.0] * len(terms)
+
+
+def test_a_repeated_sample_counts_once() -> None:
+    portion = Portion(samples=2, total=3, added=1, workers=3)
+    value = (torch.cat([X[:1], X[:1]]) @ WEIGHT.clone().requires_grad_()).sum()
+    terms = read_terms(value, 2, 3)
+    assert weigh(terms, [pack(terms, portion.real)] * 3, portion, Counts()) == [1.5]  # a half of it, on three workers
+
+
+def test_workers_with_other_graphs_weigh_by_samples() -> None:
+    w = WEIGHT.clone().requires_grad_()
+    portion = Portion(6, 12, 6, 2)
+    terms = read_terms(F.cross_entropy(X[:6] @ w, LABELS[:6]), 6, 12)
+    rows = [pack(terms, 1.0), pack([], 1.0)]
+    assert weigh(terms, rows, portion, Counts()) == [1.0]

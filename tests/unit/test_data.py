@@ -1,0 +1,152 @@
+"""Samplers that know their position: every sample once, on any number of workers, from any batch on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from poseidon.data import ElasticSampler, ElasticStream, cut_epoch, share
+from poseidon.errors import ConfigError
+
+LENGTH, BATCH = 103, 12
+DATA = TensorDataset(torch.arange(LENGTH))
+
+
+def flat(steps: Iterable[list[int]]) -> list[int]:
+    return [*itertools.chain.from_iterable(steps)]
+
+
+def _loaders(size: int, helpers: int = 0, **options: Any) -> list[tuple[ElasticSampler, DataLoader[Any]]]:
+    samplers = [ElasticSampler(DATA, BATCH, rank=rank, size=size, **options) for rank in range(size)]
+    return [(one, DataLoader(DATA, batch_sampler=one, num_workers=helpers)) for one in samplers]
+
+
+def _take(team: list[tuple[Any, Any]], steps: int | None = None) -> list[list[int]]:
+    """Return the samples of each step, by all workers together."""
+    taken: list[list[int]] = []
+    for sampler, loader in team:
+        for number, (batch,) in enumerate(sampler.over(loader)):
+            if number == len(taken):
+                taken.append([])
+            taken[number] += batch.tolist()
+            if number + 1 == steps:
+                break
+    return taken
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_an_epoch_has_every_sample_once_in_the_same_batches_on_any_number_of_workers(size: int, shuffle: bool) -> None:
+    steps = _take(_loaders(size, shuffle=shuffle))
+    assert sorted(flat(steps)) == list(range(LENGTH))
+    assert steps == _take(_loaders(1, shuffle=shuffle))
+    assert (steps == sorted(steps)) is not shuffle
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_a_position_continues_on_another_number_of_workers(helpers: int) -> None:
+    whole = _take(_loaders(1))
+    team = _loaders(3, helpers)
+    begun = _take(team, steps=4)
+    (state,) = {str(sampler.state_dict()) for sampler, _ in team}
+    assert "'done': 4" in state  # although helpers have fetched more
+    later = _loaders(2)
+    for sampler, _ in later:
+        sampler.load_state_dict(team[0][0].state_dict())
+    assert begun + _take(later) == whole
+    for sampler, _ in later:
+        assert (sampler.epoch, sampler.done) == (1, 0)
+    again = _take(later)
+    assert sorted(flat(again)) == list(range(LENGTH))
+    assert again != whole
+
+
+def test_weights_make_the_workers_mean_that_of_all_samples() -> None:
+    values = torch.randn(LENGTH, dtype=torch.float64)
+    team = [(sampler, sampler.over(loader)) for sampler, loader in _loaders(5)]
+    for _ in range(len(team[0][0])):
+        parts = [(next(batches)[0], sampler.weight) for sampler, batches in team]
+        together = torch.cat([indices for indices, _ in parts])
+        mean = sum(values[indices].mean() * weight for indices, weight in parts) / 5
+        assert torch.isclose(torch.as_tensor(mean), values[together].mean())
+
+
+def test_what_is_not_counted_or_dealt_otherwise_is_refused() -> None:
+    (sampler, loader), *_ = _loaders(2)
+    next(iter(loader))
+    with pytest.raises(ConfigError, match=r"iterate over sampler.over\(loader\)"):
+        sampler.state_dict()
+    (other, _), *_ = _loaders(2, seed=4)
+    fresh = _loaders(2)[0][0]
+    with pytest.raises(ConfigError, match="ElasticSampler has seed=0, but the position was saved with 4"):
+        fresh.load_state_dict(other.state_dict())
+    for size in (0, 2.5, True):
+        with pytest.raises(ConfigError, match=r"batch_size=.*expected a whole number"):
+            ElasticSampler(DATA, size)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch_size=2 for 3 workers"):
+        ElasticSampler(DATA, 2, rank=0, size=3)
+    with pytest.raises(ConfigError, match="103 samples make no batch of 200 for 2 workers; without drop_last"):
+        ElasticSampler(DATA, 200, rank=0, size=2, drop_last=True)
+    with pytest.raises(ConfigError, match="give both or none"):
+        ElasticSampler(DATA, 2, rank=0)
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(1, 9), st.booleans())
+def test_shares_and_cuts_cover_everything_once(length: int, batch: int, size: int, drop_last: bool) -> None:
+    if batch < size or length < size or (drop_last and length < batch):
+        return
+    cuts = cut_epoch(length, batch, size, drop_last)
+    assert cuts[0] == 0
+    assert cuts[-1] == (length - length % batch if drop_last else length)
+    for start, stop in itertools.pairwise(cuts):
+        assert size <= stop - start < batch + size
+        shares = [share(start, stop, rank, size) for rank in range(size)]
+        assert [one for mine in shares for one in mine] == list(range(start, stop))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+class Numbers(IterableDataset[Tensor]):
+    """A stream."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(LENGTH))
+
+
+def _streams(size: int, helpers: int) -> list[tuple[ElasticStream, DataLoader[Any]]]:
+    streams = [ElasticStream(Numbers(), BATCH, rank=rank, size=size) for rank in range(size)]
+    return [(one, DataLoader(one, batch_size=None, num_workers=helpers)) for one in streams]
+
+
+def _read(team: list[tuple[ElasticStream, DataLoader[Any]]], steps: int | None = None) -> list[list[int]]:
+    counted = [(stream, [(batch,) for batch in _some(stream, loader, steps)]) for stream, loader in team]
+    numbers = range(len(counted[0][1]))
+    return [flat(batches[number][0].tolist() for _, batches in counted) for number in numbers]
+
+
+def _some(stream: ElasticStream, loader: DataLoader[Any], steps: int | None) -> list[Tensor]:
+    taken = []
+    for batch in stream.over(loader):
+        taken.append(batch)
+        if len(taken) == steps:
+            break
+    return taken
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_a_stream_is_dealt_in_order_and_continues(helpers: int) -> None:
+    whole = _read(_streams(1, 0))
+    assert flat(whole) == list(range(LENGTH))
+    team = _streams(3, helpers)
+    begun = _read(team, steps=3)
+    later = _streams(2, helpers)
+    for stream, _ in later:
+        stream.load_state_dict(team[1][0].state_dict())
+    assert begun + _read(later) == whole
