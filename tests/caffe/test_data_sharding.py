@@ -22,18 +22,19 @@ def take(items, count):
     return list(islice(items, count))
 
 
-def records(count, share, batch, seed=None, first=0):
-    return (one.record for one in endless(count, share, batch, seed, first))
+def records(count, share, batch, seed=None, first=0, skip=0):
+    return (one.record for one in endless(count, share, batch, seed, first, skip))
 
 
 seeds = st.none() | st.integers(0, 2**62)
 
 
-@given(counts, sizes, st.integers(1, 5), st.integers(1, 4), seeds)
-def test_workers_together_read_what_one_worker_reads(count, size, batch, steps, seed):
-    alone = take(records(count, Share(), batch * size, seed), batch * size * steps)
-    streams = [records(count, Share(rank, size), batch, seed) for rank in range(size)]
+@given(counts, sizes, st.integers(1, 5), st.integers(1, 4), seeds, st.integers(0, 9))
+def test_workers_together_read_what_one_worker_reads(count, size, batch, steps, seed, skip):
+    alone = take(records(count, Share(), batch * size, seed, 0, skip), batch * size * steps)
+    streams = [records(count, Share(rank, size), batch, seed, 0, skip) for rank in range(size)]
     assert [row for _ in range(steps) for stream in streams for row in take(stream, batch)] == alone
+    assert alone == take(records(count, Share(), 1, seed), skip + len(alone))[skip:]
 
 
 @given(st.integers(0, 200), sizes, st.integers(1, 5))

@@ -56,11 +56,16 @@ class Numbered(NamedTuple):
     """Which record of the source it is."""
 
 
-def endless(count: int, share: Share, batch: int, seed: int | None, first: int = 0) -> Iterator[Numbered]:
-    """Yield this worker's records from its sample ``first`` on, pass after pass: in order, or shuffled by a seed."""
+def endless(
+    count: int, share: Share, batch: int, seed: int | None, first: int = 0, skip: int = 0
+) -> Iterator[Numbered]:
+    """Yield this worker's records from its sample ``first`` on, pass after pass: in order, or shuffled by a seed.
+
+    The workers together leave out the first ``skip`` records of the sequence, as one worker alone would.
+    """
     order, shuffled = None, -1
     for number in itertools.count(first):
-        position = share.position(number, batch)
+        position = skip + share.position(number, batch)
         turn, record = divmod(position, count)
         if seed is not None:
             if order is None or turn != shuffled:

@@ -184,7 +184,7 @@ def check_skip(rand_skip: int, count: int) -> None:
 
 
 def skipped(rand_skip: int, seed: int) -> int:
-    """Return how many samples to skip at the beginning, at random, less than ``rand_skip``."""
+    """Return how many records all workers together skip at the beginning, at random, less than ``rand_skip``."""
     if not rand_skip:
         return 0
     skip = Draws(seed, -1).below(rand_skip)

@@ -42,8 +42,8 @@ class ImageData(PrefetchingLayer):
         shape = transform.shape(first.values.shape, first.origin)
 
         def batches(number: int, seed: int) -> Batches:
-            first = number + skipped(settings.rand_skip, seed)
-            order = endless(len(lines), source.share, batch_size, seed if settings.shuffle else None, first)
+            skip = skipped(settings.rand_skip, seed)
+            order = endless(len(lines), source.share, batch_size, seed if settings.shuffle else None, number, skip)
             rows = (Row(number, partial(_read, lines[index], settings, source.path)) for number, index in order)
             return batched(rows, transform, batch_size, seed)
 
