@@ -64,7 +64,7 @@ def test_a_job_trains_and_its_replicas_agree():
     output = Output()
     with Lab(machines=3, rate="1gbit") as lab:
         result = run_job(lab, "train", show=output)
-    assert result.status == 0, output.lines
+    assert result.status == 0, "\n".join(f"{machine}: {line}" for machine, line in output.lines)
     assert output.values("weights") == ["[2.0, -3.0, 1.0]"] * 3
     assert all(moved.sent > 1000 for moved in result.traffic)
 

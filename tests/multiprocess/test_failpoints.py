@@ -122,6 +122,7 @@ SAMPLE = [
     ("distribute", "wire.send=damage"),
     ("server", "server.step=raise"),
     ("tables", "wire.receive=drop"),
+    ("tables", "wire.place=raise"),
 ]
 
 

@@ -20,6 +20,9 @@ from poseidon.wire.transport import Transport
 
 _log = logging.getLogger(__name__)
 
+_PARTING_S = 5.0
+"""How long a rank that failed stays reachable, for the others to hear why."""
+
 
 class Node:
     """One rank's part in the tables of a job.
@@ -51,7 +54,7 @@ class Node:
         self.timeout_s = time_limit(timeout_s)
         self._is_busy = is_busy
         self.losses: dict[int, int] = {}
-        """The last known clocks of workers that died."""
+        """The last known clocks of workers that died, or were given up: this one may be among them."""
         self._doubts = Doubts()
         self._departed: set[int] = set()
         """Ranks that will send nothing more."""
@@ -88,17 +91,26 @@ class Node:
 
     def abandon(self) -> None:
         """Leave in the middle of the work, and tell the others at once that this rank is lost."""
+        if self._post.failure is not None:
+            # The others cannot continue either, and know why; to them this rank is not the cause.
+            self._part()
+            return
         self._announce_loss(self.rank, self.holder.clock_of(self.rank) if self.is_worker else 0)
         self._say_farewell()
 
     def _part(self) -> None:
-        """Wait until no rank will send anything here: closing earlier could cut off messages in flight."""
+        """Wait until no rank will send anything here: closing earlier could cut off messages in flight.
+
+        After a failure too: a rank that finds this one's connection ended before it has heard of the cause would take
+        this one for it.
+        """
         with self._post.news:
             self._say_farewell()
             others = set(range(self._post.size)) - {self.rank}
-            self._post.news.wait_for(
-                lambda: self._post.failure is not None or others <= self._departed | self._post.gone, self.timeout_s
-            )
+            patience_s = self.timeout_s if self._post.failure is None else min(_PARTING_S, self.timeout_s)
+            # The others send nothing to a rank that they gave up, not even a farewell.
+            is_alone = self.rank in self.losses
+            self._post.news.wait_for(lambda: is_alone or others <= self._departed | self._post.gone, patience_s)
 
     def _say_farewell(self) -> None:
         with self._post.news:
@@ -162,6 +174,9 @@ class Node:
             return
         if payload.nbytes:
             lost, clock = np.frombuffer(payload, np.int64).tolist()
+            if not (self.holder.survives_loss or lost in self._post.gone or self._is_over()):
+                # This rank is about to end, and the others must hear of the cause before they notice that.
+                self._announce_loss(lost, clock)
             self._lose(lost, f"reported by rank {header.sender}", clock)
             return
         self._post.send(header.sender, Kind.LOST, header.subject, header.clock, flags=TableFlag.ANSWER)
@@ -196,7 +211,7 @@ class Node:
     def _give_up_myself(self, why: str) -> None:
         """End because of a fault of this rank; the others must do without it, and not without whom it cannot hear."""
         if not self._is_over():
-            clock = self.holder.clock_of(self.rank) if self.is_worker else 0
+            clock = self.losses[self.rank] = self.holder.clock_of(self.rank) if self.is_worker else 0
             self._announce_loss(self.rank, clock)
             self._post.fail(WorkerLostError(f"worker {self.rank} is lost after clock {clock}, by its own fault: {why}"))
 
@@ -218,6 +233,7 @@ class Node:
 
     def _lose(self, rank: int, why: str, clock: int) -> None:
         if rank == self.rank:
+            self.losses[rank] = clock
             self._post.fail(WorkerLostError(f"worker {rank} was given up by the others ({why}) and cannot continue"))
             return
         if rank in self.losses:
