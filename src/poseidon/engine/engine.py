@@ -21,6 +21,7 @@ from poseidon.engine.options import Options
 from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.schedules import Schedules
+from poseidon.engine.shortfalls import changed_error, forgotten_error
 from poseidon.engine.step import Phase, Step, Verdict
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
@@ -472,35 +473,9 @@ class Engine:
     def _complain(self) -> None:
         forgotten, self._forgotten = self._forgotten, None
         if forgotten:
-            make = self._changed_error if self.options.static_graph else self._forgotten_error
-            error = make(forgotten)
+            specs = self._schedules.model.parameters
+            names = {number: specs[number].name for number in map(self._number_of.__getitem__, forgotten)}
+            make = changed_error if self.options.static_graph else forgotten_error
+            error = make(names, self.team.rank, self.step - 1)
             self.last_error = str(error)
             raise error
-
-    def _shortfall(self, parameters: Collection[nn.Parameter]) -> str:
-        """Say which parameters fell short in the last backward, as torch's class says it, so that help can be found."""
-        numbers = sorted(self._number_of[parameter] for parameter in parameters)
-        names = ", ".join(self._schedules.model.parameters[number].name for number in numbers)
-        return (
-            f"Parameters which did not receive grad for rank {self.team.rank}: {names}. Parameter indices which did "
-            f"not receive grad for rank {self.team.rank}: {' '.join(map(str, numbers))}"
-        )
-
-    def _changed_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
-        return UnsupportedError(
-            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-            "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
-            "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
-            f"True. In step {self.step - 1}, {len(parameters)} parameter(s) got fewer gradients than in the first; "
-            f"remove static_graph.\n{self._shortfall(parameters)}"
-        )
-
-    def _forgotten_error(self, parameters: Collection[nn.Parameter]) -> UnsupportedError:
-        return UnsupportedError(
-            "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"{len(parameters)} parameter(s) got no gradient in step {self.step - 1}. Either some outputs of forward() "
-            "have no part in the loss: make sure that all `forward` function outputs participate in calculating loss. "
-            "Or parameters are unused on purpose: say so by passing the keyword argument "
-            "`find_unused_parameters=True`, or freeze them with requires_grad_(False) before wrapping.\n"
-            f"{self._shortfall(parameters)}"
-        )

@@ -1,0 +1,42 @@
+"""Errors about parameters that got fewer gradients than they should, in the words of torch's class.
+
+People look these sentences up, and programs match them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from poseidon.errors import UnsupportedError
+
+_BEGINNING = "Expected to have finished reduction in the prior iteration before starting a new one."
+
+
+def forgotten_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
+    """Return the error for parameters, by number, that got no gradient in a step."""
+    return UnsupportedError(
+        f"{_BEGINNING} {len(names)} parameter(s) got no gradient in step {step}. Either some outputs of forward() "
+        "have no part in the loss: make sure that all `forward` function outputs participate in calculating loss. "
+        "Or parameters are unused on purpose: say so by passing the keyword argument "
+        "`find_unused_parameters=True`, or freeze them with requires_grad_(False) before wrapping.\n"
+        f"{_shortfall(names, rank)}"
+    )
+
+
+def changed_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
+    """Return the error for parameters of a static graph that got fewer gradients than in the first step."""
+    return UnsupportedError(
+        f"{_BEGINNING} This error "
+        "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+        "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+        f"True. In step {step}, {len(names)} parameter(s) got fewer gradients than in the first; "
+        f"remove static_graph.\n{_shortfall(names, rank)}"
+    )
+
+
+def _shortfall(names: Mapping[int, str], rank: int) -> str:
+    numbers = sorted(names)
+    return (
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[number] for number in numbers)}. "
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, numbers))}"
+    )
