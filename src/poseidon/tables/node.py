@@ -91,8 +91,8 @@ class Node:
 
     def abandon(self) -> None:
         """Leave in the middle of the work, and tell the others at once that this rank is lost."""
-        if self._post.failure is not None:
-            # The others cannot continue either, and know why; to them this rank is not the cause.
+        if self._post.failure is not None and not self.holder.survives_loss:
+            # The others cannot continue either, and must not take this rank for the cause.
             self._part()
             return
         self._announce_loss(self.rank, self.holder.clock_of(self.rank) if self.is_worker else 0)
@@ -104,13 +104,17 @@ class Node:
         After a failure too: a rank that finds this one's connection ended before it has heard of the cause would take
         this one for it.
         """
+        others = set(range(self._post.size)) - {self.rank}
+
+        def is_parted() -> bool:
+            # The others send nothing to a rank that they gave up, not even a farewell.
+            return self.rank in self.losses or others <= self._departed | self._post.gone
+
         with self._post.news:
             self._say_farewell()
-            others = set(range(self._post.size)) - {self.rank}
-            patience_s = self.timeout_s if self._post.failure is None else min(_PARTING_S, self.timeout_s)
-            # The others send nothing to a rank that they gave up, not even a farewell.
-            is_alone = self.rank in self.losses
-            self._post.news.wait_for(lambda: is_alone or others <= self._departed | self._post.gone, patience_s)
+            self._post.news.wait_for(lambda: self._post.failure is not None or is_parted(), self.timeout_s)
+            if self._post.failure is not None:
+                self._post.news.wait_for(is_parted, min(_PARTING_S, self.timeout_s))
 
     def _say_farewell(self) -> None:
         with self._post.news:

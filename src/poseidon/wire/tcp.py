@@ -62,6 +62,8 @@ class TcpTransport(Transport):
         """Ranks that said goodbye or were reported lost."""
         self._culprit: int | None = None
         """Because of whom this rank cannot go on: the first that it lost, or itself."""
+        self._accuser = rank
+        """Who noticed it first: this rank, or one that told it."""
         self._has_given_up = False
         self._ended: Counter[int] = Counter()
         """How many of each peer's connections have ended."""
@@ -198,8 +200,9 @@ class TcpTransport(Transport):
             self._departed.add(header.sender)
             return
         why = f"rank {header.sender} gave up: {str(payload, errors='replace')}"
-        # Of two that complain about each other, both know.
-        self._lose(header.sender if header.subject == self.rank else header.subject, why)
+        accuser = header.number if header.number < self.size else header.sender
+        # Of two that complain about each other, both know; who only passes the complaint on is neither.
+        self._lose(accuser if header.subject == self.rank else header.subject, why, accuser=accuser)
         self._departed.add(header.sender)
 
     # Outgoing.
@@ -210,8 +213,9 @@ class TcpTransport(Transport):
                 return
             self._has_given_up = True
             lost = self._culprit if self._culprit is not None else self.rank if culprit is None else culprit
+            accuser = self._accuser
         text = why.encode()[:GIVING_UP_BYTES]
-        head = pack(Header(Kind.BYE, self.rank, lost, 0, 0, len(text), detail=1))
+        head = pack(Header(Kind.BYE, self.rank, lost, accuser, 0, len(text), detail=1))
         for peer, sender in enumerate(self._senders):
             if peer != self.rank:
                 sender.put(Outgoing(head, memoryview(text), FIRST))
@@ -238,7 +242,7 @@ class TcpTransport(Transport):
         why = str(error) if isinstance(error, OSError) else describe(error)
         self._lose(peer, why, self.rank if is_own else peer)
 
-    def _lose(self, peer: int, why: str, culprit: int | None = None) -> None:
+    def _lose(self, peer: int, why: str, culprit: int | None = None, accuser: int | None = None) -> None:
         """Report that ``peer`` is gone, unless it said goodbye or this transport is closing."""
         with self._lock:
             if peer in self._departed or self._is_closed:
@@ -246,4 +250,5 @@ class TcpTransport(Transport):
             self._departed.add(peer)
             if self._culprit is None:
                 self._culprit = peer if culprit is None else culprit
+                self._accuser = self.rank if accuser is None or accuser == peer else accuser
         self._tell_lost(peer, why)
