@@ -108,7 +108,6 @@ def make_state(workers: int) -> dict[str, Any]:
             "steps": [14.0] * points,
             "samples": [1800] * points,
             "loss": [2.0 / (at + 1) for at in range(points)],
-            "parts_s": [[[0.4, 0.7, 0.1, 0.3]] * points] * workers,
             "memory_bytes": [[437 << 20] * points] * workers,
         },
     }  # fmt: skip

@@ -58,7 +58,7 @@ def describe(folder: Path, state: dict[str, Any], summary: dict[str, Any], age_s
         next_step = f": {verdict['next_step']}" if verdict.get("next_step") else ""
         lines.append(f"  limit     {doubt}{verdict.get('text', '')}{next_step}")
     if state.get("loss") is not None:
-        lines.append(f"  loss      {state['loss']:.4g}")
+        lines.append(f"  loss      {float(state['loss']):.4g}")
     if state.get("slowest"):
         lines.append(f"  slowest   {state['slowest']}")
     lines += [f"  {event['event']:<9} {event.get('text', '')}" for event in read_events(folder, 3) if "text" in event]

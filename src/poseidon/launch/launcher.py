@@ -295,7 +295,7 @@ class Launcher:
         elif kind == protocol.EXIT:
             self._watching.exited(int(message["rank"]), int(message["status"]), now)
             self._output.flush(int(message["rank"]))
-            self._observer.note("exit", worker=int(message["rank"]), status=int(message["status"]))
+            self._observer.end_worker(int(message["rank"]), int(message["status"]))
             if self._keeper is not None:
                 self._keeper.exited(int(message["rank"]), int(message["status"]), now)
         elif kind == protocol.REFUSED:

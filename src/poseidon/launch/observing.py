@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,9 +14,11 @@ from poseidon.observe.folder import STATE, SUMMARY, TRACE, RunFolder
 from poseidon.observe.history import History
 from poseidon.observe.links import LinkUse
 from poseidon.observe.records import Record
+from poseidon.observe.rows import link_rows, plan_rows, timeline_rows, worker_row
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
+from poseidon.observe.steps import MOST_SPANS
 from poseidon.observe.verdict import Cause, JobVerdict, judge, link_uses
-from poseidon.observe.windows import PHASE_WORDS, Window, Windows, add_uses
+from poseidon.observe.windows import Window, Windows, add_uses
 
 JUDGE_S = 0.25
 STATE_S = 1.0
@@ -25,7 +29,6 @@ LONG_S = 20.0
 """A worker for which the others wait so long is named on the terminal, with its calls."""
 SETTLED = 4
 """A verdict is told when it has been the same this many times."""
-_MOST_SPANS = 20_000
 _MOST_SHOWN = 400
 _STEPS_KEPT = 4
 
@@ -48,6 +51,8 @@ class JobObserver:
         self._steps = [0] * len(places)
         self._samples = 0
         self._loss: float | None = None
+        self._is_broken = False
+        """Whether that is nan or inf."""
         self._spans: dict[int, dict[int, list[StepSpan]]] = {}
         """The last steps that were recorded in full, by step and worker."""
         self._traced: dict[int, list[StepSpan]] = {}
@@ -64,6 +69,7 @@ class JobObserver:
         self._stands_for: dict[int, int | None] = {}
         """Workers that came later, each with the one whose place it has; None: in a new place, which is not shown."""
         self._lost: set[int] = set()
+        self._ended: set[int] = set()
         self._verdict = JobVerdict(Cause.STARTING, "starting: no step yet")
         self._repeats = 0
         self._told: tuple[Cause, str] | None = None
@@ -78,6 +84,16 @@ class JobObserver:
         self._event("restart" if restart else "start", command=self._command, restart=restart, hosts=self._hosts())
         self._stacks.clear()
         self._spans.clear()
+        self._lost.clear()
+        self._ended.clear()
+        self._stands_for.clear()
+
+    def end_worker(self, worker: int, status: int) -> None:
+        """Note that a worker has ended: nobody waits for it any more, and it may be silent."""
+        self._event("exit", worker=worker, status=status)
+        place = self._stands_for.get(worker, worker)
+        if place is not None:
+            self._ended.add(place)
 
     def lose(self, worker: int) -> None:
         """Note that an elastic job goes on without a worker."""
@@ -99,6 +115,7 @@ class JobObserver:
         place = self._stands_for.get(worker, worker)
         if place is not None:
             self._lost.discard(place)
+            self._ended.discard(place)
 
     def read_report(self, rank: int, facts: Mapping[str, Any], now: float) -> None:
         """Take a worker's report about itself."""
@@ -118,12 +135,25 @@ class JobObserver:
             self._event("stuck", worker=rank, host=self._places[rank].host, calls=self._stacks[rank])
         if isinstance(facts.get("plan"), list):
             self._read_plan(facts)
+        if "trace_ends" in facts and rank == 0:
+            ends, asked = facts["trace_ends"], facts.get("trace_asked")
+            self._event("trace", text=f"the trace ends before step {ends}, not {asked}: it has {MOST_SPANS:,} spans")
 
     def read_loss(self, loss: float, now: float) -> None:
         """Note the loss that a worker told or printed."""
-        if loss != self._loss and loss == loss:
-            self._loss = loss
+        if loss == self._loss or (loss != loss and self._is_broken):
+            return
+        is_broken = not math.isfinite(loss)
+        if is_broken and not self._is_broken:
+            self._event("loss", text=f"the loss is {loss}", step=max(self._steps, default=0))
+        self._loss, self._is_broken = loss, is_broken
+        if not is_broken:
             self._history.add_loss(loss, now - self._began)
+
+    @property
+    def _plain_loss(self) -> float | str | None:
+        """The loss for JSON, which has no word for nan and inf."""
+        return str(self._loss) if self._is_broken else self._loss
 
     def note(self, kind: str, **facts: Any) -> None:
         """Note an event of the launcher's own."""
@@ -135,7 +165,8 @@ class JobObserver:
             self._judged_at = now
             windows = self._windows.look(now)
             self._seen = [window for window in windows if window.rank not in self._lost] or windows
-            self._settle(judge(self._seen, self._line_rate))
+            if running := [window for window in self._seen if window.rank not in self._ended]:
+                self._settle(judge(running, self._line_rate))
         if self._folder is not None and now - self._stated_at >= self._state_s:
             began = time.monotonic()
             self._folder.write_state(STATE, self.state(now))
@@ -186,9 +217,9 @@ class JobObserver:
             "steps_per_s": round(steps / trained_s, 4) if trained_s else 0.0,
             "samples": self._samples,
             "samples_per_s": round(self._samples / trained_s, 3) if trained_s else 0.0,
-            "loss": self._loss,
+            "loss": self._plain_loss,
             "waited_s": [round(one, 3) for one in self._waited_s],
-            "links": self._link_rows(self._totals),
+            "links": link_rows(self._totals, self._totals),
             "verdict": str(self._verdict),
         }
         self._event("end", is_last=True, status=status, cause=cause)
@@ -257,7 +288,7 @@ class JobObserver:
             "restart": self._restart,
             "steps_per_s": round(steps_per_s, 4),
             "samples_per_s": round(samples_per_s, 3),
-            "loss": self._loss,
+            "loss": self._plain_loss,
             "verdict": {
                 "cause": verdict.cause.value,
                 "text": verdict.text,
@@ -267,10 +298,13 @@ class JobObserver:
                 "is_sure": verdict.is_sure,
             },
             "slowest": self.slowest() or "",
-            "workers": [self._worker_row(window) for window in self._seen],
-            "links": self._link_rows(link_uses(self._seen), self._totals),
-            "plan": {**self._plan_facts, "items": self._plan_rows()},
-            "timeline": self._timeline(),
+            "workers": [
+                worker_row(window, self._waited_s[window.rank], self._stacks.get(window.rank, ()))
+                for window in self._seen
+            ],
+            "links": link_rows(link_uses(self._seen), self._totals),
+            "plan": {**self._plan_facts, "items": plan_rows(self._plan, self._took)},
+            "timeline": timeline_rows(self._spans),
             "history": self._history.pack(),
         }
 
@@ -299,7 +333,7 @@ class JobObserver:
         moved = [span.moved(offset_s) for span in spans]
         if facts.get("spans_of") == "trace":
             kept = self._traced.setdefault(rank, [])
-            kept += moved[: _MOST_SPANS - len(kept)]
+            kept += moved[: 2 * MOST_SPANS - len(kept)]
         step = facts.get("spans_step")
         if facts.get("spans_of") == "step" and isinstance(step, int):
             of_step = self._spans.setdefault(step, {})
@@ -321,9 +355,10 @@ class JobObserver:
             self._line_rate = float(rate) if isinstance(rate, int | float) else 0.0
             self._event("plan", name=self._plan_facts["name"], step=self._plan_facts["step"])
         for row in facts["plan"]:
-            if isinstance(row, list) and len(row) == 4:
+            with contextlib.suppress(TypeError, ValueError):
+                route, name, size, seconds = row
                 self._plan.append(
-                    {"route": str(row[0]), "name": str(row[1]), "bytes": float(row[2]), "predicted_s": float(row[3])}
+                    {"route": str(route), "name": str(name), "bytes": float(size), "predicted_s": float(seconds)}
                 )
 
     def _settle(self, verdict: JobVerdict) -> None:
@@ -349,81 +384,6 @@ class JobObserver:
             return 0.0, 0.0
         steps_per_s = statistics.median(window.steps / window.span_s for window in moving)
         return steps_per_s, sum(window.total("samples") / window.span_s for window in moving)
-
-    def _worker_row(self, window: Window) -> dict[str, Any]:
-        last = window.last
-        return {
-            "rank": window.rank,
-            "host": window.host,
-            "step": last.step,
-            "doing": PHASE_WORDS[last.doing] if 0 <= last.doing < len(PHASE_WORDS) else "",
-            "doing_s": round(last.doing_s, 2),
-            "waits_for": last.waits_for,
-            "where": last.where,
-            "silent_s": round(window.silent_s, 1),
-            "forward_s": round(window.per_step("forward_s"), 5),
-            "backward_s": round(window.per_step("backward_s"), 5),
-            "between_s": round(window.per_step("between_s"), 5),
-            "wait_s": round(window.per_step("wait_s"), 5),
-            "step_s": round(window.step_s, 5),
-            "waits_s": {name: round(seconds / max(1, window.steps), 5) for name, seconds in window.waits_s.items()},
-            "memory_bytes": last.memory_bytes,
-            "device_bytes": last.device_bytes,
-            "device_busy": last.device_busy,
-            "cpu": round(window.total("cpu_s") / window.span_s, 3) if window.span_s else 0.0,
-            "delay": round(window.total("delay_s") / window.span_s, 3) if window.span_s else 0.0,
-            "queued": last.queued,
-            "waited_s": round(self._waited_s[window.rank], 2),
-            "stack": self._stacks.get(window.rank, []),
-        }
-
-    def _link_rows(
-        self, uses: Mapping[tuple[str, str], LinkUse], totals: Mapping[tuple[str, str], LinkUse] | None = None
-    ) -> list[dict[str, Any]]:
-        totals = uses if totals is None else totals
-        rows = []
-        for (here, there), total in sorted(totals.items()):
-            use = uses.get((here, there), LinkUse())
-            rows.append(
-                {
-                    "from": here,
-                    "to": there,
-                    "bytes": total.sent_bytes,
-                    "resent_bytes": total.resent_bytes,
-                    "mbit_per_s": round(8e-6 * use.sent_bytes / use.busy_s, 2) if use.busy_s > 1e-4 else 0.0,
-                    "rtt_ms": round(use.rtt_s * 1e3, 3),
-                }
-            )
-        return rows
-
-    def _plan_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for row in self._plan:
-            took = self._took.get(f"{row['route']} {row['name']}"[:60])
-            rows.append({**row, "measured_s": round(statistics.median(took), 6) if took else None})
-        return rows
-
-    def _timeline(self) -> list[dict[str, Any]]:
-        # The newest step of which most workers have told, so that all rows show the same one.
-        step = max(self._spans, key=lambda one: (len(self._spans[one]), one), default=None)
-        if step is None:
-            return []
-        shown = self._spans[step]
-        begins = [span.begin_s for spans in shown.values() for span in spans]
-        if not begins:
-            return []
-        start_s = min(begins)
-        return [
-            {
-                "rank": rank,
-                "step": step,
-                "spans": [
-                    [span.kind, span.name, round(span.begin_s - start_s, 5), round(span.end_s - start_s, 5)]
-                    for span in spans
-                ],
-            }
-            for rank, spans in sorted(shown.items())
-        ]
 
     def _new_windows(self) -> Windows:
         return Windows([place.host for place in self._places])

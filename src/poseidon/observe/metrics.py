@@ -17,7 +17,7 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         _block("poseidon_up", "Whether the job runs.", "gauge", [({}, float(bool(state) and not summary))]),
         _block("poseidon_steps_per_second", "Steps in a second.", "gauge", [({}, state.get("steps_per_s"))]),
         _block("poseidon_samples_per_second", "Samples of all workers.", "gauge", [({}, state.get("samples_per_s"))]),
-        _block("poseidon_loss", "The last loss that was told or printed.", "gauge", [({}, state.get("loss"))]),
+        _block("poseidon_loss", "The last loss that was told or printed.", "gauge", [({}, _number(state.get("loss")))]),
         _block("poseidon_restarts_total", "Restarts of the job.", "counter", [({}, state.get("restart"))]),
         _block(
             "poseidon_limited",
@@ -82,16 +82,17 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return "".join(blocks)
 
 
+def _number(value: object) -> object:
+    """Return a number that JSON could only hold as a word: ``nan`` or ``inf``."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
 def _who(worker: Mapping[str, Any]) -> dict[str, str]:
     return {"worker": str(worker.get("rank", "")), "host": str(worker.get("host", ""))}
 
 
 def _block(name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], object]]) -> str:
-    lines = [
-        f"{name}{_labels(labels)} {value:g}" if not isinstance(value, int) else f"{name}{_labels(labels)} {value}"
-        for labels, value in values
-        if isinstance(value, int | float)
-    ]
+    lines = [f"{name}{_labels(labels)} {value}" for labels, value in values if isinstance(value, int | float)]
     if not lines:
         return ""
     return "\n".join([f"# HELP {name} {text}", f"# TYPE {name} {kind}", *lines, ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -74,14 +76,14 @@ class Record:
                 value = pack_links(value)
             elif one.name == "waits_s":
                 first = sorted(value, key=lambda what: -value[what])[:_MOST_WAITS]
-                value = {what[:_LONGEST_NAME]: round(value[what], 4) for what in first}
+                value = {shorten(what): round(value[what], 4) for what in first}
             elif one.name == "places":
                 first = sorted(value, key=lambda place: -value[place])[:_MOST_PLACES]
-                value = {place[:_LONGEST_NAME]: value[place] for place in first}
+                value = {shorten(place): value[place] for place in first}
             elif isinstance(value, float):
                 value = round(value, 5)
             elif isinstance(value, str):
-                value = value[:_LONGEST_NAME]
+                value = shorten(value)
             if value != one.default and value != {}:
                 data[one.name] = value
         return data
@@ -95,14 +97,28 @@ class Record:
             return cls(
                 **{one.name: _CONVERTERS[str(one.type)](data[one.name]) for one in fields(cls) if one.name in data}
             )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
+
+
+def shorten(name: str, most: int = _LONGEST_NAME) -> str:
+    """Return a name that takes at most so many bytes of JSON: a line that is too long for the pipe is lost whole."""
+    while len(json.dumps(name)) > most + 2:
+        name = name[: min(most, len(name) - 1)]
+    return name
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
 
 
 def _numbers(data: object) -> dict[str, float]:
     if not isinstance(data, dict):
         raise TypeError(data)
-    return {str(name): float(value) for name, value in data.items()}
+    return {str(name): _finite(value) for name, value in data.items()}
 
 
 def _counts(data: object) -> dict[str, int]:
@@ -110,7 +126,7 @@ def _counts(data: object) -> dict[str, int]:
 
 
 _CONVERTERS: dict[str, Any] = {
-    "float": float,
+    "float": _finite,
     "int": int,
     "bool": bool,
     "str": str,

@@ -157,6 +157,13 @@ def test_progress_is_found_in_what_people_print(
     assert standing.loss == loss or (str(loss) == "nan" and str(standing.loss) == "nan")
 
 
+@pytest.mark.parametrize("facts", [{"step": "x", "loss": "low"}, {"step": float("nan")}, {"samples_per_s": [1]}])
+def test_a_program_that_reports_words_for_numbers_does_not_end_the_launcher(facts: dict[str, object]) -> None:
+    standing = Standing(step=3, loss=0.5, samples_per_s=9.0)
+    standing.read_report(facts, 1.0)
+    assert status_line([standing], 0, 0.0, (), 80) == "0:00 | 1/1 workers | step 3 | 9 samples/s | loss 0.5"
+
+
 def test_what_the_engine_says_counts_more_than_what_is_printed() -> None:
     standing = Standing()
     standing.read_report({"step": 40, "doing": "in forward"}, now=1.0)

@@ -24,7 +24,7 @@ function draw(tag, attributes, text) {
 }
 
 const isNumber = value => typeof value === "number" && isFinite(value);
-const short = value => !isNumber(value) ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+const short = value => typeof value === "string" ? value : !isNumber(value) ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 const ms = seconds => !isNumber(seconds) ? "–" : seconds >= 10 ? `${short(seconds)} s` : `${short(seconds * 1000)} ms`;
 
 function size(bytes) {
@@ -216,9 +216,10 @@ function show(data) {
   showPlan(state);
   showEvents(events);
   find("trace").hidden = !data.has_trace;
-  const which = find("which"), logs = ["launcher", ...state.workers.map(one => `worker ${one.rank}`)];
+  const which = find("which"), logs = ["launcher", ...data.logs.map(String)], chosen = which.value;
   if (which.options.length !== logs.length) {
-    fill(which, ...logs.map((name, number) => { const option = make("option", name); option.value = number ? String(number - 1) : "launcher"; return option; }));
+    fill(which, ...logs.map(name => { const option = make("option", name === "launcher" ? name : `worker ${name}`); option.value = name; return option; }));
+    if (logs.includes(chosen)) which.value = chosen;
     showLog();
   }
 }
