@@ -75,7 +75,9 @@ def make_state(workers: int) -> dict[str, Any]:
                 "device_busy": -1.0,
                 "cpu": 0.98,
                 "delay": 0.01,
-                "queued": 0,
+                "queued": 3 * rank,
+                "queued_bytes": 900_000 * rank,
+                "unsent_bytes": 65_536,
                 "waited_s": 12.0,
                 "stack": [],
             }
@@ -93,6 +95,10 @@ def make_state(workers: int) -> dict[str, Any]:
             for a in hosts
             for b in hosts
             if a != b
+        ],
+        "routes": [
+            {"route": "sharded", "bytes": 3 * 10**9, "step_bytes": 5 * 10**6},
+            {"route": EVIL, "bytes": 10**9, "step_bytes": 10**6},
         ],
         "plan": {
             "name": "layer by layer",

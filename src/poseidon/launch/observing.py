@@ -6,6 +6,7 @@ import contextlib
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from poseidon.observe.folder import STATE, SUMMARY, TRACE, RunFolder
 from poseidon.observe.history import History
 from poseidon.observe.links import LinkUse
 from poseidon.observe.records import Record
-from poseidon.observe.rows import link_rows, plan_rows, timeline_rows, worker_row
+from poseidon.observe.rows import link_rows, plan_rows, route_rows, timeline_rows, worker_row
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
 from poseidon.observe.steps import MOST_SPANS
 from poseidon.observe.verdict import Cause, JobVerdict, judge, link_uses
@@ -30,6 +31,7 @@ LONG_S = 20.0
 SETTLED = 4
 """A verdict is told when it has been the same this many times."""
 _MOST_SHOWN = 400
+_MOST_ROUTES = 50
 _STEPS_KEPT = 4
 
 
@@ -47,6 +49,7 @@ class JobObserver:
         self._windows = self._new_windows()
         self._totals: dict[tuple[str, str], LinkUse] = {}
         self._ips: dict[str, str] = {}
+        self._routes: Counter[str] = Counter()
         self._waited_s = [0.0] * len(places)
         self._steps = [0] * len(places)
         self._samples = 0
@@ -220,6 +223,7 @@ class JobObserver:
             "loss": self._plain_loss,
             "waited_s": [round(one, 3) for one in self._waited_s],
             "links": link_rows(self._totals, self._totals),
+            "routes": dict(self._routes),
             "verdict": str(self._verdict),
         }
         self._event("end", is_last=True, status=status, cause=cause)
@@ -303,6 +307,7 @@ class JobObserver:
                 for window in self._seen
             ],
             "links": link_rows(link_uses(self._seen), self._totals),
+            "routes": route_rows(self._seen, self._routes),
             "plan": {**self._plan_facts, "items": plan_rows(self._plan, self._took)},
             "timeline": timeline_rows(self._spans),
             "history": self._history.pack(),
@@ -316,6 +321,9 @@ class JobObserver:
         self._waited_s[rank] += record.wait_s
         self._steps[rank] += record.steps
         self._samples += record.samples
+        for route, count in record.routes.items():
+            if route in self._routes or len(self._routes) < _MOST_ROUTES:
+                self._routes[route] += count
         if record.steps and self._trained_from is None:
             self._trained_from = now - record.span_s
         host = self._places[rank].host

@@ -38,6 +38,9 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         ("poseidon_memory_bytes", "memory_bytes", "Resident memory of a worker."),
         ("poseidon_device_memory_bytes", "device_bytes", "Memory that a worker has taken on its GPU."),
         ("poseidon_cores_used", "cpu", "Processors that a worker keeps busy."),
+        ("poseidon_queued_messages", "queued", "Messages that waited in a worker's queues, at most."),
+        ("poseidon_queued_bytes", "queued_bytes", "Bytes that waited in a worker's queues, at most."),
+        ("poseidon_unsent_bytes", "unsent_bytes", "Bytes in the kernel's buffers of a worker, not sent yet."),
         ("poseidon_silent_seconds", "silent_s", "Time since a worker's last record."),
     ):
         blocks.append(_block(name, text, "gauge", ((_who(one), one.get(key)) for one in workers)))
@@ -56,6 +59,14 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             "Where the time of a step goes, by worker and part.",
             "gauge",
             (({**_who(one), "part": part}, one.get(f"{part}_s")) for one in workers for part in parts),
+        )
+    )
+    blocks.append(
+        _block(
+            "poseidon_route_bytes_total",
+            "Bytes that all workers sent, by route.",
+            "counter",
+            (({"route": str(one.get("route", ""))}, one.get("bytes")) for one in state.get("routes") or []),
         )
     )
     links = [({"from": one.get("from", ""), "to": one.get("to", "")}, one) for one in state.get("links") or []]

@@ -13,6 +13,7 @@ from poseidon.observe.links import LinkMeter, LinkUse, thread_delay_s
 from poseidon.observe.looking import Vitals, device_use, place_of, stack_of
 from poseidon.observe.records import Record, shorten
 from poseidon.observe.steps import BACKWARD, BETWEEN, ENDING, FORWARD, STARTING, ClockSums, StepClock, between
+from poseidon.observe.traffic import TrafficMeter
 
 LOOK_S = 0.1
 """Seconds between two looks at where the training thread is."""
@@ -42,7 +43,7 @@ class Recorder:
         self.clock = StepClock(time.monotonic())
         self.ip = ""
         self.is_async = False
-        self.queued: Callable[[], int] = lambda: 0
+        self.traffic = TrafficMeter()
         self._tell = tell
         self._training = training or threading.current_thread()
         self._links = LinkMeter()
@@ -127,6 +128,7 @@ class Recorder:
         device_bytes, device_busy = device_use()
         delay_s = self._delayed_s()
         doing_s = now - sums.since_s
+        traffic = self.traffic.look()
         record = Record(
             at_s=now,
             span_s=spent.span_s,
@@ -152,7 +154,9 @@ class Recorder:
             delay_s=max(0.0, delay_s - self._delay_s),
             stalled_s=self._stalled_s,
             faults=faults,
-            queued=self.queued(),
+            routes=traffic.sent_bytes,
+            queued=traffic.queued,
+            queued_bytes=traffic.queued_bytes,
             is_async=self.is_async,
         )
         self._places.clear()

@@ -13,6 +13,7 @@ from poseidon.observe.links import LinkUse, pack_links, unpack_links
 _LONGEST_NAME = 90
 _MOST_WAITS = 6
 _MOST_PLACES = 3
+_MOST_ROUTES = 12
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,12 @@ class Record:
     """How long the whole process stood still."""
     faults: int = 0
     """Pages that had to be read from disk."""
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes sent in the span, by route."""
     queued: int = 0
-    """Messages that wait in the wire's queues."""
+    """Messages that wait in the wire's queues now."""
+    queued_bytes: int = 0
+    """Their bytes."""
     is_async: bool = False
     """Whether the device computes on its own, so that the times are the host's."""
 
@@ -84,6 +89,8 @@ class Record:
                 value = round(value, 5)
             elif isinstance(value, str):
                 value = shorten(value)
+            elif one.name == "routes":
+                value = {shorten(route): count for route, count in list(value.items())[:_MOST_ROUTES]}
             if value != one.default and value != {}:
                 data[one.name] = value
         return data

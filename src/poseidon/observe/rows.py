@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,9 @@ def worker_row(window: Window, waited_s: float, stack: Sequence[str]) -> dict[st
         "device_busy": last.device_busy,
         "cpu": round(window.total("cpu_s") / window.span_s, 3) if window.span_s else 0.0,
         "delay": round(window.total("delay_s") / window.span_s, 3) if window.span_s else 0.0,
-        "queued": last.queued,
+        "queued": max((record.queued for record in window.records), default=0),
+        "queued_bytes": max((record.queued_bytes for record in window.records), default=0),
+        "unsent_bytes": sum(use.waiting_bytes for use in window.links.values()),
         "waited_s": round(waited_s, 2),
         "stack": list(stack),
     }
@@ -59,6 +62,19 @@ def link_rows(
             }
         )
     return rows
+
+
+def route_rows(windows: Sequence[Window], totals: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return what all workers sent by each route: bytes in all, and a step's on average in the last seconds."""
+    steps = max((window.steps for window in windows), default=0)
+    last: Counter[str] = Counter()
+    for window in windows:
+        for record in window.records:
+            last.update(record.routes)
+    return [
+        {"route": route, "bytes": total, "step_bytes": round(last[route] / steps) if steps else 0}
+        for route, total in sorted(totals.items(), key=lambda pair: -pair[1])
+    ]
 
 
 def plan_rows(plan: Sequence[Mapping[str, Any]], took: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:

@@ -107,6 +107,8 @@ def test_metrics_are_in_prometheus_format(server: PageServer) -> None:
     assert float(values["poseidon_steps_per_second"]) == 9.5
     assert float(values['poseidon_step_seconds{worker="2",host="node2",part="wait"}']) > 0
     assert 'poseidon_limited{cause="link",host="node3"}' in values
+    assert float(values['poseidon_route_bytes_total{route="sharded"}']) == 3e9
+    assert float(values['poseidon_queued_messages{worker="2",host="node2"}']) == 6
     kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(kinds) == len(set(kinds))
 

@@ -22,6 +22,7 @@ from poseidon.observe.recorder import Recorder
 from poseidon.observe.records import Record, shorten
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
 from poseidon.observe.steps import BACKWARD, BETWEEN, ENDING, FORWARD, MOST_SPANS, StepClock, between
+from poseidon.observe.traffic import TrafficMeter
 from poseidon.observe.windows import Windows
 
 
@@ -157,6 +158,46 @@ def test_a_recorder_tells_records_without_being_asked() -> None:
     recorder.close()
     records = [Record.unpack(facts["record"]) for facts in told if "record" in facts]
     assert sum(record.steps for record in records if record is not None) == 3
+
+
+def test_a_meter_forgets_who_is_gone_but_not_what_it_sent() -> None:
+    class Sender:
+        sent = 0
+
+        def totals(self) -> dict[str, int]:
+            return {"sharded": self.sent}
+
+        def left(self) -> tuple[int, int]:
+            return 2, 500
+
+    meter, one, other = TrafficMeter(), Sender(), Sender()
+    meter.add(one.totals, one.left)
+    meter.add(other.totals)
+    one.sent, other.sent = 10, 5
+    assert meter.look() == ({"sharded": 15}, 2, 500)
+    assert meter.look() == ({}, 2, 500)
+    one.sent += 7
+    assert meter.look().sent_bytes == {"sharded": 7}
+    del one
+    other.sent += 1
+    assert meter.look() == ({"sharded": 1}, 0, 0)
+
+
+def test_routes_are_added_up_over_workers() -> None:
+    observer = JobObserver([Place(rank, rank, 0, 1, f"node{rank}") for rank in range(2)], "train.py", None)
+    for tick in range(4):
+        for rank in range(2):
+            record = Record(
+                at_s=tick, span_s=0.5, steps=2, doing=BETWEEN, routes={"sharded": 100, "rows": rank}, queued=tick
+            )
+            observer.read_report(rank, {"record": record.pack()}, 100.0 + tick)
+        observer.look(100.0 + tick)
+    state = observer.state(104.0)
+    assert state["routes"] == [
+        {"route": "sharded", "bytes": 800, "step_bytes": 100},
+        {"route": "rows", "bytes": 4, "step_bytes": 0},
+    ]
+    assert [worker["queued"] for worker in state["workers"]] == [3, 3]
 
 
 def test_a_trace_has_a_row_for_every_kind_and_lanes_for_items_that_overlap() -> None:
