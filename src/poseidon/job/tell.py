@@ -21,7 +21,7 @@ _LONGEST = 4096
 
 
 def tell(**facts: Any) -> bool:
-    """Report facts to the launcher: ``step``, ``doing``, ``loss``, ``samples_per_s``.
+    """Report facts to the launcher: ``step``, ``doing``, ``loss``, ``samples_per_s``, ``steps_left``.
 
     Never blocks, on any thread; if the launcher does not read, the facts are lost. Return whether they are not.
     """

@@ -8,9 +8,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from poseidon.launch.countdown import Countdown, clock, find_goal
 from poseidon.launch.places import Place
+from poseidon.launch.progress import is_finite
 from poseidon.observe.folder import STATE, SUMMARY, TRACE, RunFolder
 from poseidon.observe.history import History
 from poseidon.observe.links import LinkUse
@@ -73,7 +76,12 @@ class JobObserver:
         """Workers that came later, each with the one whose place it has; None: in a new place, which is not shown."""
         self._lost: set[int] = set()
         self._ended: set[int] = set()
-        self._verdict = JobVerdict(Cause.STARTING, "starting: no step yet")
+        self._told_left, self._printed_left = Countdown(), Countdown()
+        self._left_told_by = self._left_printed_by = -1
+        self._heard: dict[int, str] = {}
+        """Workers that have reported anything, with what they do before the first step."""
+        self._has_lines = False
+        self._verdict = JobVerdict(Cause.STARTING, "starting")
         self._repeats = 0
         self._told: tuple[Cause, str] | None = None
         self._has_told_standing = False
@@ -87,6 +95,9 @@ class JobObserver:
         self._event("restart" if restart else "start", command=self._command, restart=restart, hosts=self._hosts())
         self._stacks.clear()
         self._spans.clear()
+        self._heard.clear()
+        self._has_lines = False
+        self._told_left, self._printed_left = Countdown(), Countdown()
         self._lost.clear()
         self._ended.clear()
         self._stands_for.clear()
@@ -133,6 +144,12 @@ class JobObserver:
             self._read_spans(rank, facts)
         if isinstance(facts.get("loss"), int | float):
             self.read_loss(float(facts["loss"]), now)
+        self._heard.setdefault(rank, "")
+        if "startup" in facts:
+            self._heard[rank] = str(facts["startup"])[:60]
+        if is_finite(facts.get("steps_left")):
+            self._left_told_by = rank
+            self._told_left.aim(self._steps[rank] + facts["steps_left"], str(facts.get("left_of", ""))[:40])
         if isinstance(facts.get("stack"), list):
             self._stacks[rank] = [str(line)[:300] for line in facts["stack"][:20]]
             self._event("stuck", worker=rank, host=self._places[rank].host, calls=self._stacks[rank])
@@ -141,6 +158,23 @@ class JobObserver:
         if "trace_ends" in facts and rank == 0:
             ends, asked = facts["trace_ends"], facts.get("trace_asked")
             self._event("trace", text=f"the trace ends before step {ends}, not {asked}: it has {MOST_SPANS:,} spans")
+
+    def read_line(self, rank: int, line: str, now: float) -> None:
+        """Take a line that a worker printed: it may say how many steps there are."""
+        self._has_lines = True
+        found = find_goal(line)
+        if found is not None and self._left_printed_by in (-1, rank):
+            self._left_printed_by = rank
+            self._printed_left.aim(found[1])
+            self._printed_left.note(found[0], now)
+
+    def left(self, now: float) -> tuple[float, str] | None:
+        """Return the seconds until the end, and of what; None if nobody knows."""
+        for countdown in (self._told_left, self._printed_left):
+            left_s = countdown.left_s(now)
+            if left_s is not None:
+                return left_s, countdown.of
+        return None
 
     def read_loss(self, loss: float, now: float) -> None:
         """Note the loss that a worker told or printed."""
@@ -169,7 +203,10 @@ class JobObserver:
             windows = self._windows.look(now)
             self._seen = [window for window in windows if window.rank not in self._lost] or windows
             if running := [window for window in self._seen if window.rank not in self._ended]:
-                self._settle(judge(running, self._line_rate))
+                verdict = judge(running, self._line_rate)
+                if verdict.cause is Cause.STARTING:
+                    verdict = replace(verdict, text=self._starting(running))
+                self._settle(verdict)
         if self._folder is not None and now - self._stated_at >= self._state_s:
             began = time.monotonic()
             self._folder.write_state(STATE, self.state(now))
@@ -192,10 +229,12 @@ class JobObserver:
 
     def line(self, now: float) -> str | None:
         """Return a line for where there is no terminal, from time to time; None if it is not time yet."""
-        if now - self._lined_at < LINE_S or not any(self._steps):
+        if now - self._lined_at < LINE_S:
             return None
         self._lined_at = now
-        return f"{self.progress()}; {self._verdict}"
+        if not any(self._steps):
+            return None if self._is_foreign else str(self._verdict)
+        return f"{self.progress(now)}; {self._verdict}"
 
     def end(self, status: int, cause: str, is_interrupted: bool, now: float) -> str:
         """Write the summary; return the closing line."""
@@ -247,24 +286,52 @@ class JobObserver:
         """Whether the workers' engine reports."""
         return any(window.records for window in self._seen)
 
-    def status(self) -> list[str]:
-        """Return what the status line says of speed and limits; nothing if the workers' engine does not report."""
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether this is a program that prints, but does not report: then nothing is known of it."""
+        return self._has_lines and not self._heard
+
+    def status(self, now: float) -> tuple[list[str], str]:
+        """Return what the status says of speed, and of limits; nothing if the workers' engine does not report."""
         if not self.has_records:
-            return []
+            return self._left_words(now), "" if self._is_foreign else str(self._verdict)
+        behind = self.slowest()
+        return [*self._speed(), *self._left_words(now), *([behind] if behind else [])], str(self._verdict)
+
+    def progress(self, now: float) -> str:
+        """Return step and speed, in words."""
+        parts = [f"step {max((window.last.step for window in self._seen), default=0)}", *self._speed()]
+        parts += [f"loss {self._loss:.4g}"] if self._loss is not None else []
+        return ", ".join([*parts, *self._left_words(now)])
+
+    def _speed(self) -> list[str]:
         steps_per_s, samples_per_s = self._rates()
         parts = [f"{steps_per_s:.3g} steps/s"] if steps_per_s else []
-        parts += [f"{samples_per_s:,.0f} samples/s"] if samples_per_s else []
-        behind = self.slowest()
-        return [*parts, *([behind] if behind else []), str(self._verdict)]
+        return parts + ([f"{samples_per_s:,.0f} samples/s"] if samples_per_s else [])
 
-    def progress(self) -> str:
-        """Return step and speed, in words."""
-        steps_per_s, samples_per_s = self._rates()
-        parts = [f"step {max((window.last.step for window in self._seen), default=0)}"]
-        parts += [f"{steps_per_s:.3g} steps/s"] if steps_per_s else []
-        parts += [f"{samples_per_s:,.0f} samples/s"] if samples_per_s else []
-        parts += [f"loss {self._loss:.4g}"] if self._loss is not None else []
-        return ", ".join(parts)
+    def _left_words(self, now: float) -> list[str]:
+        left = self.left(now)
+        if left is None:
+            return []
+        return [f"{clock(left[0])} left" + (f" in {left[1]}" if left[1] else "")]
+
+    def _starting(self, windows: Sequence[Window]) -> str:
+        """Return how far the job is on its way to the first step, in words."""
+        absent = [place for place in self._places if place.rank not in self._heard]
+        if len(absent) == len(self._places):
+            return "starting: the workers load their libraries"
+        if absent:
+            others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            there, count = len(self._places) - len(absent), len(self._places)
+            return f"starting: {there} of {count} workers are there, {absent[0].label}{others} not yet"
+        quiet = [window for window in windows if not window.records]
+        if quiet:
+            does = self._heard.get(quiet[0].rank) or "prepares"
+            return f"starting: {self._places[quiet[0].rank].label} {does}"
+        late = next((one for one in windows if one.last.where), windows[0])
+        waits, where = late.last.waits_for, late.last.where
+        how = f"waits for {waits}" if waits else f"prepares{f', {where}' if where else ''}"
+        return f"starting: no step yet; {self._places[late.rank].label} {how}"
 
     def slowest(self) -> str | None:
         """Return who was waited for, and how long, in words; None if nobody stands out.
@@ -283,6 +350,7 @@ class JobObserver:
         """Return everything the page shows, as plain data."""
         steps_per_s, samples_per_s = self._rates()
         verdict = self._verdict
+        left = self.left(now) if is_running else None
         return {
             "command": self._command,
             "began_at": self._began_at,
@@ -293,6 +361,8 @@ class JobObserver:
             "steps_per_s": round(steps_per_s, 4),
             "samples_per_s": round(samples_per_s, 3),
             "loss": self._plain_loss,
+            "left_s": None if left is None else round(left[0], 1),
+            "left_of": "" if left is None else left[1],
             "verdict": {
                 "cause": verdict.cause.value,
                 "text": verdict.text,
@@ -320,6 +390,8 @@ class JobObserver:
         self._history.add(rank, record, now - self._began)
         self._waited_s[rank] += record.wait_s
         self._steps[rank] += record.steps
+        if rank == self._left_told_by:
+            self._told_left.note(self._steps[rank], now)
         self._samples += record.samples
         for route, count in record.routes.items():
             if route in self._routes or len(self._routes) < _MOST_ROUTES:

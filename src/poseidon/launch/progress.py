@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from poseidon.launch.countdown import clock
 from poseidon.team.watch import PHASES
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
@@ -51,8 +52,7 @@ class Standing:
         before = (self.step, self.doing, self.loss)
         # Any program may report, and one that reports words for numbers must not end the launcher.
         step, loss, rate = (facts.get(name) for name in ("step", "loss", "samples_per_s"))
-        if self.step is None or is_finite(step):
-            self.step = int(step) if is_finite(step) else 0
+        self.step = int(step) if is_finite(step) else self.step
         self.doing = str(facts.get("doing", self.doing))
         self.loss = float(loss) if isinstance(loss, int | float) else self.loss
         self.samples_per_s = float(rate) if is_finite(rate) else self.samples_per_s
@@ -82,15 +82,20 @@ class Standing:
 
 
 def status_line(
-    standings: Sequence[Standing], ended: int, elapsed_s: float, observed: Sequence[str], width: int
+    standings: Sequence[Standing],
+    ended: int,
+    elapsed_s: float,
+    observed: Sequence[str],
+    width: int,
+    is_observed: bool = False,
 ) -> str:
     """Return the status line: time, workers, step, speed, loss, and what the workers' records say if there are any."""
-    parts = [f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}", f"{len(standings) - ended}/{len(standings)} workers"]
+    parts = [clock(elapsed_s), f"{len(standings) - ended}/{len(standings)} workers"]
     steps = [standing.step for standing in standings if standing.step is not None]
     if steps:
         parts.append(f"step {max(steps)}")
     rates = [standing.samples_per_s for standing in standings if standing.samples_per_s is not None]
-    if rates and not observed:
+    if rates and not is_observed:
         parts.append(f"{sum(rates):,.0f} samples/s")
     loss = next((standing.loss for standing in standings if standing.loss is not None), None)
     if loss is not None:

@@ -18,6 +18,12 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         _block("poseidon_steps_per_second", "Steps in a second.", "gauge", [({}, state.get("steps_per_s"))]),
         _block("poseidon_samples_per_second", "Samples of all workers.", "gauge", [({}, state.get("samples_per_s"))]),
         _block("poseidon_loss", "The last loss that was told or printed.", "gauge", [({}, _number(state.get("loss")))]),
+        _block(
+            "poseidon_left_seconds",
+            "Seconds until the training ends, or what the label says, where that is known.",
+            "gauge",
+            [({"of": str(state.get("left_of") or "training")}, state.get("left_s"))],
+        ),
         _block("poseidon_restarts_total", "Restarts of the job.", "counter", [({}, state.get("restart"))]),
         _block(
             "poseidon_limited",

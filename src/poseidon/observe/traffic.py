@@ -17,7 +17,7 @@ Waiting = Callable[[], tuple[int, int]]
 """Returns how many messages wait to leave now, and their bytes. Cheap, on any thread."""
 
 
-class Traffic(NamedTuple):
+class RouteTraffic(NamedTuple):
     """What was sent since the last look, and what waits now."""
 
     sent_bytes: dict[str, int]
@@ -42,7 +42,7 @@ class TrafficMeter:
         left = None if waiting is None else weakref.WeakMethod(waiting)
         self._sources.append(_Source(weakref.WeakMethod(sent), left, Counter()))
 
-    def look(self) -> Traffic:
+    def look(self) -> RouteTraffic:
         """Return what was sent since the last look, and what waits."""
         grown: Counter[str] = Counter()
         queued = queued_bytes = 0
@@ -57,4 +57,4 @@ class TrafficMeter:
             if waiting is not None:
                 messages, size_bytes = waiting()
                 queued, queued_bytes = queued + messages, queued_bytes + size_bytes
-        return Traffic({route: count for route, count in grown.items() if count}, queued, queued_bytes)
+        return RouteTraffic({route: count for route, count in grown.items() if count}, queued, queued_bytes)

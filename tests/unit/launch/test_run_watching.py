@@ -175,8 +175,8 @@ def test_the_status_line_says_what_is_known_and_fits() -> None:
     standings = [Standing(step=12, loss=0.5, samples_per_s=100.0), Standing(step=11, samples_per_s=50.0)]
     line = status_line(standings, 0, 75.0, (), 200)
     assert line == "1:15 | 2/2 workers | step 12 | 150 samples/s | loss 0.5"
-    observed = status_line(standings, 0, 75.0, ("9 steps/s", "limited by input on node2"), 200)
-    assert observed == "1:15 | 2/2 workers | step 12 | loss 0.5 | 9 steps/s | limited by input on node2"
+    observed = status_line(standings, 0, 75.0, ("9 steps/s", "0:42 left"), 200, is_observed=True)
+    assert observed == "1:15 | 2/2 workers | step 12 | loss 0.5 | 9 steps/s | 0:42 left"
     assert len(status_line(standings, 0, 75.0, (), 20)) < 20
     assert status_line([Standing()], 1, 0.0, (), 80) == "0:00 | 0/1 workers"
 

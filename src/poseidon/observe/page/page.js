@@ -212,6 +212,7 @@ function show(data) {
   verdict.className = `verdict ${state.verdict.cause === "computation" ? "even" : state.verdict.is_sure ? "sure" : ""}`;
   const figures = [["steps/s", short(isOver ? summary.steps_per_s : state.steps_per_s)], ["samples/s", short(isOver ? summary.samples_per_s : state.samples_per_s)], ["loss", short(state.loss)],
     ["step", short(Math.max(0, ...state.workers.map(one => one.step)))], ["workers", String(state.workers.length)], ["running for", clock(state.elapsed_s)]];
+  if (!isOver && isNumber(state.left_s)) figures.push([state.left_of ? `left in ${state.left_of}` : "left", clock(state.left_s)]);
   fill(find("figures"), ...figures.map(([name, value]) => { const pair = make("div"); pair.append(make("dt", name), make("dd", value)); return pair; }));
   const past = state.history;
   const done = past.steps.length - (isOver ? 0 : 1);  // the last point is still being filled
