@@ -14,6 +14,7 @@ from typing import Any
 from poseidon.launch.countdown import Countdown, clock, find_goal
 from poseidon.launch.places import Place
 from poseidon.launch.progress import is_finite
+from poseidon.launch.startup import describe_start
 from poseidon.observe.folder import STATE, SUMMARY, TRACE, RunFolder
 from poseidon.observe.history import History
 from poseidon.observe.links import LinkUse
@@ -21,6 +22,7 @@ from poseidon.observe.records import Record
 from poseidon.observe.rows import link_rows, plan_rows, route_rows, timeline_rows, worker_row
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
 from poseidon.observe.steps import MOST_SPANS
+from poseidon.observe.trackers import TrackerFeed
 from poseidon.observe.verdict import Cause, JobVerdict, judge, link_uses
 from poseidon.observe.windows import Window, Windows, add_uses
 
@@ -41,10 +43,13 @@ _STEPS_KEPT = 4
 class JobObserver:
     """Follows one job, over its restarts. Not thread-safe; ``folder`` is None if the job leaves no logs."""
 
-    def __init__(self, places: Sequence[Place], command: str, folder: RunFolder | None) -> None:
+    def __init__(
+        self, places: Sequence[Place], command: str, folder: RunFolder | None, feeds: Sequence[TrackerFeed] = ()
+    ) -> None:
         self._places = list(places)
         self._command = command
         self._folder = folder
+        self._feeds = feeds
         self._began_at = time.time()
         self._began = time.monotonic()
         self._restart = 0
@@ -205,17 +210,24 @@ class JobObserver:
             if running := [window for window in self._seen if window.rank not in self._ended]:
                 verdict = judge(running, self._line_rate)
                 if verdict.cause is Cause.STARTING:
-                    verdict = replace(verdict, text=self._starting(running))
+                    verdict = replace(verdict, text=describe_start(self._places, self._heard, running))
                 self._settle(verdict)
-        if self._folder is not None and now - self._stated_at >= self._state_s:
+        if (self._folder is not None or self._feeds) and now - self._stated_at >= self._state_s:
             began = time.monotonic()
-            self._folder.write_state(STATE, self.state(now))
+            state = self.state(now)
+            for feed in self._feeds:
+                feed.feed(state, now)
+            if self._folder is not None:
+                self._folder.write_state(STATE, state)
             self._stated_at = time.monotonic()
             # At most a few percent of the launcher's time.
             self._state_s = max(STATE_S, 30 * (self._stated_at - began))
 
     def news(self) -> str | None:
-        """Return, once each time, that a worker has kept the others waiting for long."""
+        """Return, once each time, that a worker has kept the others waiting for long, or that a tracker is lost."""
+        for feed in self._feeds:
+            if trouble := feed.trouble():
+                return trouble
         verdict = self._verdict
         is_standing = verdict.cause in (Cause.HUNG, Cause.SILENT) and verdict.waited_s > LONG_S
         if not is_standing:
@@ -238,8 +250,12 @@ class JobObserver:
 
     def end(self, status: int, cause: str, is_interrupted: bool, now: float) -> str:
         """Write the summary; return the closing line."""
+        state = self.state(now, is_running=False)
+        for feed in self._feeds:
+            feed.feed(state, now, is_last=True)
+            feed.close(status, str(self._verdict))
         if self._folder is not None:
-            self._folder.write_state(STATE, self.state(now, is_running=False))
+            self._folder.write_state(STATE, state)
             if self._traced:
                 self._folder.write(TRACE, trace_events(self._traced, self._names()))
         trained_s = 0.0 if self._trained_from is None else now - self._trained_from
@@ -314,24 +330,6 @@ class JobObserver:
         if left is None:
             return []
         return [f"{clock(left[0])} left" + (f" in {left[1]}" if left[1] else "")]
-
-    def _starting(self, windows: Sequence[Window]) -> str:
-        """Return how far the job is on its way to the first step, in words."""
-        absent = [place for place in self._places if place.rank not in self._heard]
-        if len(absent) == len(self._places):
-            return "starting: the workers load their libraries"
-        if absent:
-            others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            there, count = len(self._places) - len(absent), len(self._places)
-            return f"starting: {there} of {count} workers are there, {absent[0].label}{others} not yet"
-        quiet = [window for window in windows if not window.records]
-        if quiet:
-            does = self._heard.get(quiet[0].rank) or "prepares"
-            return f"starting: {self._places[quiet[0].rank].label} {does}"
-        late = next((one for one in windows if one.last.where), windows[0])
-        waits, where = late.last.waits_for, late.last.where
-        how = f"waits for {waits}" if waits else f"prepares{f', {where}' if where else ''}"
-        return f"starting: no step yet; {self._places[late.rank].label} {how}"
 
     def slowest(self) -> str | None:
         """Return who was waited for, and how long, in words; None if nobody stands out.
