@@ -67,6 +67,7 @@ class JobObserver:
         self._spans: dict[int, dict[int, list[StepSpan]]] = {}
         """The last steps that were recorded in full, by step and worker."""
         self._traced: dict[int, list[StepSpan]] = {}
+        self._times_of_day: dict[int, float] = {}
         self._plan: list[dict[str, Any]] = []
         self._plan_facts: dict[str, Any] = {}
         self._took: dict[str, list[float]] = {}
@@ -257,7 +258,7 @@ class JobObserver:
         if self._folder is not None:
             self._folder.write_state(STATE, state)
             if self._traced:
-                self._folder.write(TRACE, trace_events(self._traced, self._names()))
+                self._folder.write(TRACE, trace_events(self._traced, self._names(), self._times_of_day))
         trained_s = 0.0 if self._trained_from is None else now - self._trained_from
         steps, line = max(self._steps), f"{now - self._began:.0f} s"
         summary = {
@@ -410,6 +411,8 @@ class JobObserver:
         offset_s = self._windows.offset_s(rank)
         moved = [span.moved(offset_s) for span in spans]
         if facts.get("spans_of") == "trace":
+            if is_finite(facts.get("wall_s")):
+                self._times_of_day[rank] = facts["wall_s"] - offset_s
             kept = self._traced.setdefault(rank, [])
             kept += moved[: 2 * MOST_SPANS - len(kept)]
         step = facts.get("spans_step")

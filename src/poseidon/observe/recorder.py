@@ -220,6 +220,7 @@ class Recorder:
                 [what, shorten(name, _LONGEST_NAME), round(begin, 6), round(end, 6)]
                 for what, name, begin, end in spans[start : start + _SPANS_PER_LINE]
             ]
-            if not self._tell(spans=rows, spans_of=kind, spans_step=step):
+            # The time of day of this machine, by which torch.profiler goes.
+            if not self._tell(spans=rows, spans_of=kind, spans_step=step, wall_s=time.time() - time.monotonic()):
                 return start
         return len(spans)

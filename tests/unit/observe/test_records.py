@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import socket
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from poseidon.cli.main import main
+from poseidon.errors import ConfigError
 from poseidon.launch.observing import JobObserver, find_slowest
 from poseidon.launch.places import Place
 from poseidon.observe.folder import SUMMARY, RunFolder, read_events, read_json
@@ -18,6 +21,7 @@ from poseidon.observe.history import MOST_POINTS, History
 from poseidon.observe.links import LinkMeter, LinkUse, parse_info
 from poseidon.observe.looking import place_of, stack_of
 from poseidon.observe.metrics import format_metrics
+from poseidon.observe.profiles import merge_profiles
 from poseidon.observe.recorder import Recorder
 from poseidon.observe.records import Record, shorten
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
@@ -211,6 +215,65 @@ def test_a_trace_has_a_row_for_every_kind_and_lanes_for_items_that_overlap() -> 
     assert {event["tid"] for event in complete if event["cat"] == "sharded"} == {3, 4}
     assert {event["pid"] for event in complete} == {1, 2}
     assert all(event["ts"] >= 0 and event["dur"] > 0 for event in complete)
+
+
+def profile_of(rank: int | None, at_s: float) -> dict[str, Any]:
+    """A profile as torch.profiler exports it: an operation at this time of day, and one long before."""
+    base_s = 1_000_000
+    found: dict[str, Any] = {"baseTimeNanoseconds": base_s * 10**9}
+    if rank is not None:
+        found["distributedInfo"] = {"rank": rank}
+    times = {"aten::linear": at_s, "aten::early": at_s - 500}
+    found["traceEvents"] = [
+        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 77, "tid": 77, "ts": (when - base_s) * 1e6, "dur": 50.0}
+        for name, when in times.items()
+    ]
+    kernel = {"cat": "kernel", "name": "gemm", "pid": 0, "tid": 7}
+    return {**found, "traceEvents": [*found["traceEvents"], {**found["traceEvents"][0], **kernel}, {"ph": "M"}, 3]}
+
+
+def test_profiles_lie_beside_the_trace_on_its_clock(tmp_path: Path) -> None:
+    # Worker 1's clock shows 1000 s more than the launcher's, and its time of day is another 2,000,000 s on.
+    observer = JobObserver([Place(rank, rank, 0, 1, f"node{rank}") for rank in range(2)], "train.py", None)
+    for rank, ahead_s in enumerate((0.0, 1000.0)):
+        observer.read_report(rank, {"record": Record(at_s=50.0 + ahead_s, span_s=0.5).pack()}, 50.0)
+        spans = [["phase", "1", 51.0 + rank + ahead_s, 52.0 + rank + ahead_s]]
+        facts = {"spans": spans, "spans_of": "trace", "spans_step": 3, "wall_s": 2_000_000.0}
+        observer.read_report(rank, facts, 53.0)
+    trace = trace_events(observer._traced, ["worker 0", "worker 1"], observer._times_of_day)
+    profiles = {0: profile_of(0, 2_000_051.25), 1: profile_of(1, 2_001_052.25)}
+    merged = json.loads(json.dumps(merge_profiles(json.loads(json.dumps(trace)), profiles)))["traceEvents"]
+    starts = {(event["pid"], event["name"]): event["ts"] for event in merged if event["ph"] == "X"}
+    assert starts == {
+        (1, "in forward"): 0.0, (1, "aten::linear"): 250_000.0, (1, "gemm"): 250_000.0,
+        (2, "in forward"): 1_000_000.0, (2, "aten::linear"): 1_250_000.0, (2, "gemm"): 1_250_000.0,
+    }  # fmt: skip
+    rows = {event["args"]["name"] for event in merged if event["name"] == "thread_name" and event["tid"] >= 1000}
+    assert rows == {"torch.profiler, thread 77", "torch.profiler, GPU 0 stream 7"}
+    with pytest.raises(ConfigError, match="nothing in the traced steps"):
+        merge_profiles(trace, {0: profile_of(0, 3_000_000.0)})
+    with pytest.raises(ConfigError, match="no steps of worker 5"):
+        merge_profiles(trace, {5: profile_of(5, 2_000_051.25)})
+
+
+def test_the_command_adds_profiles_of_named_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "events.jsonl").touch()
+    trace = trace_events({0: [StepSpan("phase", "in forward", 1.0, 2.0)]}, ["worker 0"], {0: 2_000_000.0})
+    (run / "trace.json").write_text(json.dumps(trace))
+    told, silent, out = tmp_path / "told.json", tmp_path / "silent.json.gz", tmp_path / "both.json"
+    told.write_text(json.dumps(profile_of(0, 2_000_001.5)))
+    silent.write_bytes(gzip.compress(json.dumps(profile_of(None, 2_000_001.5)).encode()))
+    for words in ([str(told)], [f"0={silent}"]):
+        assert main(["trace", str(run), "--profile", *words, "-o", str(out)]) == 0
+        assert "aten::linear" in out.read_text()
+    assert main(["trace", str(run), "--profile", str(silent), "-o", str(out)]) == 1
+    assert "write --profile RANK=" in capsys.readouterr().err
+    assert main(["trace", str(run), "--profile", str(told)]) == 1
+    told.write_text("[]")
+    assert main(["trace", str(run), "--profile", f"0={told}", "-o", str(out)]) == 1
+    assert "is not a Chrome trace" in capsys.readouterr().err
 
 
 def test_the_observer_s_state_is_plain_data_and_says_who_is_slow() -> None:
