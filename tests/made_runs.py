@@ -75,7 +75,9 @@ def make_state(workers: int) -> dict[str, Any]:
                 "device_busy": -1.0,
                 "cpu": 0.98,
                 "delay": 0.01,
-                "queued": 0,
+                "queued": 3 * rank,
+                "queued_bytes": 900_000 * rank,
+                "unsent_bytes": 65_536,
                 "waited_s": 12.0,
                 "stack": [],
             }
@@ -94,6 +96,10 @@ def make_state(workers: int) -> dict[str, Any]:
             for b in hosts
             if a != b
         ],
+        "routes": [
+            {"route": "sharded", "bytes": 3 * 10**9, "step_bytes": 5 * 10**6},
+            {"route": EVIL, "bytes": 10**9, "step_bytes": 10**6},
+        ],
         "plan": {
             "name": "layer by layer",
             "step": 3,
@@ -108,7 +114,6 @@ def make_state(workers: int) -> dict[str, Any]:
             "steps": [14.0] * points,
             "samples": [1800] * points,
             "loss": [2.0 / (at + 1) for at in range(points)],
-            "parts_s": [[[0.4, 0.7, 0.1, 0.3]] * points] * workers,
             "memory_bytes": [[437 << 20] * points] * workers,
         },
     }  # fmt: skip

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, Sampler, default_collate, get_work
 
 from poseidon.errors import ConfigError
 from poseidon.job.elastic import this_job
+from poseidon.job.tell import tell
 
 T = TypeVar("T")
 _VERSION = 1
@@ -51,6 +52,7 @@ class Position:
         """Hand out the rest of this epoch from a loader that reads from here, and count it."""
         self._is_over = True
         self._take_place()
+        self._tell_left()
         try:
             for batch in loader:
                 self.done += 1
@@ -58,6 +60,9 @@ class Position:
             self.epoch, self.done = self.epoch + 1, 0
         finally:
             self._is_over = False
+
+    def _tell_left(self) -> None:
+        """Tell the launcher how many steps are left of this epoch, if that is known."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with what it depends on."""
@@ -153,6 +158,10 @@ class ElasticSampler(Position, Sampler[list[int]]):
         for start, stop in itertools.islice(itertools.pairwise(self._cuts), self.done, None):
             mine = share(start, stop, self._rank, self._size)
             yield [*mine] if order is None else order[mine.start : mine.stop].tolist()
+
+    def _tell_left(self) -> None:
+        if self._rank == 0:
+            tell(steps_left=len(self) - self.done, left_of=f"epoch {self.epoch + 1}")
 
     def _terms(self) -> dict[str, Any]:
         return {**super()._terms(), "samples": self._length, "shuffle": self._shuffles}

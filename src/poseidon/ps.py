@@ -83,7 +83,7 @@ def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: Wir
 
     team = Team(None, timeout_s)
     try:
-        transport = connect_wire(team, range(team.size), settings)
+        transport = connect_wire(team, range(team.size), settings, route="tables")
         node = Node(transport, servers=servers, timeout_s=timeout_s, is_busy=team.watch.is_busy, is_started=False)
         # The team's heartbeats last as long as the tables.
         job = TableJob(node, transport, team.close)

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from sshd import ensure_sshd
 
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
@@ -67,6 +68,46 @@ def test_a_job_trains_and_its_replicas_agree():
     assert result.status == 0, "\n".join(f"{machine}: {line}" for machine, line in output.lines)
     assert output.values("weights") == ["[2.0, -3.0, 1.0]"] * 3
     assert all(moved.sent > 1000 for moved in result.traffic)
+
+
+def said_on(lab, machine, *argv):
+    process = lab.spawn(machine, argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return process.communicate(timeout=60)[0].decode().split()
+
+
+def test_machines_know_each_other_by_name_and_nobody_else_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = Path("/etc/hosts").read_bytes()
+    with Lab(machines=2, rate="none") as lab:
+        ask = (
+            "import os, socket; print(socket.gethostbyname('machine1'), socket.gethostbyname('localhost'), os.getcwd())"
+        )
+        assert said_on(lab, 0, sys.executable, "-c", ask) == ["10.77.0.2", "127.0.0.1", str(tmp_path)]
+    assert Path("/etc/hosts").read_bytes() == before
+    assert Path.cwd() == tmp_path
+
+
+def test_a_lab_with_ssh_lets_its_machines_log_in_on_each_other(capsys):
+    problem = ensure_sshd()
+    if problem:
+        pytest.skip(problem)
+    name = f"ssh-{os.getpid()}"
+    own = Path("/etc/ssh/ssh_config").read_bytes()
+    try:
+        assert main(["lab", "up", "--machines", "2", "--rate", "none", "--name", name, "--ssh"]) == 0
+        assert "ssh machine1" in capsys.readouterr().out
+        lab = Lab.attach(name)
+        assert said_on(lab, 0, "ssh", "machine1", "hostname")[-1] == "machine1"
+        # One that was left running by a login ends with the lab.
+        assert said_on(lab, 0, "ssh", "machine1", "sleep 600 >/dev/null 2>&1 & echo started")[-1] == "started"
+        keys = state.ssh_folder(name)
+        assert (keys / "user_key").stat().st_mode & 0o077 == 0
+        assert any(member for member in lab.processes())
+    finally:
+        assert main(["lab", "down", name]) == 0
+    assert not keys.exists()
+    assert not members.pids_marked(members.LAB_MARK, name)
+    assert Path("/etc/ssh/ssh_config").read_bytes() == own
 
 
 @pytest.mark.parametrize("fault", ["cut", "pause"])

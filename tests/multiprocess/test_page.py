@@ -71,6 +71,8 @@ def test_a_browser_shows_a_run_and_its_words_stay_words(driver: Any, tmp_path: P
             assert driver.execute_script("return document.querySelector(`#${arguments[0]} svg`) !== null", shown)
         assert text_of(driver, "links").count("312 Mbit/s") == 6
         assert EVIL in text_of(driver, "plan")
+        assert f"sharded3 GB5 MB{EVIL}1 GB1 MB" in text_of(driver, "routes")
+        assert "9, 2.7 MB" in text_of(driver, "workers")
         assert EVIL in text_of(driver, "events")
         until(lambda: EVIL in text_of(driver, "log"))
         # Neither a script nor an image came from what the job said.

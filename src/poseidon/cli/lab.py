@@ -13,7 +13,7 @@ from typing import Any
 
 from poseidon import files
 from poseidon.errors import ConfigError
-from poseidon.lab import cluster, gpu, state
+from poseidon.lab import cluster, gpu, ssh, state
 from poseidon.lab.cluster import Lab
 from poseidon.lab.job import Job, JobOptions, JobResult
 from poseidon.lab.network import Traffic
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_job_options(run_parser)
     up = actions.add_parser("up", help="start a lab that stays")
     _add_network_options(up)
+    up.add_argument("--ssh", action="store_true", help="an ssh server on every machine, to rehearse a real cluster")
     actions.add_parser("status", help="show the labs on this machine")
     down = actions.add_parser("down", help="remove labs, and whatever killed ones left behind")
     down.add_argument("names", nargs="*", metavar="NAME", help="labs to remove; default: all that no job is using")
@@ -153,8 +154,13 @@ def _bytes(traffic: Traffic) -> str:
 def _up(args: argparse.Namespace) -> int:
     lab = _make_lab(args)
     with ended_by_signals(), lab:
+        if args.ssh:
+            ssh.serve(lab)
         lab.keep()
     print(f"lab {lab.name} is up: {lab.spec.describe()}")
+    if args.ssh:
+        print(f"  poseidon lab exec --lab {lab.name} 0 -- ssh machine1     log in from one machine on another")
+        print(f"  poseidon lab exec --lab {lab.name} 0 -- poseidon run --hosts machine0,machine1 train.py")
     print(f"  poseidon lab run --lab {lab.name} -- COMMAND     run a job in it")
     print(f"  poseidon lab exec --lab {lab.name} 0 -- bash     a shell on machine 0")
     print(f"  poseidon lab down {lab.name}                     remove it")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from poseidon.errors import ConfigError
+from poseidon.launch.countdown import clock
 from poseidon.observe.folder import STATE, SUMMARY, find_run, read_events, read_json
 from poseidon.observe.page.server import STALE_S
 
@@ -54,11 +55,14 @@ def describe(folder: Path, state: dict[str, Any], summary: dict[str, Any], age_s
         how = f"no news from its launcher for {age_s:.0f} s" if age_s > STALE_S else "running"
         lines.append(f"{folder}: {how}, {state.get('elapsed_s', 0):.0f} s")
         lines.append(f"  speed     {state['steps_per_s']:.3g} steps/s, {state['samples_per_s']:,.0f} samples/s")
+        if state.get("left_s") is not None:
+            of = f" of {state['left_of']}" if state.get("left_of") else ""
+            lines.append(f"  left      {clock(state['left_s'])}{of}")
         doubt = "" if verdict.get("is_sure") or verdict.get("cause") in ("starting", "unclear") else "probably "
         next_step = f": {verdict['next_step']}" if verdict.get("next_step") else ""
         lines.append(f"  limit     {doubt}{verdict.get('text', '')}{next_step}")
     if state.get("loss") is not None:
-        lines.append(f"  loss      {state['loss']:.4g}")
+        lines.append(f"  loss      {float(state['loss']):.4g}")
     if state.get("slowest"):
         lines.append(f"  slowest   {state['slowest']}")
     lines += [f"  {event['event']:<9} {event.get('text', '')}" for event in read_events(folder, 3) if "text" in event]

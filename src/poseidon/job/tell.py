@@ -20,21 +20,22 @@ _LONGEST = 4096
 """Writes to a pipe are atomic up to this many bytes, so threads need no lock."""
 
 
-def tell(**facts: Any) -> None:
-    """Report facts to the launcher: ``step``, ``doing``, ``loss``, ``samples_per_s``.
+def tell(**facts: Any) -> bool:
+    """Report facts to the launcher: ``step``, ``doing``, ``loss``, ``samples_per_s``, ``steps_left``.
 
-    Never blocks, on any thread; if the launcher does not read, the facts are lost.
+    Never blocks, on any thread; if the launcher does not read, the facts are lost. Return whether they are not.
     """
     name = settings.REPORT.read()
     if not name:
-        return
+        return False
     line = json.dumps(facts).encode() + b"\n"
     # A child of this worker inherits the variable but maybe not the pipe: the descriptor may be any file of the child.
     with contextlib.suppress(OSError, ValueError):
         pipe = int(name.partition(":")[0])
         if name_pipe(pipe) == name and len(line) <= _LONGEST:
             os.set_blocking(pipe, False)
-            os.write(pipe, line)
+            return os.write(pipe, line) == len(line)
+    return False
 
 
 def name_pipe(pipe: int) -> str:

@@ -22,6 +22,7 @@ from poseidon.job.elastic import this_job
 from poseidon.job.filter import admit_only_peers, shut_afterwards
 from poseidon.job.limits import time_limit, torch_limit
 from poseidon.job.settings import WHOLE, refuse
+from poseidon.job.tell import tell
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
             contextlib.nullcontext() if _connects_late() else shut_afterwards(world.master_port),
             TORCH.noting(),
         ):
+            tell(startup="waits for the other workers to join")
             dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
         if settings.RUN.read() and world.rank == 0 and world.master_port is not None:
             admit_only_peers(world.master_port)

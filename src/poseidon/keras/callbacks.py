@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from poseidon.job.tell import tell
 from poseidon.job.world import join_workers
 from poseidon.keras.sharing import same_logs, share, state_of
 from poseidon.team.team import Team
@@ -44,6 +45,11 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, team: Team) -> None:
         super().__init__()
         self._team = team
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - Keras' own signature
+        steps, epochs = self.params.get("steps"), self.params.get("epochs")
+        if steps and epochs and self._team.rank == 0:
+            tell(steps_left=steps * (epochs - epoch))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - Keras' own signature
         if logs:

@@ -1,4 +1,4 @@
-"""Network namespaces without ``ip``: create them, hold them by file descriptor, call functions inside them."""
+"""Namespaces of network, host name and mounts without ``ip``: create them, hold them by descriptor, call inside."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import contextlib
 import ctypes
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from poseidon.errors import ConfigError
 
 T = TypeVar("T")
 
+CLONE_FS = 0x00000200
+CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
+MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19
+HOSTS = "/etc/hosts"
 
 HOW_TO_GET_PERMISSION = (
     "this needs Linux and the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN: run as root (sudo); in a "
@@ -32,16 +38,35 @@ def make_namespace(hostname: str) -> tuple[int, int]:
     return _in_thread(lambda: _unshare_here(hostname))
 
 
-def call_inside(namespaces: Sequence[int], function: Callable[[], T]) -> T:
+def make_mounts(hosts: str) -> int:
+    """Create a namespace of mounts in which ``/etc/hosts`` reads so; return its file descriptor.
+
+    All else is as on the host, now and later.
+    """
+    return _in_thread(lambda: _unshare_mounts(hosts))
+
+
+def bind(mounts: int, source: str, target: str) -> None:
+    """Let a file stand in the place of another in a namespace of mounts; the source may be removed afterwards."""
+    call_inside([], lambda: _mount(source, target, MS_BIND), mounts)
+
+
+def call_inside(namespaces: Sequence[int], function: Callable[[], T], mounts: int | None = None) -> T:
     """Call a function in a thread that has entered the namespaces, and return its result.
 
     Sockets it opens and processes it starts stay in the namespaces; the caller's threads never enter them.
     """
+    here = Path.cwd() if mounts is not None else Path("/")
 
     def enter_and_call() -> T:
         for namespace in namespaces:
             if _libc().setns(namespace, 0) != 0:
                 raise _system_error("enter a namespace")
+        if mounts is not None:
+            # Threads share their working folder, and one that does may not enter. To enter moves to the root.
+            if _libc().unshare(CLONE_FS) != 0 or _libc().setns(mounts, CLONE_NEWNS) != 0:
+                raise _system_error("enter a namespace of mounts")
+            os.chdir(here)
         return function()
 
     return _in_thread(enter_and_call)
@@ -60,6 +85,23 @@ def _unshare_here(hostname: str) -> tuple[int, int]:
     net = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     uts = os.open("/proc/thread-self/ns/uts", os.O_RDONLY | os.O_CLOEXEC)
     return net, uts
+
+
+def _unshare_mounts(hosts: str) -> int:
+    if _libc().unshare(CLONE_NEWNS) != 0:
+        raise _system_error("make a namespace of mounts")
+    _mount("none", "/", MS_REC | MS_SLAVE)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(hosts)
+        file.flush()
+        os.fchmod(file.fileno(), 0o644)
+        _mount(file.name, HOSTS, MS_BIND)
+    return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _mount(source: str, target: str, flags: int) -> None:
+    if _libc().mount(source.encode(), target.encode(), None, flags, None) != 0:
+        raise _system_error(f"mount {target}")
 
 
 def _in_thread(function: Callable[[], T]) -> T:

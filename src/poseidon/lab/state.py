@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +47,8 @@ class Namespace:
     net_fd: int
     uts_fd: int
     inode: int
+    mounts_fd: int = -1
+    """Of all machines of a lab; -1: none could be made."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ def state_file(name: str) -> Path:
     return state_folder() / f"{name}.json"
 
 
+def ssh_folder(name: str) -> Path:
+    """Return the folder of the keys and settings of a lab's ssh servers."""
+    return state_file(name).with_suffix(".ssh")
+
+
 def save(state: LabState) -> None:
     """Write a lab's record atomically."""
     path = state_file(state.name)
@@ -138,8 +146,9 @@ def load(name: str) -> LabState | None:
 
 
 def forget(name: str) -> None:
-    """Remove a lab's state file, if it exists."""
+    """Remove a lab's state file and the keys of its ssh servers, if they exist."""
     state_file(name).unlink(missing_ok=True)
+    shutil.rmtree(ssh_folder(name), ignore_errors=True)
 
 
 def load_all() -> list[LabState]:

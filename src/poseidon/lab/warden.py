@@ -14,12 +14,13 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TextIO
 
 from poseidon.errors import PoseidonError
 from poseidon.job import members
 from poseidon.lab import namespace, state
-from poseidon.lab.spec import machine_name
+from poseidon.lab.spec import machine_address, machine_name
 
 BEGIN = b"begin\n"
 KEEP = b"keep\n"
@@ -32,7 +33,8 @@ def main(name: str, machines: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        places = [_make_place(host) for host in ["switch", *map(machine_name, range(machines))]]
+        mounts = _make_mounts(machines)
+        places = [_make_place(host, mounts) for host in ["switch", *map(machine_name, range(machines))]]
     except PoseidonError as error:
         _tell({"error": str(error)})
         return
@@ -46,9 +48,22 @@ def main(name: str, machines: int) -> None:
     _clean_up(name, {place.inode for place in places})
 
 
-def _make_place(hostname: str) -> state.Namespace:
+def _make_place(hostname: str, mounts: int) -> state.Namespace:
     net, uts = namespace.make_namespace(hostname)
-    return state.Namespace(net, uts, namespace.inode(net))
+    return state.Namespace(net, uts, namespace.inode(net), mounts)
+
+
+def _make_mounts(machines: int) -> int:
+    """Return a namespace in which the machines know each other by name; -1 where a sandbox forbids it."""
+    rows = [f"{machine_address(number)} {machine_name(number)}\n" for number in range(machines)]
+    try:
+        own = Path(namespace.HOSTS).read_text(errors="replace")
+    except OSError:
+        own = "127.0.0.1 localhost\n"
+    try:
+        return namespace.make_mounts("".join([*rows, own]))
+    except (PoseidonError, OSError):
+        return -1
 
 
 def _tell(message: dict[str, object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,18 +107,21 @@ class Fleet:
         return True
 
     def answers(
-        self, kind: str, machines: Sequence[int] | None = None, check: Callable[[], None] = lambda: None
+        self,
+        kind: str,
+        machines: Sequence[int] | None = None,
+        check: Callable[[Collection[int]], None] = lambda _: None,
     ) -> dict[int, Message]:
         """Return each agent's answer; raise one error that names every machine without one.
 
-        ``check`` is called now and then, and may raise to stop waiting.
+        ``check`` is called now and then with the machines that are missing, and may raise to stop waiting.
         """
         waited = set(range(len(self.links)) if machines is None else machines)
         found: dict[int, Message] = {}
         failures: dict[str, list[str]] = {}
         deadline = time.monotonic() + ANSWER_S
         while waited:
-            check()
+            check(waited)
             try:
                 number, message = self._events.get(timeout=0.2)
             except queue.Empty:

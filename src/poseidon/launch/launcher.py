@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
@@ -147,7 +147,7 @@ class Launcher:
 
     def _prepare(self) -> None:
         self._fleet.start(self._settings.script)
-        self._ready = self._fleet.answers(protocol.READY, check=self._stop_if_interrupted)
+        self._ready = self._fleet.answers(protocol.READY, check=self._show_waiting)
         for number, answer in self._ready.items():
             if answer["version"] != __version__:
                 raise ConfigError(
@@ -164,7 +164,7 @@ class Launcher:
             return Meeting(share.address, share.port, secret, self._run, self._restart)
         wanted = self._settings.port or first.service_port
         self._fleet.links[0].send(protocol.PORT, address=self._address(0), wanted=wanted)
-        port = self._fleet.answers(protocol.PORT, [0], self._stop_if_interrupted)[0]["port"]
+        port = self._fleet.answers(protocol.PORT, [0], self._show_waiting)[0]["port"]
         return Meeting(self._address(0), int(port), secrets.token_hex(32), self._run, self._restart)
 
     def _address(self, number: int) -> str:
@@ -184,7 +184,7 @@ class Launcher:
         self._meeting = meeting
         for link in self._fleet.links:
             self._start_on(link, [place for place in self._places if place.machine == link.number])
-        self._fleet.answers(protocol.STARTED, check=self._stop_if_interrupted)
+        self._fleet.answers(protocol.STARTED, check=self._show_waiting)
 
     def _start_on(self, link: AgentLink, places: Sequence[Place]) -> None:
         """Let one machine's agent start workers."""
@@ -276,6 +276,7 @@ class Launcher:
         if kind == protocol.OUTPUT:
             rank = int(message["rank"])
             self._watching.read_line(rank, str(message["text"]), bool(message["is_error"]), now)
+            self._observer.read_line(rank, str(message["text"]), now)
             if self._watching.loss is not None:
                 self._observer.read_loss(self._watching.loss, now)
             if not message["is_draft"]:
@@ -295,7 +296,7 @@ class Launcher:
         elif kind == protocol.EXIT:
             self._watching.exited(int(message["rank"]), int(message["status"]), now)
             self._output.flush(int(message["rank"]))
-            self._observer.note("exit", worker=int(message["rank"]), status=int(message["status"]))
+            self._observer.end_worker(int(message["rank"]), int(message["status"]))
             if self._keeper is not None:
                 self._keeper.exited(int(message["rank"]), int(message["status"]), now)
         elif kind == protocol.REFUSED:
@@ -314,7 +315,10 @@ class Launcher:
         if news := self._observer.news():
             self._output.say(news)
         if self._output.is_live:
-            self._output.status(self._watching.status_line(now, self._output.width, self._observer.status()))
+            figures, limit = self._observer.status(now)
+            width = self._output.width
+            shown = self._watching.status_line(now, width, figures, self._observer.has_records)
+            self._output.status(f"{shown}\n{limit[: max(0, width - 1)]}" if limit else shown)
         elif line := self._observer.line(now):
             self._output.say(line)
 
@@ -357,9 +361,14 @@ class Launcher:
         self._interrupts += 1
         self._signal = self._signal or number
 
-    def _stop_if_interrupted(self) -> None:
+    def _show_waiting(self, waited: Collection[int]) -> None:
+        """Say whom the launcher waits for before the job starts; stop if it was interrupted."""
         if self._interrupts:
             raise KeyboardInterrupt
+        count, first = len(self._fleet.links), self._settings.hosts[min(waited)].name
+        others = f" and {len(waited) - 1} more" if len(waited) > 1 else ""
+        text = f"connecting: {count - len(waited)} of {count} machines are there, {first}{others} not yet"
+        self._output.status(text[: max(0, self._output.width - 1)])
 
     def _refuse_to_pause(self, _number: int, _frame: FrameType | None) -> None:
         self._output.say("a job of several processes cannot be paused; Ctrl-C ends it")

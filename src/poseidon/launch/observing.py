@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from poseidon.launch.countdown import Countdown, clock, find_goal
 from poseidon.launch.places import Place
+from poseidon.launch.progress import is_finite
+from poseidon.launch.startup import describe_start
 from poseidon.observe.folder import STATE, SUMMARY, TRACE, RunFolder
 from poseidon.observe.history import History
 from poseidon.observe.links import LinkUse
 from poseidon.observe.records import Record
+from poseidon.observe.rows import link_rows, plan_rows, route_rows, timeline_rows, worker_row
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
+from poseidon.observe.steps import MOST_SPANS
+from poseidon.observe.trackers import TrackerFeed
 from poseidon.observe.verdict import Cause, JobVerdict, judge, link_uses
-from poseidon.observe.windows import PHASE_WORDS, Window, Windows, add_uses
+from poseidon.observe.windows import Window, Windows, add_uses
 
 JUDGE_S = 0.25
 STATE_S = 1.0
@@ -25,18 +35,21 @@ LONG_S = 20.0
 """A worker for which the others wait so long is named on the terminal, with its calls."""
 SETTLED = 4
 """A verdict is told when it has been the same this many times."""
-_MOST_SPANS = 20_000
 _MOST_SHOWN = 400
+_MOST_ROUTES = 50
 _STEPS_KEPT = 4
 
 
 class JobObserver:
     """Follows one job, over its restarts. Not thread-safe; ``folder`` is None if the job leaves no logs."""
 
-    def __init__(self, places: Sequence[Place], command: str, folder: RunFolder | None) -> None:
+    def __init__(
+        self, places: Sequence[Place], command: str, folder: RunFolder | None, feeds: Sequence[TrackerFeed] = ()
+    ) -> None:
         self._places = list(places)
         self._command = command
         self._folder = folder
+        self._feeds = feeds
         self._began_at = time.time()
         self._began = time.monotonic()
         self._restart = 0
@@ -44,13 +57,17 @@ class JobObserver:
         self._windows = self._new_windows()
         self._totals: dict[tuple[str, str], LinkUse] = {}
         self._ips: dict[str, str] = {}
+        self._routes: Counter[str] = Counter()
         self._waited_s = [0.0] * len(places)
         self._steps = [0] * len(places)
         self._samples = 0
         self._loss: float | None = None
+        self._is_broken = False
+        """Whether that is nan or inf."""
         self._spans: dict[int, dict[int, list[StepSpan]]] = {}
         """The last steps that were recorded in full, by step and worker."""
         self._traced: dict[int, list[StepSpan]] = {}
+        self._times_of_day: dict[int, float] = {}
         self._plan: list[dict[str, Any]] = []
         self._plan_facts: dict[str, Any] = {}
         self._took: dict[str, list[float]] = {}
@@ -64,7 +81,13 @@ class JobObserver:
         self._stands_for: dict[int, int | None] = {}
         """Workers that came later, each with the one whose place it has; None: in a new place, which is not shown."""
         self._lost: set[int] = set()
-        self._verdict = JobVerdict(Cause.STARTING, "starting: no step yet")
+        self._ended: set[int] = set()
+        self._told_left, self._printed_left = Countdown(), Countdown()
+        self._left_told_by = self._left_printed_by = -1
+        self._heard: dict[int, str] = {}
+        """Workers that have reported anything, with what they do before the first step."""
+        self._has_lines = False
+        self._verdict = JobVerdict(Cause.STARTING, "starting")
         self._repeats = 0
         self._told: tuple[Cause, str] | None = None
         self._has_told_standing = False
@@ -78,6 +101,19 @@ class JobObserver:
         self._event("restart" if restart else "start", command=self._command, restart=restart, hosts=self._hosts())
         self._stacks.clear()
         self._spans.clear()
+        self._heard.clear()
+        self._has_lines = False
+        self._told_left, self._printed_left = Countdown(), Countdown()
+        self._lost.clear()
+        self._ended.clear()
+        self._stands_for.clear()
+
+    def end_worker(self, worker: int, status: int) -> None:
+        """Note that a worker has ended: nobody waits for it any more, and it may be silent."""
+        self._event("exit", worker=worker, status=status)
+        place = self._stands_for.get(worker, worker)
+        if place is not None:
+            self._ended.add(place)
 
     def lose(self, worker: int) -> None:
         """Note that an elastic job goes on without a worker."""
@@ -99,6 +135,7 @@ class JobObserver:
         place = self._stands_for.get(worker, worker)
         if place is not None:
             self._lost.discard(place)
+            self._ended.discard(place)
 
     def read_report(self, rank: int, facts: Mapping[str, Any], now: float) -> None:
         """Take a worker's report about itself."""
@@ -113,17 +150,53 @@ class JobObserver:
             self._read_spans(rank, facts)
         if isinstance(facts.get("loss"), int | float):
             self.read_loss(float(facts["loss"]), now)
+        self._heard.setdefault(rank, "")
+        if "startup" in facts:
+            self._heard[rank] = str(facts["startup"])[:60]
+        if is_finite(facts.get("steps_left")):
+            self._left_told_by = rank
+            self._told_left.aim(self._steps[rank] + facts["steps_left"], str(facts.get("left_of", ""))[:40])
         if isinstance(facts.get("stack"), list):
             self._stacks[rank] = [str(line)[:300] for line in facts["stack"][:20]]
             self._event("stuck", worker=rank, host=self._places[rank].host, calls=self._stacks[rank])
         if isinstance(facts.get("plan"), list):
             self._read_plan(facts)
+        if "trace_ends" in facts and rank == 0:
+            ends, asked = facts["trace_ends"], facts.get("trace_asked")
+            self._event("trace", text=f"the trace ends before step {ends}, not {asked}: it has {MOST_SPANS:,} spans")
+
+    def read_line(self, rank: int, line: str, now: float) -> None:
+        """Take a line that a worker printed: it may say how many steps there are."""
+        self._has_lines = True
+        found = find_goal(line)
+        if found is not None and self._left_printed_by in (-1, rank):
+            self._left_printed_by = rank
+            self._printed_left.aim(found[1])
+            self._printed_left.note(found[0], now)
+
+    def left(self, now: float) -> tuple[float, str] | None:
+        """Return the seconds until the end, and of what; None if nobody knows."""
+        for countdown in (self._told_left, self._printed_left):
+            left_s = countdown.left_s(now)
+            if left_s is not None:
+                return left_s, countdown.of
+        return None
 
     def read_loss(self, loss: float, now: float) -> None:
         """Note the loss that a worker told or printed."""
-        if loss != self._loss and loss == loss:
-            self._loss = loss
+        if loss == self._loss or (loss != loss and self._is_broken):
+            return
+        is_broken = not math.isfinite(loss)
+        if is_broken and not self._is_broken:
+            self._event("loss", text=f"the loss is {loss}", step=max(self._steps, default=0))
+        self._loss, self._is_broken = loss, is_broken
+        if not is_broken:
             self._history.add_loss(loss, now - self._began)
+
+    @property
+    def _plain_loss(self) -> float | str | None:
+        """The loss for JSON, which has no word for nan and inf."""
+        return str(self._loss) if self._is_broken else self._loss
 
     def note(self, kind: str, **facts: Any) -> None:
         """Note an event of the launcher's own."""
@@ -135,16 +208,27 @@ class JobObserver:
             self._judged_at = now
             windows = self._windows.look(now)
             self._seen = [window for window in windows if window.rank not in self._lost] or windows
-            self._settle(judge(self._seen, self._line_rate))
-        if self._folder is not None and now - self._stated_at >= self._state_s:
+            if running := [window for window in self._seen if window.rank not in self._ended]:
+                verdict = judge(running, self._line_rate)
+                if verdict.cause is Cause.STARTING:
+                    verdict = replace(verdict, text=describe_start(self._places, self._heard, running))
+                self._settle(verdict)
+        if (self._folder is not None or self._feeds) and now - self._stated_at >= self._state_s:
             began = time.monotonic()
-            self._folder.write_state(STATE, self.state(now))
+            state = self.state(now)
+            for feed in self._feeds:
+                feed.feed(state, now)
+            if self._folder is not None:
+                self._folder.write_state(STATE, state)
             self._stated_at = time.monotonic()
             # At most a few percent of the launcher's time.
             self._state_s = max(STATE_S, 30 * (self._stated_at - began))
 
     def news(self) -> str | None:
-        """Return, once each time, that a worker has kept the others waiting for long."""
+        """Return, once each time, that a worker has kept the others waiting for long, or that a tracker is lost."""
+        for feed in self._feeds:
+            if trouble := feed.trouble():
+                return trouble
         verdict = self._verdict
         is_standing = verdict.cause in (Cause.HUNG, Cause.SILENT) and verdict.waited_s > LONG_S
         if not is_standing:
@@ -158,17 +242,23 @@ class JobObserver:
 
     def line(self, now: float) -> str | None:
         """Return a line for where there is no terminal, from time to time; None if it is not time yet."""
-        if now - self._lined_at < LINE_S or not any(self._steps):
+        if now - self._lined_at < LINE_S:
             return None
         self._lined_at = now
-        return f"{self.progress()}; {self._verdict}"
+        if not any(self._steps):
+            return None if self._is_foreign else str(self._verdict)
+        return f"{self.progress(now)}; {self._verdict}"
 
     def end(self, status: int, cause: str, is_interrupted: bool, now: float) -> str:
         """Write the summary; return the closing line."""
+        state = self.state(now, is_running=False)
+        for feed in self._feeds:
+            feed.feed(state, now, is_last=True)
+            feed.close(status, str(self._verdict))
         if self._folder is not None:
-            self._folder.write_state(STATE, self.state(now, is_running=False))
+            self._folder.write_state(STATE, state)
             if self._traced:
-                self._folder.write(TRACE, trace_events(self._traced, self._names()))
+                self._folder.write(TRACE, trace_events(self._traced, self._names(), self._times_of_day))
         trained_s = 0.0 if self._trained_from is None else now - self._trained_from
         steps, line = max(self._steps), f"{now - self._began:.0f} s"
         summary = {
@@ -186,9 +276,10 @@ class JobObserver:
             "steps_per_s": round(steps / trained_s, 4) if trained_s else 0.0,
             "samples": self._samples,
             "samples_per_s": round(self._samples / trained_s, 3) if trained_s else 0.0,
-            "loss": self._loss,
+            "loss": self._plain_loss,
             "waited_s": [round(one, 3) for one in self._waited_s],
-            "links": self._link_rows(self._totals),
+            "links": link_rows(self._totals, self._totals),
+            "routes": dict(self._routes),
             "verdict": str(self._verdict),
         }
         self._event("end", is_last=True, status=status, cause=cause)
@@ -212,24 +303,34 @@ class JobObserver:
         """Whether the workers' engine reports."""
         return any(window.records for window in self._seen)
 
-    def status(self) -> list[str]:
-        """Return what the status line says of speed and limits; nothing if the workers' engine does not report."""
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether this is a program that prints, but does not report: then nothing is known of it."""
+        return self._has_lines and not self._heard
+
+    def status(self, now: float) -> tuple[list[str], str]:
+        """Return what the status says of speed, and of limits; nothing if the workers' engine does not report."""
         if not self.has_records:
-            return []
+            return self._left_words(now), "" if self._is_foreign else str(self._verdict)
+        behind = self.slowest()
+        return [*self._speed(), *self._left_words(now), *([behind] if behind else [])], str(self._verdict)
+
+    def progress(self, now: float) -> str:
+        """Return step and speed, in words."""
+        parts = [f"step {max((window.last.step for window in self._seen), default=0)}", *self._speed()]
+        parts += [f"loss {self._loss:.4g}"] if self._loss is not None else []
+        return ", ".join([*parts, *self._left_words(now)])
+
+    def _speed(self) -> list[str]:
         steps_per_s, samples_per_s = self._rates()
         parts = [f"{steps_per_s:.3g} steps/s"] if steps_per_s else []
-        parts += [f"{samples_per_s:,.0f} samples/s"] if samples_per_s else []
-        behind = self.slowest()
-        return [*parts, *([behind] if behind else []), str(self._verdict)]
+        return parts + ([f"{samples_per_s:,.0f} samples/s"] if samples_per_s else [])
 
-    def progress(self) -> str:
-        """Return step and speed, in words."""
-        steps_per_s, samples_per_s = self._rates()
-        parts = [f"step {max((window.last.step for window in self._seen), default=0)}"]
-        parts += [f"{steps_per_s:.3g} steps/s"] if steps_per_s else []
-        parts += [f"{samples_per_s:,.0f} samples/s"] if samples_per_s else []
-        parts += [f"loss {self._loss:.4g}"] if self._loss is not None else []
-        return ", ".join(parts)
+    def _left_words(self, now: float) -> list[str]:
+        left = self.left(now)
+        if left is None:
+            return []
+        return [f"{clock(left[0])} left" + (f" in {left[1]}" if left[1] else "")]
 
     def slowest(self) -> str | None:
         """Return who was waited for, and how long, in words; None if nobody stands out.
@@ -248,6 +349,7 @@ class JobObserver:
         """Return everything the page shows, as plain data."""
         steps_per_s, samples_per_s = self._rates()
         verdict = self._verdict
+        left = self.left(now) if is_running else None
         return {
             "command": self._command,
             "began_at": self._began_at,
@@ -257,7 +359,9 @@ class JobObserver:
             "restart": self._restart,
             "steps_per_s": round(steps_per_s, 4),
             "samples_per_s": round(samples_per_s, 3),
-            "loss": self._loss,
+            "loss": self._plain_loss,
+            "left_s": None if left is None else round(left[0], 1),
+            "left_of": "" if left is None else left[1],
             "verdict": {
                 "cause": verdict.cause.value,
                 "text": verdict.text,
@@ -267,10 +371,14 @@ class JobObserver:
                 "is_sure": verdict.is_sure,
             },
             "slowest": self.slowest() or "",
-            "workers": [self._worker_row(window) for window in self._seen],
-            "links": self._link_rows(link_uses(self._seen), self._totals),
-            "plan": {**self._plan_facts, "items": self._plan_rows()},
-            "timeline": self._timeline(),
+            "workers": [
+                worker_row(window, self._waited_s[window.rank], self._stacks.get(window.rank, ()))
+                for window in self._seen
+            ],
+            "links": link_rows(link_uses(self._seen), self._totals),
+            "routes": route_rows(self._seen, self._routes),
+            "plan": {**self._plan_facts, "items": plan_rows(self._plan, self._took)},
+            "timeline": timeline_rows(self._spans),
             "history": self._history.pack(),
         }
 
@@ -281,7 +389,12 @@ class JobObserver:
         self._history.add(rank, record, now - self._began)
         self._waited_s[rank] += record.wait_s
         self._steps[rank] += record.steps
+        if rank == self._left_told_by:
+            self._told_left.note(self._steps[rank], now)
         self._samples += record.samples
+        for route, count in record.routes.items():
+            if route in self._routes or len(self._routes) < _MOST_ROUTES:
+                self._routes[route] += count
         if record.steps and self._trained_from is None:
             self._trained_from = now - record.span_s
         host = self._places[rank].host
@@ -298,8 +411,10 @@ class JobObserver:
         offset_s = self._windows.offset_s(rank)
         moved = [span.moved(offset_s) for span in spans]
         if facts.get("spans_of") == "trace":
+            if is_finite(facts.get("wall_s")):
+                self._times_of_day[rank] = facts["wall_s"] - offset_s
             kept = self._traced.setdefault(rank, [])
-            kept += moved[: _MOST_SPANS - len(kept)]
+            kept += moved[: 2 * MOST_SPANS - len(kept)]
         step = facts.get("spans_step")
         if facts.get("spans_of") == "step" and isinstance(step, int):
             of_step = self._spans.setdefault(step, {})
@@ -321,9 +436,10 @@ class JobObserver:
             self._line_rate = float(rate) if isinstance(rate, int | float) else 0.0
             self._event("plan", name=self._plan_facts["name"], step=self._plan_facts["step"])
         for row in facts["plan"]:
-            if isinstance(row, list) and len(row) == 4:
+            with contextlib.suppress(TypeError, ValueError):
+                route, name, size, seconds = row
                 self._plan.append(
-                    {"route": str(row[0]), "name": str(row[1]), "bytes": float(row[2]), "predicted_s": float(row[3])}
+                    {"route": str(route), "name": str(name), "bytes": float(size), "predicted_s": float(seconds)}
                 )
 
     def _settle(self, verdict: JobVerdict) -> None:
@@ -349,81 +465,6 @@ class JobObserver:
             return 0.0, 0.0
         steps_per_s = statistics.median(window.steps / window.span_s for window in moving)
         return steps_per_s, sum(window.total("samples") / window.span_s for window in moving)
-
-    def _worker_row(self, window: Window) -> dict[str, Any]:
-        last = window.last
-        return {
-            "rank": window.rank,
-            "host": window.host,
-            "step": last.step,
-            "doing": PHASE_WORDS[last.doing] if 0 <= last.doing < len(PHASE_WORDS) else "",
-            "doing_s": round(last.doing_s, 2),
-            "waits_for": last.waits_for,
-            "where": last.where,
-            "silent_s": round(window.silent_s, 1),
-            "forward_s": round(window.per_step("forward_s"), 5),
-            "backward_s": round(window.per_step("backward_s"), 5),
-            "between_s": round(window.per_step("between_s"), 5),
-            "wait_s": round(window.per_step("wait_s"), 5),
-            "step_s": round(window.step_s, 5),
-            "waits_s": {name: round(seconds / max(1, window.steps), 5) for name, seconds in window.waits_s.items()},
-            "memory_bytes": last.memory_bytes,
-            "device_bytes": last.device_bytes,
-            "device_busy": last.device_busy,
-            "cpu": round(window.total("cpu_s") / window.span_s, 3) if window.span_s else 0.0,
-            "delay": round(window.total("delay_s") / window.span_s, 3) if window.span_s else 0.0,
-            "queued": last.queued,
-            "waited_s": round(self._waited_s[window.rank], 2),
-            "stack": self._stacks.get(window.rank, []),
-        }
-
-    def _link_rows(
-        self, uses: Mapping[tuple[str, str], LinkUse], totals: Mapping[tuple[str, str], LinkUse] | None = None
-    ) -> list[dict[str, Any]]:
-        totals = uses if totals is None else totals
-        rows = []
-        for (here, there), total in sorted(totals.items()):
-            use = uses.get((here, there), LinkUse())
-            rows.append(
-                {
-                    "from": here,
-                    "to": there,
-                    "bytes": total.sent_bytes,
-                    "resent_bytes": total.resent_bytes,
-                    "mbit_per_s": round(8e-6 * use.sent_bytes / use.busy_s, 2) if use.busy_s > 1e-4 else 0.0,
-                    "rtt_ms": round(use.rtt_s * 1e3, 3),
-                }
-            )
-        return rows
-
-    def _plan_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for row in self._plan:
-            took = self._took.get(f"{row['route']} {row['name']}"[:60])
-            rows.append({**row, "measured_s": round(statistics.median(took), 6) if took else None})
-        return rows
-
-    def _timeline(self) -> list[dict[str, Any]]:
-        # The newest step of which most workers have told, so that all rows show the same one.
-        step = max(self._spans, key=lambda one: (len(self._spans[one]), one), default=None)
-        if step is None:
-            return []
-        shown = self._spans[step]
-        begins = [span.begin_s for spans in shown.values() for span in spans]
-        if not begins:
-            return []
-        start_s = min(begins)
-        return [
-            {
-                "rank": rank,
-                "step": step,
-                "spans": [
-                    [span.kind, span.name, round(span.begin_s - start_s, 5), round(span.end_s - start_s, 5)]
-                    for span in spans
-                ],
-            }
-            for rank, spans in sorted(shown.items())
-        ]
 
     def _new_windows(self) -> Windows:
         return Windows([place.host for place in self._places])

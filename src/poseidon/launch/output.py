@@ -19,7 +19,7 @@ from poseidon.launch.places import Place
 from poseidon.observe.folder import RunFolder
 
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
-_CLEAR_LINE = "\r\x1b[2K"
+_CLEAR_LINE, _UP = "\r\x1b[2K", "\x1b[1A"
 _REDRAW_S = 0.2
 
 
@@ -144,12 +144,13 @@ class JobOutput:
             self._said.append(text)
 
     def status(self, text: str) -> None:
-        """Draw the status line; only on a terminal, and not too often."""
+        """Draw the status, a line or two; only on a terminal, and not too often."""
         if not self._is_terminal or time.monotonic() - self._drawn_at < _REDRAW_S:
             return
+        erase = self._erasing()
         self._drawn_at = time.monotonic()
         self._status = text
-        self._write(self._err, f"{_CLEAR_LINE}{text}")
+        self._write(self._err, f"{erase or _CLEAR_LINE}{text}")
 
     @property
     def is_live(self) -> bool:
@@ -194,6 +195,10 @@ class JobOutput:
 
     def _erase_status(self) -> None:
         if self._status:
-            self._write(self._err, _CLEAR_LINE)
+            self._write(self._err, self._erasing())
             self._status = ""
             self._drawn_at = 0.0
+
+    def _erasing(self) -> str:
+        """Return what removes the status, and leaves the cursor where it began."""
+        return _CLEAR_LINE + (_UP + _CLEAR_LINE) * self._status.count("\n") if self._status else ""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
+from poseidon.launch.countdown import clock
 from poseidon.team.watch import PHASES
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
 _STEP = re.compile(r"\b(?:step|iter|iteration|batch)\b\s*[:=#]?\s*(\d+)", re.IGNORECASE)
 _LOSS = re.compile(rf"\b(?:train[_ ]?)?loss\b\s*[:=]?\s*{_NUMBER}", re.IGNORECASE)
 _RATE = re.compile(r"([\d,]+\.?\d*)\s*(?:samples|images|examples|imgs?|it)\s*/\s*s(?:ec)?\b", re.IGNORECASE)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return whether a value that a program reported is a number."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass
@@ -43,10 +50,12 @@ class Standing:
     def read_report(self, facts: Mapping[str, Any], now: float) -> None:
         """Update from a report of the engine or the script; a repeated report is not progress."""
         before = (self.step, self.doing, self.loss)
-        self.step = int(facts.get("step", self.step or 0))
+        # Any program may report, and one that reports words for numbers must not end the launcher.
+        step, loss, rate = (facts.get(name) for name in ("step", "loss", "samples_per_s"))
+        self.step = int(step) if is_finite(step) else self.step
         self.doing = str(facts.get("doing", self.doing))
-        self.loss = facts.get("loss", self.loss)
-        self.samples_per_s = facts.get("samples_per_s", self.samples_per_s)
+        self.loss = float(loss) if isinstance(loss, int | float) else self.loss
+        self.samples_per_s = float(rate) if is_finite(rate) else self.samples_per_s
         if (self.step, self.doing, self.loss) != before:
             self.changed_at = now
 
@@ -73,15 +82,20 @@ class Standing:
 
 
 def status_line(
-    standings: Sequence[Standing], ended: int, elapsed_s: float, observed: Sequence[str], width: int
+    standings: Sequence[Standing],
+    ended: int,
+    elapsed_s: float,
+    observed: Sequence[str],
+    width: int,
+    is_observed: bool = False,
 ) -> str:
     """Return the status line: time, workers, step, speed, loss, and what the workers' records say if there are any."""
-    parts = [f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}", f"{len(standings) - ended}/{len(standings)} workers"]
+    parts = [clock(elapsed_s), f"{len(standings) - ended}/{len(standings)} workers"]
     steps = [standing.step for standing in standings if standing.step is not None]
     if steps:
         parts.append(f"step {max(steps)}")
     rates = [standing.samples_per_s for standing in standings if standing.samples_per_s is not None]
-    if rates and not observed:
+    if rates and not is_observed:
         parts.append(f"{sum(rates):,.0f} samples/s")
     loss = next((standing.loss for standing in standings if standing.loss is not None), None)
     if loss is not None:

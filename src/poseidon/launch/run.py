@@ -30,6 +30,7 @@ from poseidon.launch.run_settings import PREFIX, SETTINGS, Chosen, resolve, show
 from poseidon.launch.script import check_module, check_script, find_imports
 from poseidon.observe.folder import RunFolder
 from poseidon.observe.page.server import PageServer
+from poseidon.observe.trackers import TRACKERS, TrackerFeed, make_tracker
 
 WRAPPERS = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning")
 """Packages that wrap a model with torch's class on a user's behalf."""
@@ -67,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=0,
         metavar="PORT",
         help="show the job in a browser, at this port of this machine or a free one",
+    )
+    how.add_argument(
+        "--log-to",
+        action="append",
+        metavar="KIND[=TARGET]",
+        help=f"log speed, loss and waits to {', '.join(TRACKERS)}: a folder, a project, an experiment; repeatable",
     )
     how.add_argument("--trace", type=STEPS.parse, metavar="A:B", help="record steps A up to B in full, for Perfetto")
     how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
@@ -296,8 +303,9 @@ def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.
     places = place_workers(settings.hosts)
     folder = None if log_dir is None else RunFolder(log_dir)
     output = JobOutput(places, log_dir, folder=folder)
-    observer = JobObserver(places, program.name, folder)
+    trackers = [make_tracker(text, program.name, log_dir) for text in args.log_to or ()]
     page: PageServer | None = None
+    observer = JobObserver(places, program.name, folder, [TrackerFeed(one) for one in trackers])
     try:
         if args.page is not None:
             page = _open_page(log_dir, args.page)

@@ -121,10 +121,10 @@ class Watching:
         """The loss that the first worker that has any told or printed last."""
         return next((standing.loss for standing in self._standings if standing.loss is not None), None)
 
-    def status_line(self, now: float, width: int, observed: Sequence[str] = ()) -> str:
-        """Return the status line; ``observed`` is what the workers' records say, instead of what lines say."""
+    def status_line(self, now: float, width: int, observed: Sequence[str] = (), is_observed: bool = False) -> str:
+        """Return the status line with ``observed`` added; ``is_observed``: speed comes from records, not from lines."""
         ended = len(self._places) - len(self._running())
-        return status_line(self._standings, ended, now - self._started_at, observed, width)
+        return status_line(self._standings, ended, now - self._started_at, observed, width, is_observed)
 
     def _die(self, death: Death, now: float) -> None:
         if not self._deaths:

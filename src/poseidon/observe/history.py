@@ -13,7 +13,6 @@ from poseidon.observe.records import Record
 
 MOST_POINTS = 240
 FIRST_WIDTH_S = 1.0
-PARTS = ("forward", "backward", "between", "wait")
 
 
 @dataclass
@@ -26,8 +25,6 @@ class PastPoint:
     """Of all workers."""
     loss: float | None = None
     """The last one told."""
-    parts_s: list[list[float]] = field(default_factory=list)
-    """By worker: its own seconds in forward, backward and between steps, and those it waited."""
     memory_bytes: list[int] = field(default_factory=list)
     """By worker: the most."""
 
@@ -37,10 +34,6 @@ class PastPoint:
             self.steps + later.steps,
             self.samples + later.samples,
             self.loss if later.loss is None else later.loss,
-            [
-                [a + b for a, b in zip(one, other, strict=True)]
-                for one, other in zip(self.parts_s, later.parts_s, strict=True)
-            ],
             [max(pair) for pair in zip(self.memory_bytes, later.memory_bytes, strict=True)],
         )
 
@@ -59,9 +52,6 @@ class History:
         point = self._point(elapsed_s)
         point.steps += record.steps / self._workers
         point.samples += record.samples
-        values = (record.forward_s, record.backward_s, record.between_s, record.wait_s)
-        for number, seconds in enumerate(values):
-            point.parts_s[rank][number] += seconds
         point.memory_bytes[rank] = max(point.memory_bytes[rank], record.memory_bytes)
 
     def add_loss(self, loss: float, elapsed_s: float) -> None:
@@ -79,7 +69,7 @@ class History:
         return self.points[number]
 
     def _empty(self) -> PastPoint:
-        return PastPoint(parts_s=[[0.0] * len(PARTS) for _ in range(self._workers)], memory_bytes=[0] * self._workers)
+        return PastPoint(memory_bytes=[0] * self._workers)
 
     def pack(self) -> dict[str, Any]:
         """Return it as plain data: columns, rounded."""
@@ -89,10 +79,6 @@ class History:
             "steps": [round(point.steps, 2) for point in points],
             "samples": [point.samples for point in points],
             "loss": [point.loss for point in points],
-            "parts_s": [
-                [[round(seconds, 3) for seconds in point.parts_s[rank]] for point in points]
-                for rank in range(self._workers)
-            ],
             "memory_bytes": [[point.memory_bytes[rank] for point in points] for rank in range(self._workers)],
         }
 

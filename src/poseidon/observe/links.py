@@ -8,6 +8,7 @@ a gradient has to count.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import stat
@@ -138,11 +139,15 @@ def unpack_links(data: object) -> dict[str, LinkUse]:
     links: dict[str, LinkUse] = {}
     if isinstance(data, dict):
         for peer, row in data.items():
-            if isinstance(row, list) and len(row) == 6 and all(isinstance(one, int | float) for one in row):
+            if isinstance(row, list) and len(row) == 6 and all(map(_is_number, row)):
                 links[str(peer)] = LinkUse(
                     int(row[0]), int(row[1]), float(row[2]), int(row[3]), float(row[4]), int(row[5])
                 )
     return links
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def thread_delay_s(thread: int) -> float:

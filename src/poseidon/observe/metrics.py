@@ -17,7 +17,13 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         _block("poseidon_up", "Whether the job runs.", "gauge", [({}, float(bool(state) and not summary))]),
         _block("poseidon_steps_per_second", "Steps in a second.", "gauge", [({}, state.get("steps_per_s"))]),
         _block("poseidon_samples_per_second", "Samples of all workers.", "gauge", [({}, state.get("samples_per_s"))]),
-        _block("poseidon_loss", "The last loss that was told or printed.", "gauge", [({}, state.get("loss"))]),
+        _block("poseidon_loss", "The last loss that was told or printed.", "gauge", [({}, _number(state.get("loss")))]),
+        _block(
+            "poseidon_left_seconds",
+            "Seconds until the training ends, or what the label says, where that is known.",
+            "gauge",
+            [({"of": str(state.get("left_of") or "training")}, state.get("left_s"))],
+        ),
         _block("poseidon_restarts_total", "Restarts of the job.", "counter", [({}, state.get("restart"))]),
         _block(
             "poseidon_limited",
@@ -38,6 +44,9 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         ("poseidon_memory_bytes", "memory_bytes", "Resident memory of a worker."),
         ("poseidon_device_memory_bytes", "device_bytes", "Memory that a worker has taken on its GPU."),
         ("poseidon_cores_used", "cpu", "Processors that a worker keeps busy."),
+        ("poseidon_queued_messages", "queued", "Messages that waited in a worker's queues, at most."),
+        ("poseidon_queued_bytes", "queued_bytes", "Bytes that waited in a worker's queues, at most."),
+        ("poseidon_unsent_bytes", "unsent_bytes", "Bytes in the kernel's buffers of a worker, not sent yet."),
         ("poseidon_silent_seconds", "silent_s", "Time since a worker's last record."),
     ):
         blocks.append(_block(name, text, "gauge", ((_who(one), one.get(key)) for one in workers)))
@@ -56,6 +65,14 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             "Where the time of a step goes, by worker and part.",
             "gauge",
             (({**_who(one), "part": part}, one.get(f"{part}_s")) for one in workers for part in parts),
+        )
+    )
+    blocks.append(
+        _block(
+            "poseidon_route_bytes_total",
+            "Bytes that all workers sent, by route.",
+            "counter",
+            (({"route": str(one.get("route", ""))}, one.get("bytes")) for one in state.get("routes") or []),
         )
     )
     links = [({"from": one.get("from", ""), "to": one.get("to", "")}, one) for one in state.get("links") or []]
@@ -82,16 +99,17 @@ def format_metrics(state: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return "".join(blocks)
 
 
+def _number(value: object) -> object:
+    """Return a number that JSON could only hold as a word: ``nan`` or ``inf``."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
 def _who(worker: Mapping[str, Any]) -> dict[str, str]:
     return {"worker": str(worker.get("rank", "")), "host": str(worker.get("host", ""))}
 
 
 def _block(name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], object]]) -> str:
-    lines = [
-        f"{name}{_labels(labels)} {value:g}" if not isinstance(value, int) else f"{name}{_labels(labels)} {value}"
-        for labels, value in values
-        if isinstance(value, int | float)
-    ]
+    lines = [f"{name}{_labels(labels)} {value}" for labels, value in values if isinstance(value, int | float)]
     if not lines:
         return ""
     return "\n".join([f"# HELP {name} {text}", f"# TYPE {name} {kind}", *lines, ""])

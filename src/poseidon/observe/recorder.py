@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from poseidon.observe.links import LinkMeter, LinkUse, thread_delay_s
 from poseidon.observe.looking import Vitals, device_use, place_of, stack_of
-from poseidon.observe.records import Record
+from poseidon.observe.records import Record, shorten
 from poseidon.observe.steps import BACKWARD, BETWEEN, ENDING, FORWARD, STARTING, ClockSums, StepClock, between
+from poseidon.observe.traffic import TrafficMeter
 
 LOOK_S = 0.1
 """Seconds between two looks at where the training thread is."""
@@ -27,19 +28,22 @@ STALL_S = 0.25
 LONG_S = 1.5
 """A phase of which the program's line is told."""
 
+_LAST_S = 2.0
+"""How long a worker that ends tries to get rid of the rest of its trace."""
+_LONGEST_NAME = 60
 _SPANS_PER_LINE = 24
 _ROWS_PER_LINE = 24
 _LEAST_STEPS = 4
 
 
 class Recorder:
-    """Watches one process. ``tell`` gets the facts, never blocks, and may lose them."""
+    """Watches one process. ``tell`` gets the facts, never blocks, and returns whether they are on their way."""
 
-    def __init__(self, tell: Callable[..., None], training: threading.Thread | None = None) -> None:
+    def __init__(self, tell: Callable[..., bool], training: threading.Thread | None = None) -> None:
         self.clock = StepClock(time.monotonic())
         self.ip = ""
         self.is_async = False
-        self.queued: Callable[[], int] = lambda: 0
+        self.traffic = TrafficMeter()
         self._tell = tell
         self._training = training or threading.current_thread()
         self._links = LinkMeter()
@@ -52,6 +56,10 @@ class Recorder:
         self._first: tuple[int, float] | None = None
         """How many steps were done at the first look that saw any, and when."""
         self._sent = 0
+        """Of a trace: how many of its spans are on their way."""
+        self._asked = range(0)
+        self._plan: deque[dict[str, Any]] = deque()
+        """Lines of plans that are not on their way yet."""
         self._has_told_stack = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poseidon-recorder", daemon=True)
@@ -59,22 +67,36 @@ class Recorder:
 
     def trace(self, first: int, last: int) -> None:
         """Record every step from ``first`` up to, but not including, ``last`` in full."""
-        self.clock.traced = range(first, last)
+        self.clock.traced = self._asked = range(first, last)
 
     def tell_plan(self, name: str, step: int, rows: Sequence[tuple[str, str, float, float]], link_rate: float) -> None:
-        """Tell the plan in force: for each item its route, name, bytes and predicted seconds on the wire."""
+        """Tell the plan in force: for each item its route, name, bytes and predicted seconds on the wire.
+
+        It is sent later, by the recorder's thread: a large one takes more room than the pipe has at once.
+        """
         for start in range(0, len(rows), _ROWS_PER_LINE):
-            part = [
-                [route, item[:60], round(size), round(seconds, 7)]
-                for route, item, size, seconds in rows[start : start + _ROWS_PER_LINE]
+            part = rows[start : start + _ROWS_PER_LINE]
+            self._plan.append({"plan": part, "plan_name": name, "plan_step": step, "link_rate": link_rate})
+            self._plan[-1]["is_first"] = start == 0
+
+    def _send_plan(self) -> bool:
+        """Send what is left of plans; return whether some still is."""
+        while self._plan:
+            facts = self._plan[0]
+            rows = [
+                [route, shorten(item, _LONGEST_NAME), round(size), round(s, 7)]
+                for route, item, size, s in facts["plan"]
             ]
-            self._tell(plan=part, plan_name=name, plan_step=step, link_rate=link_rate, is_first=start == 0)
+            if not self._tell(**{**facts, "plan": rows}):
+                return True
+            self._plan.popleft()
+        return False
 
     def close(self) -> None:
         """Send the last record and stop."""
         if not self._stop.is_set():
             self._stop.set()
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=2.0 + _LAST_S)
 
     def _run(self) -> None:
         recorded_at = looked_at = time.monotonic()
@@ -89,11 +111,14 @@ class Recorder:
             if clock.phase in (BETWEEN, STARTING) and clock.waiting is None:
                 self._places[place_of(self._training.ident or 0)] += 1
             self._follow_spans()
+            self._send_plan()
             if now - recorded_at >= RECORD_S:
                 recorded_at = now
                 self._record(now)
         self._record(time.monotonic())
-        self._follow_spans()
+        deadline = time.monotonic() + _LAST_S
+        while (self._follow_spans() | self._send_plan()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # the launcher reads
 
     def _record(self, now: float) -> None:
         sums = self.clock.look(now)
@@ -103,6 +128,7 @@ class Recorder:
         device_bytes, device_busy = device_use()
         delay_s = self._delayed_s()
         doing_s = now - sums.since_s
+        traffic = self.traffic.look()
         record = Record(
             at_s=now,
             span_s=spent.span_s,
@@ -128,7 +154,9 @@ class Recorder:
             delay_s=max(0.0, delay_s - self._delay_s),
             stalled_s=self._stalled_s,
             faults=faults,
-            queued=self.queued(),
+            routes=traffic.sent_bytes,
+            queued=traffic.queued,
+            queued_bytes=traffic.queued_bytes,
             is_async=self.is_async,
         )
         self._places.clear()
@@ -154,19 +182,27 @@ class Recorder:
 
     # Steps in full.
 
-    def _follow_spans(self) -> None:
-        """Send what was recorded in full: a trace as it grows, one step for the page when it is complete."""
+    def _follow_spans(self) -> bool:
+        """Send what was recorded in full: a trace as it grows, one step for the page when it is complete.
+
+        Return whether some of a trace could not be sent yet.
+        """
         clock = self.clock
+        is_behind = False
         if clock.traced:
             spans = clock.spans if clock.recorded is None else clock.recorded[1]
             if spans is not None:
-                self._send(spans[self._sent :], "trace", clock.traced.start, self._sent == 0)
-                self._sent = len(spans)
-            if clock.recorded is not None and clock.step > clock.traced.stop:
+                last = len(spans)
+                # Nothing of a trace may be missing: what the pipe has no room for now is sent later.
+                self._sent += self._send(spans[self._sent : last], "trace", clock.traced.start)
+                is_behind = self._sent < last
+            if clock.recorded is not None and clock.step > clock.traced.stop and not is_behind:
+                if clock.traced != self._asked:
+                    self._tell(trace_ends=clock.traced.stop, trace_asked=self._asked.stop)
                 clock.recorded, clock.traced = None, range(0)
         elif clock.recorded is not None and clock.step > clock.recorded[0] + 1:
             (step, spans), clock.recorded = clock.recorded, None
-            self._send(spans, "step", step, True)
+            self._send(spans, "step", step)
         if not clock.every and clock.steps:
             now = time.monotonic()
             self._first = self._first or (clock.steps, now)
@@ -175,11 +211,16 @@ class Recorder:
                 # A power of two, so that workers that count a little differently still record common steps. A step that
                 # is recorded is sent when the one after the next has begun.
                 clock.every = max(4, 1 << max(0, math.ceil(math.log2(SPANS_S * steps / max(since, 1e-3)))))
+        return is_behind
 
-    def _send(self, spans: list[tuple[str, str, float, float]], kind: str, step: int, is_first: bool) -> None:
+    def _send(self, spans: Sequence[tuple[str, str, float, float]], kind: str, step: int) -> int:
+        """Send spans until one line finds no room; return how many are on their way."""
         for start in range(0, len(spans), _SPANS_PER_LINE):
             rows: list[list[Any]] = [
-                [what, name[:60], round(begin, 6), round(end, 6)]
+                [what, shorten(name, _LONGEST_NAME), round(begin, 6), round(end, 6)]
                 for what, name, begin, end in spans[start : start + _SPANS_PER_LINE]
             ]
-            self._tell(spans=rows, spans_of=kind, spans_step=step, is_first=is_first and start == 0)
+            # The time of day of this machine, by which torch.profiler goes.
+            if not self._tell(spans=rows, spans_of=kind, spans_step=step, wall_s=time.time() - time.monotonic()):
+                return start
+        return len(spans)

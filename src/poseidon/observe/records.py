@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +13,7 @@ from poseidon.observe.links import LinkUse, pack_links, unpack_links
 _LONGEST_NAME = 90
 _MOST_WAITS = 6
 _MOST_PLACES = 3
+_MOST_ROUTES = 12
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,12 @@ class Record:
     """How long the whole process stood still."""
     faults: int = 0
     """Pages that had to be read from disk."""
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes sent in the span, by route."""
     queued: int = 0
-    """Messages that wait in the wire's queues."""
+    """Messages that wait in the wire's queues now."""
+    queued_bytes: int = 0
+    """Their bytes."""
     is_async: bool = False
     """Whether the device computes on its own, so that the times are the host's."""
 
@@ -74,14 +81,16 @@ class Record:
                 value = pack_links(value)
             elif one.name == "waits_s":
                 first = sorted(value, key=lambda what: -value[what])[:_MOST_WAITS]
-                value = {what[:_LONGEST_NAME]: round(value[what], 4) for what in first}
+                value = {shorten(what): round(value[what], 4) for what in first}
             elif one.name == "places":
                 first = sorted(value, key=lambda place: -value[place])[:_MOST_PLACES]
-                value = {place[:_LONGEST_NAME]: value[place] for place in first}
+                value = {shorten(place): value[place] for place in first}
             elif isinstance(value, float):
                 value = round(value, 5)
             elif isinstance(value, str):
-                value = value[:_LONGEST_NAME]
+                value = shorten(value)
+            elif one.name == "routes":
+                value = {shorten(route): count for route, count in list(value.items())[:_MOST_ROUTES]}
             if value != one.default and value != {}:
                 data[one.name] = value
         return data
@@ -95,14 +104,28 @@ class Record:
             return cls(
                 **{one.name: _CONVERTERS[str(one.type)](data[one.name]) for one in fields(cls) if one.name in data}
             )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
+
+
+def shorten(name: str, most: int = _LONGEST_NAME) -> str:
+    """Return a name that takes at most so many bytes of JSON: a line that is too long for the pipe is lost whole."""
+    while len(json.dumps(name)) > most + 2:
+        name = name[: min(most, len(name) - 1)]
+    return name
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
 
 
 def _numbers(data: object) -> dict[str, float]:
     if not isinstance(data, dict):
         raise TypeError(data)
-    return {str(name): float(value) for name, value in data.items()}
+    return {str(name): _finite(value) for name, value in data.items()}
 
 
 def _counts(data: object) -> dict[str, int]:
@@ -110,7 +133,7 @@ def _counts(data: object) -> dict[str, int]:
 
 
 _CONVERTERS: dict[str, Any] = {
-    "float": float,
+    "float": _finite,
     "int": int,
     "bool": bool,
     "str": str,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from poseidon.observe.chrome import complete_event, name_process, name_row
+from poseidon.observe.profiles import ZERO
 from poseidon.observe.windows import PHASE_WORDS
 
 KINDS = ("phase", "wait", "item")
@@ -42,8 +43,13 @@ def read_spans(data: object) -> list[StepSpan]:
     return spans
 
 
-def trace_events(spans: Mapping[int, Sequence[StepSpan]], names: Sequence[str]) -> dict[str, Any]:
-    """Return a Chrome trace: a process per worker, with a row each for computing, waiting and the wire."""
+def trace_events(
+    spans: Mapping[int, Sequence[StepSpan]], names: Sequence[str], times_of_day: Mapping[int, float] | None = None
+) -> dict[str, Any]:
+    """Return a Chrome trace: a process per worker, with a row each for computing, waiting and the wire.
+
+    ``times_of_day``: by worker, what to add to these spans' times for the time of day on its machine.
+    """
     begins = [span.begin_s for each in spans.values() for span in each]
     start_s = min(begins, default=0.0)
     events: list[dict[str, Any]] = []
@@ -68,4 +74,5 @@ def trace_events(spans: Mapping[int, Sequence[StepSpan]], names: Sequence[str]) 
                 events.append(
                     complete_event(rank + 1, row + lane, name, cat, span.begin_s - start_s, span.end_s - start_s)
                 )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    zeros = {str(rank): start_s + offset_s for rank, offset_s in (times_of_day or {}).items() if rank in spans}
+    return {"traceEvents": events, "displayTimeUnit": "ms", ZERO: zeros}

@@ -50,6 +50,10 @@ class Spent:
     waits_s: Mapping[str, float] = field(default_factory=dict)
 
 
+MOST_SPANS = 20_000
+"""A trace that has so many ends with the step it is in: it must fit into memory, and into Perfetto."""
+
+
 class StepClock:
     """The sums of one worker. The training thread writes; any thread may look."""
 
@@ -92,6 +96,8 @@ class StepClock:
 
     def _follow_spans(self, step: int) -> None:
         """Begin or end a record in full as a step begins."""
+        if self.spans is not None and len(self.spans) >= MOST_SPANS and step in self.traced:
+            self.traced = range(self.traced.start, step)
         is_wanted = step in self.traced or bool(self.every and step % self.every == 0 and not self.traced)
         if self.spans is not None and not (is_wanted and step in self.traced):
             self.recorded, self.spans = (self.spans_step, self.spans), None

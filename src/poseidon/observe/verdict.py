@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from poseidon.observe.links import LinkUse
+from poseidon.observe.records import Record
+from poseidon.observe.steps import BETWEEN
 from poseidon.observe.windows import PHASE_WORDS, Window, add_uses, is_training
 
 HANGS_S = 1.5
@@ -136,17 +138,24 @@ def _find_stuck(windows: Sequence[Window]) -> JobVerdict | None:
     one = max(standing, key=lambda window: window.last.doing_s)
     last = one.last
     where = f", {last.where}" if last.where else ""
+    whom = f"; {len(waiting)} wait for it" if waiting else ""
     # Alone it may be any long work: nobody waits for it.
     return JobVerdict(
         Cause.HUNG,
-        f"worker {one.rank} on {one.host} has not moved for {last.doing_s:.0f} s: it is {PHASE_WORDS[last.doing]} of "
-        f"step {last.step}{where}" + (f"; {len(waiting)} wait for it" if waiting else ""),
+        f"worker {one.rank} on {one.host} has not moved for {last.doing_s:.0f} s: it is {_moment(last)}{where}{whom}",
         "its calls are in the run's events" if last.doing_s > 6 else "",
         one.host,
         one.rank,
         is_sure=bool(waiting) and len(standing) == 1,
         waited_s=last.doing_s,
     )
+
+
+def _moment(record: Record) -> str:
+    """Return where in its steps a worker is, in words."""
+    if record.doing == BETWEEN:
+        return f"between steps {record.step} and {record.step + 1}"
+    return f"{PHASE_WORDS[record.doing]} of step {record.step}"
 
 
 def _find_stalls(windows: Sequence[Window]) -> JobVerdict | None:

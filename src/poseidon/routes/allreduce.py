@@ -34,6 +34,9 @@ class AllreduceExchanger(Exchanger):
         self._is_local = len(team.topology.machines) == 1 and not context.is_cuda
         """Whether sums need no network, as far as is known."""
         self._local: LocalSums | None = None
+        self._reduced_bytes = self._reduced_between_bytes = 0
+        """Handed to collectives of all workers, and of the counterparts on all machines."""
+        team.meter(self.sent_by_route)
 
     def prepare(self, items: Sequence[LiveItem]) -> None:
         """Share memory between the workers of the only machine: for whole steps that are small, else for a thread."""
@@ -69,9 +72,20 @@ class AllreduceExchanger(Exchanger):
         flat.div_(self._team.size)
         if levels is not None:
             return LevelsExchange(self._team, levels.start(flat, name, self._between), name)
+        self._reduced_bytes += flat.nbytes
         return _FlatExchange(self._team, flat, name)
 
+    def sent_by_route(self) -> dict[str, int]:
+        """Return the bytes sent so far, as a ring sends them: each worker every value twice, but for its share."""
+        machines = len(self._team.topology.machines)
+        sent = sum(
+            2 * size_bytes * (count - 1) // count
+            for size_bytes, count in ((self._reduced_bytes, self._team.size), (self._reduced_between_bytes, machines))
+        )
+        return {"allreduce": sent}
+
     def _between(self, mine: Tensor, team: Team, name: str) -> None:
+        self._reduced_between_bytes += mine.nbytes
         team.wait(dist.all_reduce(mine, group=self._counterparts, async_op=True), name)
 
 

@@ -80,6 +80,8 @@ class GatherExchanger(Exchanger):
         self._messages = FactorsExchanger(context)
         self._rooms: dict[int, Room | None] = {}
         """By unit."""
+        self._sent_bytes = 0
+        context.team.meter(self.sent_by_route)
 
     def prepare(self, items: Sequence[LiveItem]) -> None:  # noqa: ARG002
         """Forget how many rows the units had under the last plan."""
@@ -89,9 +91,15 @@ class GatherExchanger(Exchanger):
         """Send the rows of factors: in the room there is for them, or by messages."""
         room = self._rooms.get(item.unit.index)
         if room is not None and room.rows:
+            width = sum(item.unit.weight.shape) * room.dtype.itemsize
+            self._sent_bytes += room.rows * width * (self._team.size - 1)
             return _GatherExchange(self._team, self, room, item, brought[0], step)
         exchange = self.start_messages(item, brought[0], step)
         return exchange if room is not None else _FirstExchange(self, item, exchange)
+
+    def sent_by_route(self) -> dict[str, int]:
+        """Return the bytes sent so far by all-gathers, room that is not used included."""
+        return {"factors": self._sent_bytes}
 
     def start_messages(self, item: LiveItem, brought: Brought, step: int) -> FactorsExchange:
         """Send any number of rows."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Pairs:
         """Those under way, and those of which only others' messages are here."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+        self._sent: Counter[str] = Counter()
         self._transport = connect_wire(team, range(team.size), link=link)
         self._piece_bytes = self._transport.settings.max_message_bytes
         self._transport.listen(Kind.PARCELS, self._hear)
@@ -85,6 +87,7 @@ class Pairs:
         self._chores: queue.SimpleQueue[_Shipment | Callable[[], None] | None] = queue.SimpleQueue()
         self._helper = threading.Thread(target=self._help, name="poseidon-pairs", daemon=True)
         self._helper.start()
+        team.meter(self.sent_by_route)
 
     def start(self, parcel: Parcel, future: Future[Any] | None = None) -> Future[Any]:
         """Start exchanging; the future's value is a :class:`Gathered`, or what the parcel's ``land`` returns."""
@@ -102,6 +105,11 @@ class Pairs:
         parcels, futures = zip(*(waiting[unit] for unit in parcel.shipment), strict=True)
         self._start(parcels, futures)
         return future
+
+    def sent_by_route(self) -> dict[str, int]:
+        """Return the bytes sent so far, by what they are; and those passed on inside this machine."""
+        with self._lock:
+            return dict(self._sent)
 
     def call_later(self, work: Callable[[], None]) -> None:
         """Call a function that may wait, and start parcels, on another thread; its error ends the exchange."""
@@ -167,6 +175,7 @@ class Pairs:
             )
             self._transport.send_all(peers, header, piece)
         with self._lock:
+            self._sent[shipment.parcels[0].form] += len(data) * len(peers)
             shipment.messages[rank] = message
         self._land_if_whole((step, number))
         self._transport.check_left()
@@ -182,9 +191,11 @@ class Pairs:
         """Take a message of another worker, and pass it on to those who get it from here."""
         rank, size = self._team.rank, self._team.size
         piece, origin = divmod(header.number, size)
-        self._transport.send_all(self._team.topology.receivers(origin, rank), header._replace(sender=rank), payload)
+        others = self._team.topology.receivers(origin, rank)
+        self._transport.send_all(others, header._replace(sender=rank), payload)
         key = (header.clock, header.subject)
         with self._lock:
+            self._sent["passed on"] += len(payload) * len(others)
             if self._failure is not None:
                 return
             shipment = self._shipments.setdefault(key, _Shipment())

@@ -44,6 +44,8 @@ class Parcel:
     """Called on another thread while the rows travel: a time to prepare for the result."""
     stage: Callable[[Tensor], Tensor] | None = None
     """Called on another thread with each worker's rows as soon as they are here; if given, they stay apart."""
+    form: str = "factors"
+    """What it is, for those who count what is sent: ``factors`` or ``rows``."""
     itemsize: int = 0
     """Bytes of a value, if many values may be zero and need not travel; 0: they travel as they are."""
 

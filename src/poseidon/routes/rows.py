@@ -134,6 +134,7 @@ class RowsExchanger(Exchanger):
             shipment=shipment,
             meanwhile=None if unit.spec.is_sparse or device.type == "cuda" else joint.clear_room,
             stage=_pin if device.type == "cuda" else _keep,
+            form="rows",
         )
 
 

@@ -53,7 +53,7 @@ class ServedExchanger(Exchanger):
         link = context.cluster.between
         self._rounded = context.rounded
         self._chunk_bytes = chunk_bytes_for(link.bytes_per_s)
-        self._transport = connect_wire(team, range(team.size), link=link)
+        self._transport = connect_wire(team, range(team.size), link=link, route="served")
         self._server = SumServer(self._transport)
         self._desk = FetchDesk(self._transport)
         self._transport.listen_lost(self._lose)

@@ -52,7 +52,7 @@ class ShardedExchanger(Exchanger):
         use_levels = topology.has_levels and topology.is_even and not is_cuda and not team.encrypts
         self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
         self._chunk_bytes = chunk_bytes or chunk_bytes_for(link.bytes_per_s)
-        self._transport = connect_wire(team, self._members, link=link)
+        self._transport = connect_wire(team, self._members, link=link, route="sharded")
         self._server = SumServer(self._transport)
         self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(self._members[peer], why)))
         self._device = agree_on_device(team, self._transport.settings, is_cuda)

@@ -25,6 +25,7 @@ from poseidon.job.closing import Stage, at_exit
 from poseidon.job.cutting import TORCH
 from poseidon.job.elastic import this_job
 from poseidon.job.limits import time_limit, torch_limit
+from poseidon.observe.traffic import Sent, Waiting
 from poseidon.team.gathering import Entrance, Expecting, PendingGather, start_gather_bytes
 from poseidon.team.life import BEAT_S
 from poseidon.team.mail import Mail, Tag, open_mail, then
@@ -169,11 +170,16 @@ class Team:
             from poseidon.team.wiring import connect_wire
 
             self._mail = open_mail(
-                lambda: connect_wire(self, range(self.size)),
+                lambda: connect_wire(self, range(self.size), route="mail"),
                 lambda: self.gather_ints([0], "the start of messages between workers"),
             )
             self._cancel_exit = at_exit(Stage.WATCHES, self._mail.close)
         return self._mail
+
+    def meter(self, sent: Sent, waiting: Waiting | None = None) -> None:
+        """Have whoever watches the job ask these methods what was sent, and what waits."""
+        if self.watch.recorder is not None:
+            self.watch.recorder.traffic.add(sent, waiting)
 
     def new_group(self, members: Sequence[int] | None = None) -> dist.ProcessGroup:
         """Make a gloo group of ``members`` (ranks in this team; default all). Collective among them."""

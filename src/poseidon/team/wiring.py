@@ -14,12 +14,16 @@ from poseidon.wire.tcp import TcpTransport
 
 
 def connect_wire(
-    team: Team, members: Sequence[int], settings: WireSettings | None = None, link: Link | None = None
+    team: Team,
+    members: Sequence[int],
+    settings: WireSettings | None = None,
+    link: Link | None = None,
+    route: str = "",
 ) -> TcpTransport:
     """Return this worker's transport among ``members`` (ranks in the team, itself included). Collective in the team.
 
     Ranks of the transport are positions in ``members``. Without ``settings``, they come from the environment, with
-    defaults that suit ``link``.
+    defaults that suit ``link``. ``route``: what its bytes are counted as; empty: the caller counts them.
     """
     if settings is None:
         suited = {} if link is None else suited_to(link.bytes_per_s, peers=len(members) - 1)
@@ -40,4 +44,6 @@ def connect_wire(
     except BaseException:
         transport.close()
         raise
+    transport.route = route
+    team.meter(transport.sent_by_route, transport.waiting)
     return transport

@@ -80,6 +80,11 @@ class PeerSender:
                 heapq.heappush(self._heap, (message.priority, next(self._numbers), message))
             self._tokens.put(None)
 
+    def waiting(self) -> list[int]:
+        """Return the sizes of the messages that wait, in bytes."""
+        # A copy without the lock, which senders need: what leaves meanwhile may count or not.
+        return [message.payload.nbytes for _, _, message in self._heap.copy()]
+
     def finish(self, goodbye: bytes) -> None:
         """End every connection with ``goodbye``, after what is queued."""
         for _ in self._threads:

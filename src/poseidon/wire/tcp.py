@@ -125,6 +125,11 @@ class TcpTransport(Transport):
         for peer in peers:
             self._senders[peer].put(message)
 
+    def waiting(self) -> tuple[int, int]:
+        """Return how many messages wait in this rank's queues, and their bytes; any thread may ask."""
+        sizes = [size for sender in list(self._senders) for size in sender.waiting()]
+        return len(sizes), sum(sizes)
+
     def close(self) -> None:
         """Queue a goodbye to all, wait until everything has left, and end all threads."""
         if self._is_closed:

@@ -39,6 +39,8 @@ class Transport(ABC):
         self.max_message_bytes = 1 << 62
         """The longest payload of one message."""
         self.stats = WireStats()
+        self.route = ""
+        """What its bytes are counted as; empty: whoever uses it counts them."""
         self._handlers: dict[Kind, Handler] = {}
         self._placers: dict[Kind, Placer] = {}
         self._lost_handlers: list[LostHandler] = []
@@ -119,6 +121,10 @@ class Transport(ABC):
         self._check_sendable(peers[0], header)
         self.stats.count_sent(view.nbytes, len(peers))
         self._send(peers, header, view, priority, on_sent)
+
+    def sent_by_route(self) -> dict[str, int]:
+        """Return the bytes sent so far, by the name of the route; headers do not count."""
+        return {self.route: self.stats.sent_bytes} if self.route else {}
 
     @abstractmethod
     def _check_sendable(self, peer: int, header: Header) -> None:

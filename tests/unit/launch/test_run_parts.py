@@ -148,6 +148,16 @@ def test_the_live_line_gives_way_to_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert after.endswith("hello\n")
 
 
+def test_a_status_of_two_lines_is_removed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    output = JobOutput(PLACES, None, terminal, terminal)
+    output.status("0:01 | step 1\nlimited by the wire")
+    output.line(0, "hello", is_error=False)
+    output.close()
+    assert terminal.getvalue().partition("the wire")[2].startswith("\r\x1b[2K\x1b[1A\r\x1b[2K")
+
+
 def test_logs_that_cannot_be_written_are_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write the log file"):

@@ -157,6 +157,13 @@ def test_progress_is_found_in_what_people_print(
     assert standing.loss == loss or (str(loss) == "nan" and str(standing.loss) == "nan")
 
 
+@pytest.mark.parametrize("facts", [{"step": "x", "loss": "low"}, {"step": float("nan")}, {"samples_per_s": [1]}])
+def test_a_program_that_reports_words_for_numbers_does_not_end_the_launcher(facts: dict[str, object]) -> None:
+    standing = Standing(step=3, loss=0.5, samples_per_s=9.0)
+    standing.read_report(facts, 1.0)
+    assert status_line([standing], 0, 0.0, (), 80) == "0:00 | 1/1 workers | step 3 | 9 samples/s | loss 0.5"
+
+
 def test_what_the_engine_says_counts_more_than_what_is_printed() -> None:
     standing = Standing()
     standing.read_report({"step": 40, "doing": "in forward"}, now=1.0)
@@ -168,8 +175,8 @@ def test_the_status_line_says_what_is_known_and_fits() -> None:
     standings = [Standing(step=12, loss=0.5, samples_per_s=100.0), Standing(step=11, samples_per_s=50.0)]
     line = status_line(standings, 0, 75.0, (), 200)
     assert line == "1:15 | 2/2 workers | step 12 | 150 samples/s | loss 0.5"
-    observed = status_line(standings, 0, 75.0, ("9 steps/s", "limited by input on node2"), 200)
-    assert observed == "1:15 | 2/2 workers | step 12 | loss 0.5 | 9 steps/s | limited by input on node2"
+    observed = status_line(standings, 0, 75.0, ("9 steps/s", "0:42 left"), 200, is_observed=True)
+    assert observed == "1:15 | 2/2 workers | step 12 | loss 0.5 | 9 steps/s | 0:42 left"
     assert len(status_line(standings, 0, 75.0, (), 20)) < 20
     assert status_line([Standing()], 1, 0.0, (), 80) == "0:00 | 0/1 workers"
 

@@ -16,7 +16,7 @@ from poseidon.cli.main import COMMANDS, main
 from poseidon.errors import ConfigError
 from poseidon.observe.folder import EVENTS, MOST_EVENTS, STATE, SUMMARY, RunFolder, find_run, read_events, tail_lines
 from poseidon.observe.metrics import format_metrics
-from poseidon.observe.page.server import COOKIE, PageServer, snapshot
+from poseidon.observe.page.server import PageServer, snapshot
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def ask(server: PageServer, path: str, **headers: str) -> tuple[int, dict[str, s
 )
 def test_nothing_is_shown_without_the_token(server: PageServer, path: str) -> None:
     assert ask(server, path)[0] == 403
-    assert ask(server, path, Cookie=f"{COOKIE}=wrong", Authorization="Bearer wrong")[0] == 403
+    assert ask(server, path, Cookie=f"{server.cookie}=wrong", Authorization="Bearer wrong")[0] == 403
 
 
 def test_the_token_in_the_address_becomes_a_cookie(server: PageServer) -> None:
@@ -52,6 +52,30 @@ def test_the_token_in_the_address_becomes_a_cookie(server: PageServer) -> None:
     assert b"<title>" in body
     assert "script-src 'self'" in headers["Content-Security-Policy"]
     assert "unsafe" not in headers["Content-Security-Policy"]
+
+
+def test_the_pages_of_two_jobs_do_not_turn_each_other_out(server: PageServer, tmp_path: Path) -> None:
+    other = PageServer(make_run(tmp_path / "other"))
+    try:
+        jar = {}
+        for one in (server, other):  # a browser keeps cookies by host, whatever the port
+            name, _, value = ask(one, f"/?token={one.token}")[1]["Set-Cookie"].partition(";")[0].partition("=")
+            jar[name] = value
+        cookies = "; ".join(f"{name}={value}" for name, value in jar.items())
+        assert [ask(one, "/", Cookie=cookies)[0] for one in (server, other)] == [200, 200]
+    finally:
+        other.close()
+
+
+def test_who_watches_sees_the_end_before_the_page_closes(server: PageServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("GET", "/stream", headers={"Authorization": f"Bearer {server.token}"})
+    answer = connection.getresponse()
+    assert b'"summary": {}' in answer.readline()
+    (server.folder / SUMMARY).write_text('{"status": 7}')
+    server.close()
+    assert b'"summary": {"status": 7}' in answer.read()
+    connection.close()
 
 
 @pytest.mark.parametrize("which", ["../../etc/passwd", "..%2f..%2fetc%2fpasswd", "-1", "9" * 400, "0/../0", "²"])
@@ -83,6 +107,8 @@ def test_metrics_are_in_prometheus_format(server: PageServer) -> None:
     assert float(values["poseidon_steps_per_second"]) == 9.5
     assert float(values['poseidon_step_seconds{worker="2",host="node2",part="wait"}']) > 0
     assert 'poseidon_limited{cause="link",host="node3"}' in values
+    assert float(values['poseidon_route_bytes_total{route="sharded"}']) == 3e9
+    assert float(values['poseidon_queued_messages{worker="2",host="node2"}']) == 6
     kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(kinds) == len(set(kinds))
 

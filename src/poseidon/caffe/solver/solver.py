@@ -24,6 +24,7 @@ from poseidon.caffe.solver.workers import Action, ActionFunction, SoleWorker, Wo
 from poseidon.caffe.upgrade import read_solver
 from poseidon.errors import ConfigError
 from poseidon.files import came_of_full_disk
+from poseidon.job.tell import tell
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -99,6 +100,8 @@ class Solver:
         self._losses = LossWindow(self.param.average_loss)
         clock = _Clock(self.iter)
         stop = self.iter + iterations
+        if iterations > 1 and self.is_root:  # a script that steps one by one does not say how many there are
+            tell(steps_left=iterations)
         while self.iter < stop:
             self.net.clear_param_diffs()
             if self._is_test_due() and (self.iter or self.param.test_initialization):

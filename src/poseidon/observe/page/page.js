@@ -24,7 +24,7 @@ function draw(tag, attributes, text) {
 }
 
 const isNumber = value => typeof value === "number" && isFinite(value);
-const short = value => !isNumber(value) ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+const short = value => typeof value === "string" ? value : !isNumber(value) ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 const ms = seconds => !isNumber(seconds) ? "–" : seconds >= 10 ? `${short(seconds)} s` : `${short(seconds * 1000)} ms`;
 
 function size(bytes) {
@@ -143,15 +143,17 @@ function row(cells, classes) {
   return made;
 }
 
+const queue = one => one.queued ? `${one.queued}, ${size(one.queued_bytes)}` : one.unsent_bytes ? size(one.unsent_bytes) : "0";
+
 function showWorkers(state) {
-  const most = Math.max(0, ...state.workers.map(one => one.step_s));
+  const most = Math.max(0, ...state.workers.map(one => one.step_s)), hasDevice = state.workers.some(one => one.device_bytes > 0);
   const rows = state.workers.map(one => {
     const parts = PARTS.map(part => [CLASS_OF[part], one[`${part}_s`]]);
     const doing = one.silent_s > 3 && state.is_running ? `silent for ${short(one.silent_s)} s` : one.waits_for ? `waits for ${one.waits_for}` : one.where && one.doing_s > 2 ? `${one.doing}, ${one.where}` : one.doing;
     return row([[`${one.rank} ${one.host}`, "text"], [String(one.step)], [bar(parts, most), "bar"], [ms(one.forward_s)], [ms(one.backward_s)], [ms(one.between_s)], [ms(one.wait_s)],
-      [`${short(one.waited_s)} s`], [short(one.cpu)], [size(one.memory_bytes)], [size(one.device_bytes)], [doing, "text"]], one.rank === state.verdict.rank ? "named" : "");
+      [`${short(one.waited_s)} s`], [short(one.cpu)], [queue(one)], [size(one.memory_bytes)], ...(hasDevice ? [[size(one.device_bytes)]] : []), [doing, "text"]], one.rank === state.verdict.rank ? "named" : "");
   });
-  table(find("workers"), "Workers: where the time of a step goes", [["worker", "text"], ["step"], ["a step"], ["forward"], ["backward"], ["between"], ["waits"], ["waited in all"], ["cores used"], ["memory"], ["GPU memory"], ["now", "text"]], rows);
+  table(find("workers"), "Workers: where the time of a step goes", [["worker", "text"], ["step"], ["a step"], ["forward"], ["backward"], ["between"], ["waits"], ["waited in all"], ["cores used"], ["queued"], ["memory"], ...(hasDevice ? [["GPU memory"]] : []), ["now", "text"]], rows);
 }
 
 function showLinks(state) {
@@ -163,6 +165,13 @@ function showLinks(state) {
     return [link ? `${size(link.bytes)}${link.mbit_per_s ? `, ${short(link.mbit_per_s)} Mbit/s` : ""}${link.resent_bytes > 0.002 * link.bytes ? `, ${short(100 * link.resent_bytes / link.bytes)} % again` : ""}` : "", "heat"];
   })]));
   table(find("links"), "Bytes from each machine, in rows, to each, in columns; the rate is that while in use", [["from \\ to", "text"], ...hosts.map(host => [host])], rows);
+}
+
+function showRoutes(state) {
+  const routes = state.routes || [], most = Math.max(0, ...routes.map(one => one.bytes));
+  if (!routes.length) { fill(find("routes"), make("caption", "no bytes yet", "note")); return; }
+  table(find("routes"), "Bytes that all workers sent, by route", [["route", "text"], ["in all"], ["a step"], ["share"]],
+    routes.map(one => row([[one.route, "text"], [size(one.bytes)], [size(one.step_bytes)], [bar([["item", one.bytes]], most), "bar"]])));
 }
 
 function showPlan(state) {
@@ -203,6 +212,7 @@ function show(data) {
   verdict.className = `verdict ${state.verdict.cause === "computation" ? "even" : state.verdict.is_sure ? "sure" : ""}`;
   const figures = [["steps/s", short(isOver ? summary.steps_per_s : state.steps_per_s)], ["samples/s", short(isOver ? summary.samples_per_s : state.samples_per_s)], ["loss", short(state.loss)],
     ["step", short(Math.max(0, ...state.workers.map(one => one.step)))], ["workers", String(state.workers.length)], ["running for", clock(state.elapsed_s)]];
+  if (!isOver && isNumber(state.left_s)) figures.push([state.left_of ? `left in ${state.left_of}` : "left", clock(state.left_s)]);
   fill(find("figures"), ...figures.map(([name, value]) => { const pair = make("div"); pair.append(make("dt", name), make("dd", value)); return pair; }));
   const past = state.history;
   const done = past.steps.length - (isOver ? 0 : 1);  // the last point is still being filled
@@ -213,12 +223,14 @@ function show(data) {
   find("h-step").textContent = state.timeline.length ? `Step ${state.timeline[0].step}` : "One step";
   showWorkers(state);
   showLinks(state);
+  showRoutes(state);
   showPlan(state);
   showEvents(events);
   find("trace").hidden = !data.has_trace;
-  const which = find("which"), logs = ["launcher", ...state.workers.map(one => `worker ${one.rank}`)];
+  const which = find("which"), logs = ["launcher", ...data.logs.map(String)], chosen = which.value;
   if (which.options.length !== logs.length) {
-    fill(which, ...logs.map((name, number) => { const option = make("option", name); option.value = number ? String(number - 1) : "launcher"; return option; }));
+    fill(which, ...logs.map(name => { const option = make("option", name === "launcher" ? name : `worker ${name}`); option.value = name; return option; }));
+    if (logs.includes(chosen)) which.value = chosen;
     showLog();
   }
 }

@@ -12,6 +12,7 @@ import http.cookies
 import json
 import secrets
 import socket
+import socketserver
 import threading
 import time
 import urllib.parse
@@ -29,10 +30,12 @@ from poseidon.observe.folder import (
     read_events,
     read_json,
     tail_lines,
+    worker_logs,
 )
 from poseidon.observe.metrics import format_metrics
 
-COOKIE = "poseidon_page"
+COOKIE = "poseidon_page_{port}"
+"""With the port, which cookies otherwise do not know: the pages of two jobs must not turn each other out."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,6 +46,8 @@ STALE_S = 15.0
 """A running job whose state is older has lost its launcher."""
 BEAT_S = 10.0
 """A quiet stream shows this often that it is there."""
+LAST_S = 2.0
+"""How long a page that closes waits for browsers to take the last news."""
 _FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
@@ -63,6 +68,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
         "events": read_events(folder, 200),
         "is_stale": not summary and age_s > STALE_S,
         "has_trace": (folder / TRACE).exists(),
+        "logs": sorted(rank for rank, _ in worker_logs(folder)),
     }
 
 
@@ -80,6 +86,7 @@ class PageServer:
                 f"the page cannot be served at {host} port {port}: {error.strerror}; choose another port"
             ) from None
         self.port = int(self._server.server_address[1])
+        self.cookie = COOKIE.format(port=self.port)
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/?token={self.token}"
         self.is_closing = threading.Event()
@@ -93,8 +100,14 @@ class PageServer:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, once those who watch have seen the end."""
+        if self.is_closing.is_set():
+            return
         self.is_closing.set()
+        deadline = time.monotonic() + LAST_S
+        for _ in range(_MOST_STREAMS):
+            if not self.streams.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                break
         self._server.shutdown()
         self._server.server_close()
 
@@ -103,6 +116,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # A browser that went away is no error of ours, and its address no news for the terminal.
     block_on_close = False
+
+    def server_bind(self) -> None:
+        """Bind without asking for this machine's full name, which takes long where no name server answers."""
+        socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - as in the base class
         return
@@ -140,7 +157,7 @@ def _handler(page: PageServer) -> type[BaseHTTPRequestHandler]:
                 self._send((_HERE / name).read_bytes(), kind)
             elif path == "/state":
                 self._send(json.dumps(snapshot(page.folder)).encode(), "application/json")
-            elif path == "/stream":
+            elif path == "/stream" and self.command == "GET":
                 self._stream()
             elif path == "/metrics":
                 text = format_metrics(read_json(page.folder / STATE), read_json(page.folder / SUMMARY))
@@ -173,7 +190,10 @@ def _handler(page: PageServer) -> type[BaseHTTPRequestHandler]:
         def _send_changes(self) -> None:
             seen: object = None
             sent_at = 0.0
-            while not page.is_closing.is_set():
+            is_last = False
+            while not is_last:
+                # Asked first: what was written before the page closes is sent.
+                is_last = page.is_closing.is_set()
                 now = _stamps(page.folder)
                 if now != seen:
                     seen, sent_at = now, time.monotonic()
@@ -187,7 +207,7 @@ def _handler(page: PageServer) -> type[BaseHTTPRequestHandler]:
             """Put the token into a cookie, so that it does not stay in the address bar."""
             self.send_response(HTTPStatus.SEE_OTHER)
             self.send_header("Location", "/")
-            self.send_header("Set-Cookie", f"{COOKIE}={page.token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Set-Cookie", f"{page.cookie}={page.token}; HttpOnly; SameSite=Strict; Path=/")
             self.send_header("Content-Length", "0")
             self._harden()
             self.end_headers()
@@ -196,7 +216,7 @@ def _handler(page: PageServer) -> type[BaseHTTPRequestHandler]:
             cookies = http.cookies.SimpleCookie()
             with contextlib.suppress(http.cookies.CookieError):
                 cookies.load(self.headers.get("Cookie", ""))
-            kept = cookies[COOKIE].value if COOKIE in cookies else ""
+            kept = cookies[page.cookie].value if page.cookie in cookies else ""
             kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
             return _is_equal(kept, page.token) or (kind == "Bearer" and _is_equal(bearer.strip(), page.token))
 
