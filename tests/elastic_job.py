@@ -65,6 +65,8 @@ def main() -> None:
     def train(step: int) -> None:
         epoch = 0 if job is None or job.seat is None else job.seat.epoch
         notes.write(f"enter {epoch} {step} {time.time():.3f}\n")
+        if checkpoint.handed is not None:
+            notes.write(f"handed {checkpoint.handed}\n")
         for _ in range(sampler.epoch, arguments.epochs):
             for ids, x, y in sampler.over(loader):
                 optimizer.zero_grad()
