@@ -61,6 +61,7 @@ _SIZE = struct.Struct("<I")
 _MOST_BYTES = 64 << 20
 """Of a description."""
 _DONE = b"d"
+_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,9 @@ class StateDoor:
     def _serve(self, connection: socket.socket, _rank: int) -> None:
         """Send one joiner its pieces, on a thread of its own."""
         token = ""
+        with contextlib.suppress(OSError):
+            # Training comes first, also where a machine has few processors.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             with connection:
                 connection.settimeout(SILENCE_S)

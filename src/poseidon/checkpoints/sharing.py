@@ -40,9 +40,9 @@ from poseidon.team.team import Team
 
 _HEAD = struct.Struct("<QIB")
 """Size of what follows, checksum of what it makes, and how it is written."""
-_PLAIN, _CHANGE = 0, 1
-_UNDER_WAY = 4
-"""Pieces that one worker has prepared and that have not left."""
+_PLAIN, _CHANGE, _SAME = 0, 1, 2
+_UNDER_WAY = 8
+"""Messages that one worker has prepared and that have not left."""
 WHAT = "the state of the last complete step"
 
 
@@ -159,28 +159,28 @@ def send_state(
     tensors: Sequence[Tensor],
     description: Description,
     lent: Mapping[int, Lent],
-) -> int:
-    """Send this worker's part of a state, and return its bytes; ``lent`` is what it has lent, by receiver."""
+) -> None:
+    """Send this worker's part of a state; ``lent`` is what it has lent, by receiver."""
     channel, rows, pieces = team.mail.new_channel(), flatten(tensors), cut(description)
     under_way: deque[Future[None]] = deque()
-    sent = 0
     for delivery, piece in _order(deliveries, pieces, team.rank):
         old = lent.get(delivery.receiver) if delivery.is_change else None
         new = view_of(rows, piece)
         kind, data = _PLAIN, new
         if old is not None and old.description == description:
             change = encode_change(view_of(old.rows, piece), new, tensors[piece.tensor].dtype.itemsize)
-            if len(change) < new.nbytes:
+            if not change:
+                kind, data = _SAME, memoryview(b"")
+            elif len(change) < new.nbytes:
                 kind, data = _CHANGE, memoryview(change)
-        head = _HEAD.pack(data.nbytes, zlib.crc32(new), kind)
-        for part, each in ((0, memoryview(head)), (1, data)):
-            under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number + part), each))
-        sent += data.nbytes
-        while len(under_way) > 2 * _UNDER_WAY:
+        head = _HEAD.pack(data.nbytes, 0 if kind == _SAME else zlib.crc32(new), kind)
+        under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number), memoryview(head)))
+        if kind != _SAME:
+            under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number + 1), data))
+        while len(under_way) > _UNDER_WAY:
             team.result(under_way.popleft(), WHAT)
     for future in under_way:
         team.result(future, WHAT)
-    return sent
 
 
 def receive_state(
@@ -200,10 +200,10 @@ def receive_state(
     for delivery, piece, room, future in coming:
         team.result(future, WHAT)
         size, check, kind = _HEAD.unpack(room)
+        if kind == _SAME:
+            continue
         place, tag = view_of(rows, piece), Tag(channel, 2 * piece.number + 1)
         if kind == _PLAIN:
-            if size != piece.size:
-                raise MismatchError(f"rank {delivery.sender} sent {size} bytes of a piece of {piece.size}")
             team.result(team.mail.expect(delivery.sender, tag, place), WHAT)
         else:
             change = bytearray(size)
