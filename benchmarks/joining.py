@@ -2,8 +2,8 @@
 
 ``python benchmarks/joining.py --machines 4 --state-mb 500`` trains on emulated machines at 1 Gbit/s (needs root, sshd
 and the extra ``lab``); one more comes while they train. It reports how fast the state was copied while the others
-trained, as a share of the link; how much longer their steps took meanwhile; what had changed by the time the machine took its
-seat, and how long all waited for it. Compute is paced, since the machines share this one's processors.
+trained, as a share of the link; how much longer their steps took meanwhile; what had changed by the time the machine
+took its seat, and how long all waited for it. Compute is paced, since the machines share this one's processors.
 """
 
 from __future__ import annotations

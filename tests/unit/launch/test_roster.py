@@ -151,6 +151,7 @@ def test_after_a_while_it_is_said_who_does_not_come_to_the_first_epoch() -> None
     roster = make(3)
     hear(roster, 0, NEVER)
     assert roster.decide(1.0) == []
+    hear(roster, 0, NEVER, now=100.0)
     assert roster.decide(100.0) == []  # nobody has called poseidon.init(): the program may not need to
     hear(roster, 0, NEVER, 100, now=100.0)
     hear(roster, 2, NEVER, 102, now=100.0)
