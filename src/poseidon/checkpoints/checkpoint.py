@@ -324,6 +324,8 @@ class Checkpoint:
                 self._writer.finish()
             if self._stopping is not None:
                 self._stopping.number = 0  # obeyed
+            if is_leaving and self._job is not None:
+                self._job.resign()
             raise SystemExit(128 + asked)
 
     def save(self, done: int) -> None:

@@ -76,6 +76,7 @@ class ElasticJob:
         self._is_waiting = False
         self._port = 0
         self._next: Seat | None = None
+        self._has_resigned = False
         self._is_asking = False
         self._doors: list[tuple[str, int]] | None = None
         self._changed = threading.Condition()
@@ -108,6 +109,12 @@ class ElasticJob:
         with self._changed:
             self._is_over = True
         self._cut()
+
+    def resign(self) -> None:
+        """Say that this worker takes part no more, so that nobody waits until its process has ended."""
+        with self._changed:
+            self._has_resigned = True
+            os.write(self._wake, b"r")
 
     def ask_for_doors(self, limit_s: float) -> list[tuple[str, int]]:
         """Return where this worker, which is about to join, gets the others' state; nothing if nobody says so."""
@@ -182,7 +189,11 @@ class ElasticJob:
         with self._changed:
             is_ready = self._is_waiting and self._next is None
             facts: dict[str, int] = {"epoch": self._epoch, "port": self._port if is_ready else 0}
-            facts |= {"door": self.door, "asks": int(self._is_asking and self._doors is None)}
+            facts |= {
+                "leaves": int(self._has_resigned),
+                "door": self.door,
+                "asks": int(self._is_asking and self._doors is None),
+            }
         tell.tell(elastic=facts)
 
     def _cut(self) -> None:

@@ -124,6 +124,8 @@ class Roster:
         """Note a worker's heartbeat."""
         worker = self._workers[number]
         worker.epoch, worker.port, worker.heard_at = int(facts["epoch"]), int(facts["port"]), now
+        if facts.get("leaves", 0):
+            self.end(number, has_finished=False)
         worker.door, worker.asks = int(facts.get("door", 0)), bool(facts.get("asks", 0))
 
     def note_stopped(self, numbers: Sequence[int], among: Sequence[int], now: float) -> None:

@@ -72,6 +72,19 @@ def test_a_lost_worker_ends_the_epoch_and_the_others_keep_their_order() -> None:
     assert seated.lost == (0,)
 
 
+def test_one_that_says_that_it_leaves_is_not_waited_for() -> None:
+    roster = started(3)
+    hear(roster, 0, 0, 300)
+    hear(roster, 1, 0, 301)
+    assert roster.decide(2.0) == [EpochOver(0, (0, 1, 2))]
+    roster.hear(2, {"epoch": 0, "port": 0, "leaves": 1}, 2.0)
+    (seated,) = roster.decide(2.0)
+    assert isinstance(seated, Seated)
+    assert (list(seated.seats), seated.lost) == ([0, 1], (2,))
+    roster.end(2, has_finished=True)  # its process ends later, which changes nothing
+    assert not roster.has_finished
+
+
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
     roster = started(2)
     hear(roster, 0, NEVER, 100)
