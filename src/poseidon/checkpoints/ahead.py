@@ -132,6 +132,8 @@ class StateDoor:
     def __init__(self, memory: StepMemory, address: str, encrypts: bool) -> None:
         self._memory = memory
         self._lent: dict[str, Lent] = {}
+        self._serving: set[str] = set()
+        """Of these, those that are being sent."""
         self._lock = threading.Lock()
         listener = listen(_HELD, address, backlog=16)
         self.port: int = listener.getsockname()[1]
@@ -141,6 +143,7 @@ class StateDoor:
         """Lend nothing any more."""
         self._door.close(ends_served=True)
         self.settle()
+        self._memory.take_back()
 
     @property
     def lent(self) -> dict[str, Lent]:
@@ -149,10 +152,11 @@ class StateDoor:
             return dict(self._lent)
 
     def settle(self) -> None:
-        """Forget what was lent: its borrowers have joined, or never will."""
+        """Forget what was lent to those who have it all: they have joined, or never will."""
         with self._lock:
-            self._lent.clear()
-            self._memory.take_back()
+            self._lent = {token: self._lent[token] for token in self._serving}
+            if not self._lent:
+                self._memory.take_back()
 
     def _serve(self, connection: socket.socket, _rank: int) -> None:
         """Send one joiner its pieces, on a thread of its own."""
@@ -175,15 +179,20 @@ class StateDoor:
                     connection.sendall(data)
                     connection.sendall(_SIZE.pack(zlib.crc32(data)))
                 if connection.recv(1) == _DONE:
+                    with self._lock:
+                        self._serving.discard(token)
                     return
         except (OSError, ValueError, KeyError, TypeError, FrameError) as error:
             _log.debug("a joiner did not get its state: %s", error)
         self._drop(token)
 
     def _lend(self, token: str, place: int, places: int) -> Lent | None:
-        kept = self._memory.lend()
-        if kept is None:
-            return None
+        with self._lock:  # so that it is not taken back meanwhile
+            kept = self._memory.lend()
+            if kept is None:
+                return None
+            self._serving.add(token)
+            self._lent[token] = Lent(place, places, [], [])
         _, tensors = lift(kept.parts)
         if any(tensor.is_cuda for tensor in tensors):
             import torch
@@ -197,6 +206,7 @@ class StateDoor:
     def _drop(self, token: str) -> None:
         """Forget a joiner that is gone."""
         with self._lock:
+            self._serving.discard(token)
             self._lent.pop(token, None)
             if not self._lent:
                 self._memory.take_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,27 @@ def test_what_one_worker_cannot_give_is_left_out(secret: None) -> None:
     finally:
         door.close()
         empty.close()
+
+
+def test_what_is_being_sent_stays_lent_when_others_have_joined(secret: None) -> None:
+    memory = StepMemory()
+    memory.keep(1, a_state(1), {}, {})
+    kept = memory.kept
+    door = StateDoor(memory, HERE, False)
+    try:
+        with ahead_module.enter(ahead_module.credentials(False), 1, 0, (HERE, door.port), HERE, 5.0) as connection:
+            ahead_module._send(connection, {"token": "slow", "place": 0, "places": 1})
+            assert ahead_module._receive(connection)["description"]
+            assert fetch_ahead([(HERE, door.port)], HERE, False) is not None
+            door.settle()
+            assert list(door.lent) == ["slow"]
+            assert memory.lend() is kept
+        while door.lent:  # until its thread sees that the joiner is gone
+            time.sleep(0.01)
+        memory.keep(2, a_state(2), {}, {})
+        assert memory.lend() is not kept
+    finally:
+        door.close()
 
 
 def test_a_stranger_gets_nothing(secret: None, monkeypatch: pytest.MonkeyPatch) -> None:
