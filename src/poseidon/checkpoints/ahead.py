@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 """For the launcher to say where the doors are."""
-_TRIALS = 3
+_TRIALS, _AGAIN_S = 3, 1.0
 ENTER_S = 10.0
 """For a joiner to get through a door."""
 SILENCE_S = 20.0
@@ -108,12 +108,13 @@ def open_door(job: ElasticJob, memory: StepMemory) -> StateDoor:
 def copy_ahead(job: ElasticJob) -> Ahead | None:
     """Copy the others' state while they train; None if there is none to be had. For a worker that is about to join."""
     ahead = None
-    for _ in range(_TRIALS):
+    for left in reversed(range(_TRIALS)):
         doors = job.ask_for_doors(ANSWER_S)
         ahead = fetch_ahead(doors, job.address, _encrypts()) if doors else None
-        # A part is missing where an epoch ended meanwhile; it is worth another trial.
-        if ahead is None or len(ahead.complete) == ahead.places:
+        if not doors or not left or (ahead is not None and len(ahead.complete) == ahead.places):
             break
+        # An epoch has ended meanwhile; the next one begins soon.
+        time.sleep(_AGAIN_S)
     return ahead
 
 

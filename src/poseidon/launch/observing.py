@@ -97,8 +97,9 @@ class JobObserver:
     def join(self, worker: int) -> None:
         """Note that a worker trains with the others."""
         place = self._stands_for.get(worker, worker)
-        if place is not None:
+        if place in self._lost:
             self._lost.discard(place)
+            self._windows.renew(place)
 
     def read_report(self, rank: int, facts: Mapping[str, Any], now: float) -> None:
         """Take a worker's report about itself."""
