@@ -1,8 +1,8 @@
 """The program of an elastic job, for tests and benchmarks: trains, and writes down which samples it used in which step.
 
 ``poseidon run --nproc 2:4 elastic_job.py --notes FOLDER``. Each worker appends to a file of its own: ``try EPOCH STEP
-IDS`` before it exchanges gradients, ``done EPOCH STEP`` when the step is complete, ``end STEP DIGEST`` at the end. With
-``--fault kill@7`` a worker does that to itself in step 7, if a file ``FOLDER/chosen-STEP`` names its number.
+IDS`` before it exchanges gradients, ``done EPOCH STEP`` when the step is complete, ``left EPOCH TIME`` when it is
+interrupted, ``handed`` with how its state came when it has joined, ``end DIGEST`` at the end.
 """
 
 from __future__ import annotations
@@ -14,33 +14,61 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import poseidon
 from poseidon.job.elastic import this_job
 
+INPUTS = {"mlp": (8,), "lenet": (1, 12, 12), "transformer": (6, 16)}
 
-def build(arguments: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+
+class SmallTransformer(nn.Module):
+    """One layer of attention over a few vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return a number for each sample."""
+        return self.head(self.layer(inputs).mean(1))
+
+
+def make_model(name: str) -> nn.Module:
+    """Return a small model in double precision, in which only the order of additions can make a difference."""
     torch.manual_seed(1)
-    model: torch.nn.Module = torch.nn.Sequential(
-        torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
-    ).double()
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    if arguments.mode == "distribute":
+    if name == "lenet":
+        features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(4, 8, 3), nn.Tanh())
+        return nn.Sequential(features, nn.Flatten(), nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    if name == "transformer":
+        return SmallTransformer().double()
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+
+
+def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and its optimizer, on all workers."""
+    model = make_model(name)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    if mode == "distribute":
         return poseidon.distribute(model, optimizer)
     return poseidon.DistributedDataParallel(model), optimizer
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(model: nn.Module) -> str:
+    """Return a short text that is equal for equal bits."""
     module = model.module if hasattr(model, "module") else model
     content = b"".join(value.detach().numpy().tobytes() for value in module.state_dict().values())
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def main() -> None:
+    """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--notes", type=Path, required=True)
     parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute"])
+    parser.add_argument("--model", default="mlp", choices=INPUTS)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=120)
     parser.add_argument("--batch", type=int, default=12)
@@ -52,12 +80,13 @@ def main() -> None:
     job = this_job()
     number = f"{launched}-{os.getpid()}"
     notes = (arguments.notes / f"worker-{number}").open("a", buffering=1)
-    notes.write(f"pid {os.getpid()}\n")
+    notes.write(f"pid {os.getpid()} {os.uname().nodename}\n")
     generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(arguments.samples, 8, generator=generator, dtype=torch.float64)
-    dataset = TensorDataset(torch.arange(arguments.samples), inputs, inputs.sum(1, keepdim=True).tanh())
-    model, optimizer = build(arguments)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    inputs = torch.randn(arguments.samples, *INPUTS[arguments.model], generator=generator, dtype=torch.float64)
+    targets = inputs.flatten(1).mean(1, keepdim=True).mul(3).tanh()
+    dataset = TensorDataset(torch.arange(arguments.samples), inputs, targets)
+    model, optimizer = build(arguments.model, arguments.mode)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
     sampler = poseidon.data.ElasticSampler(dataset, arguments.batch, seed=3)
     loader = DataLoader(dataset, batch_sampler=sampler)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
@@ -65,6 +94,15 @@ def main() -> None:
     def train(step: int) -> None:
         epoch = 0 if job is None or job.seat is None else job.seat.epoch
         notes.write(f"enter {epoch} {step} {time.time():.3f}\n")
+        if checkpoint.handed is not None:
+            notes.write(f"handed {checkpoint.handed}\n")
+        try:
+            go_on(epoch, step)
+        except BaseException:
+            notes.write(f"left {epoch} {time.time():.3f}\n")
+            raise
+
+    def go_on(epoch: int, step: int) -> None:
         for _ in range(sampler.epoch, arguments.epochs):
             for ids, x, y in sampler.over(loader):
                 optimizer.zero_grad()

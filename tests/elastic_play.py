@@ -16,10 +16,14 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any, Protocol
 
 import torch
 
 JOB = Path(__file__).with_name("elastic_job.py")
+RUN = [sys.executable, "-m", "poseidon", "run", "--quiet", "--log-dir", "none"]
+SIGNALS = {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP, "leave": signal.SIGTERM}
+"""Of the other kinds: SIGKILL."""
 TOLERANCE = 1e-9
 """Of parameters in double precision: what the order of additions may change."""
 
@@ -31,12 +35,14 @@ class Work:
     workers: int = 4
     least: int = 1
     mode: str = "wrapper"
+    model: str = "mlp"
     epochs: int = 6
     samples: int = 120
     batch: int = 12
     pause_s: float = 0.05
     replacements: int = 0
     """How many lost workers come back."""
+    kinds: tuple[str, ...] = ("kill", "kill", "stop", "pause", "leave", "two", "during")
 
     @property
     def steps(self) -> int:
@@ -46,7 +52,7 @@ class Work:
     def arguments(self, notes: Path) -> list[str]:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
-        given |= {"pause": self.pause_s, "notes": notes}
+        given |= {"model": self.model, "pause": self.pause_s, "notes": notes}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -56,8 +62,48 @@ class Outcome:
 
     faults: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    noticed_s: list[float] = field(default_factory=list)
+    """From each fault that removes a worker until the first of the others leaves the step under way."""
     recoveries_s: list[float] = field(default_factory=list)
-    """From each fault that removes a worker to the first step of the next epoch."""
+    """From then to the first step of the next epoch."""
+    joined: int = 0
+    """Workers that came when the job was under way."""
+
+
+class Site(Protocol):
+    """Where the workers are: on this machine, or on several emulated ones."""
+
+    def start(self, work: Work, words: list[str], output: IO[str]) -> subprocess.Popen[Any]:
+        """Start ``poseidon run`` with the words of its program."""
+
+    def harm(self, kind: str, host: str) -> bool:
+        """Do something to a machine; False: it cannot be done to this one."""
+
+    def heal(self) -> None:
+        """Undo what was done."""
+
+    def is_harmed(self, host: str) -> bool:
+        """Whether a machine is cut off or paused."""
+
+
+class OneMachine:
+    """Workers of this machine."""
+
+    def start(self, work: Work, words: list[str], output: IO[str]) -> subprocess.Popen[Any]:
+        """Start ``poseidon run`` with the words of its program."""
+        command = [*RUN, "--nproc", f"{work.least}:{work.workers}", "--replacements", str(work.replacements)]
+        return subprocess.Popen([*command, *words], stdout=output, stderr=subprocess.STDOUT)
+
+    def harm(self, kind: str, host: str) -> bool:
+        """Leave the only machine alone."""
+        return False
+
+    def heal(self) -> None:
+        """Nothing was done."""
+
+    def is_harmed(self, host: str) -> bool:
+        """Never: nothing was done."""
+        return False
 
 
 class Notes:
@@ -65,6 +111,10 @@ class Notes:
 
     def __init__(self, folder: Path) -> None:
         self.pids: dict[str, int] = {}
+        self.hosts: dict[int, str] = {}
+        """By process."""
+        self.left: list[tuple[int, float]] = []
+        """Epochs in which a worker was interrupted, and when."""
         self.tries: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
         """By epoch and step: the samples of each worker."""
         self.done: dict[int, set[int]] = defaultdict(set)
@@ -88,6 +138,9 @@ class Notes:
             kind, *words = line.split()
             if kind == "pid":
                 self.pids[name] = int(words[0])
+                self.hosts[int(words[0])] = words[1]
+            elif kind == "left":
+                self.left.append((int(words[0]), float(words[1])))
             elif kind == "try":
                 self.tries[int(words[0]), int(words[1])][name] = [int(word) for word in words[2:]]
             elif kind == "done":
@@ -143,19 +196,17 @@ def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
 class Round:
     """One job with faults."""
 
-    def __init__(self, work: Work, folder: Path, seed: int) -> None:
+    def __init__(self, work: Work, folder: Path, seed: int, site: Site | None = None) -> None:
         self._work = work
         self._folder = folder
         self._random = random.Random(seed)
+        self._site = site or OneMachine()
+        self._gone: set[int] = set()
+        """Processes that were told to end, and may take their time."""
         self.outcome = Outcome()
         folder.mkdir()
-        bounds = f"{work.least}:{work.workers}"
-        command = [sys.executable, "-m", "poseidon", "run", "--quiet", "--log-dir", "none", "--nproc", bounds]
-        command += ["--replacements", str(work.replacements)]
         self._output = (folder / "output").open("w")
-        self._job = subprocess.Popen(
-            [*command, str(JOB), *work.arguments(folder)], stdout=self._output, stderr=subprocess.STDOUT
-        )
+        self._job = self._site.start(work, [str(JOB), *work.arguments(folder)], self._output)
 
     def play(self, limit_s: float) -> Outcome:
         """Train to the end, with faults on the way."""
@@ -167,21 +218,26 @@ class Round:
                     self._harm(spare)
                 elif not self._work.replacements:
                     break
+            self._site.heal()
             status = self._job.wait(max(0.0, deadline - time.monotonic()))
             if status:
                 self.outcome.problems.append(f"the job ended with status {status}")
         except subprocess.TimeoutExpired:
             self.outcome.problems.append(f"the job did not end within {limit_s:g} s")
         finally:
+            self._site.heal()
             self._job.terminate()
             self._job.wait()
             self._output.close()
+        notes = Notes(self._folder)
+        self.outcome.joined = max(0, len(notes.trained) - self._work.workers)
         return self.outcome
 
     def _present(self) -> list[int]:
         """Return the processes of the workers that train."""
         notes = Notes(self._folder)
-        return [pid for name, pid in notes.pids.items() if name in notes.trained and Path(f"/proc/{pid}").exists()]
+        there = [pid for name, pid in notes.pids.items() if name in notes.trained and Path(f"/proc/{pid}").exists()]
+        return [pid for pid in there if pid not in self._gone and not self._site.is_harmed(notes.hosts[pid])]
 
     def _await_step(self, deadline: float) -> bool:
         """Wait until some steps from now; return whether that is before the end of the job."""
@@ -198,30 +254,38 @@ class Round:
     def _harm(self, most: int) -> None:
         """Do something to one or two workers."""
         alive = self._present()
-        kind = self._random.choice(
-            ["kill", "kill", "stop", "pause", "two", "during"] if most > 1 else ["kill", "pause"]
-        )
-        epoch = max(entry[0] for entry in Notes(self._folder).entered)
-        self.outcome.faults.append(kind)
+        kinds = self._work.kinds if most > 1 else [each for each in self._work.kinds if each not in ("two", "during")]
+        kind = self._random.choice(kinds)
+        self._site.heal()
+        notes = Notes(self._folder)
+        epoch = max(entry[0] for entry in notes.entered)
+        count = min(len(alive) - 1, 2 if kind in ("two", "during") else 1)
+        victims = self._random.sample(alive, count)
         began = time.time()
-        victims = self._random.sample(alive, min(len(alive) - 1, 2 if kind in ("two", "during") else 1))
-        for place, pid in enumerate(victims):
+        if kind in ("cut", "sleep") and not self._site.harm(kind, notes.hosts[victims[0]]):
+            kind = "kill"  # the launcher's own machine
+        self.outcome.faults.append(kind)
+        for place, pid in enumerate(victims if kind not in ("cut", "sleep") else []):
             if kind == "during" and place:
                 time.sleep(self._random.uniform(0, 0.5))
-            send(pid, signal.SIGSTOP if kind in ("stop", "pause") else signal.SIGKILL)
+            send(pid, SIGNALS.get(kind, signal.SIGKILL))
         if kind == "pause":
             time.sleep(self._random.uniform(0.1, 2.0))
             for pid in victims:
                 send(pid, signal.SIGCONT)
             return
+        self._gone.update(victims)
         self._await_epoch(epoch, began)
 
     def _await_epoch(self, epoch: int, began: float) -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and self._job.poll() is None:
-            later = [when for number, _, when in Notes(self._folder).entered if number > epoch]
-            if later:
-                self.outcome.recoveries_s.append(min(later) - began)
+            notes = Notes(self._folder)
+            later = [when for number, _, when in notes.entered if number > epoch]
+            left = [when for number, when in notes.left if number >= epoch and when >= began]
+            if later and left:
+                self.outcome.noticed_s.append(min(left) - began)
+                self.outcome.recoveries_s.append(max(0.0, min(later) - min(left)))
                 return
             time.sleep(0.1)
 

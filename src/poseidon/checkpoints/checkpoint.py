@@ -27,10 +27,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from poseidon import files
+from poseidon.checkpoints.ahead import Ahead, StateDoor, copy_ahead, open_door
 from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
+from poseidon.checkpoints.sharing import HandedOver, Standing, hand_over
 from poseidon.checkpoints.states import (
     RandomState,
     Stateful,
@@ -39,6 +42,7 @@ from poseidon.checkpoints.states import (
     check_readable,
     forget_step,
     from_bytes,
+    holds,
     host_copy,
     load_into,
     state_of,
@@ -48,10 +52,10 @@ from poseidon.errors import ConfigError, WorkerLostError
 from poseidon.job.elastic import ElasticJob, this_job
 from poseidon.job.limits import time_limit
 from poseidon.launch.stopping import Stopping
-from poseidon.team.epochs import enter_next_epoch
+from poseidon.team.epochs import enter_next_epoch, living_on
 from poseidon.team.team import Team
 
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
 _MOST_CHANGES = 20
 """So often in a row may the workers of an epoch fail to meet."""
 _NEWS_S = 10.0
@@ -108,6 +112,11 @@ class Checkpoint:
         self._choose_writer()
         self._job = this_job()
         self._memory = StepMemory()
+        self._door: StateDoor | None = None
+        self._ahead: Ahead | None = None
+        """What a joiner has copied before it takes its seat."""
+        self.handed: HandedOver | None = None
+        """How this worker got its state when it joined an elastic job."""
         self._is_running = False
         self._stopping = Stopping() if on_signal else None
         if self._stopping is not None:
@@ -180,7 +189,9 @@ class Checkpoint:
         done = -1
         try:
             if job.seat is None:
+                self._ahead = copy_ahead(job)
                 lost = WorkerLostError("this worker joins a job that is under way")
+            self._door = open_door(job, self._memory)
             while True:
                 try:
                     if lost is not None:
@@ -201,6 +212,9 @@ class Checkpoint:
                     lost.__context__ = lost.__cause__ = None
         finally:
             self._is_running = False
+            if self._door is not None:
+                job.door = 0
+                self._door.close()
 
     def _change(self, job: ElasticJob, error: BaseException) -> int:
         """Go on with the workers of the next epoch, from the newest step that any of them has completed."""
@@ -210,44 +224,58 @@ class Checkpoint:
                 self._pending = None
                 if team is not None:
                     team.drop(error)
-                enter_next_epoch(job, error)
+                enter_next_epoch(job, error, self._end_if_asked)
                 self._team = self._gather_team()
                 self._choose_writer()
                 return self._share()
             except Exception as failure:
-                if attempt >= _MOST_CHANGES:
+                if attempt >= _MOST_CHANGES or not _is_interruption(job, failure):
                     raise
                 error = failure.with_traceback(None)
+                error.__context__ = error.__cause__ = None
         raise AssertionError
+
+    def _end_if_asked(self) -> None:
+        """End a worker that got a signal while it waits for others; the step that it keeps is saved first."""
+        number = 0 if self._stopping is None else self._stopping.number
+        if not number:
+            return
+        assert self._stopping is not None
+        self._stopping.number = 0  # obeyed
+        kept = self._memory.kept
+        if kept is not None and self._folder is not None:
+            state = {"step": kept.step, "values": kept.values, "parts": kept.parts, "workers": [kept.own]}
+            self._folder.write(kept.step, host_copy(state))
+        raise SystemExit(128 + number)
 
     def _share(self) -> int:
         """Let all workers have the newest state in memory, and load it. Collective; returns its number of steps."""
         team, kept = self._team, self._memory.kept
-        steps = [-1 if kept is None else kept.step]
-        if team is not None:
-            steps = [row[0] for row in team.gather_ints(steps, "how far all workers are")]
-        newest = max(steps)
+        # Used once: what an interrupted hand-over leaves is of no step.
+        ahead, self._ahead = self._ahead, None
+        lent = {} if self._door is None else self._door.lent
+        mine = Standing.of(kept, ahead, lent)
+        standings = [mine] if team is None else [Standing.read(one) for one in team.gather_json(mine.facts())]
+        newest = max(each.step for each in standings)
+        self._saved_step = None  # a joiner knows of no save, and saving is collective
         if newest < 0:  # nobody has begun
             done = self.resume()
             self._keep(done)
             return done
-        source = steps.index(newest)
         own = None if kept is None else kept.own
-        if team is not None and min(steps) < newest:
-            content = b""
-            if team.rank == source:
-                assert kept is not None
-                content = as_bytes({"step": newest, "parts": kept.parts, "values": kept.values})
-            received = self._hand_out(content, "", source)
-            if steps[team.rank] < newest:
-                state = read(received, f"the state of step {newest} of rank {source}")
-                kept = Kept(newest, state["parts"], own or {}, state["values"])
+        if team is not None and any(each.step < newest for each in standings):
+            kept, self.handed = hand_over(team, standings, kept, ahead, lent, self._hand_out)
         assert kept is not None
         self._take_over(kept, is_new=own is None)
-        self._keep(newest)
+        if kept is not self._memory.kept:
+            self._memory.adopt(kept)
+        if self._door is not None:
+            self._door.settle()
         return newest
 
     def _take_over(self, kept: Kept, is_new: bool) -> None:
+        """Go on from a state; of a joiner, or of a worker that was a step behind, it gets what is its own."""
+        self._check_names(kept.parts, kept.step)
         for name, part in self._parts.items():
             forget_step(part)
             load_into(part, copy_over(kept.parts[name], None))
@@ -258,6 +286,11 @@ class Checkpoint:
         else:
             for name, part in self._own.items():
                 part.load_state_dict(copy_over(kept.own[name], None))
+        kept.own = copy_over({name: part.state_dict() for name, part in self._own.items()}, kept.own)
+        for member in living_on():
+            # What no part holds did not come with the state.
+            if isinstance(member, nn.Module) and not any(holds(part, member) for part in self._parts.values()):
+                member.verify_replicas()
 
     def _keep(self, done: int) -> None:
         """Keep everything as it is after a complete step."""
@@ -277,9 +310,13 @@ class Checkpoint:
         self._refuse_others()
         due_s = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
         number = 0 if self._stopping is None else self._stopping.number
-        asked, is_late = self._agree(number, due_s)
-        if asked or is_late or (self._every is not None and done % self._every == 0):
+        signals, is_late = self._agree(number, due_s)
+        asked = max(signals, default=0)
+        is_leaving = self._is_running and set(signals) == {0, signal.SIGTERM}  # not all of them: the others go on
+        if (asked and not is_leaving) or is_late or (self._every is not None and done % self._every == 0):
             self.save(done)
+        if is_leaving and not signals[self._rank]:
+            raise WorkerLostError("a worker leaves: the epoch ends with this step")
         if self._is_running and self._job is not None and self._job.is_wanted and not asked:
             raise WorkerLostError("others join: the epoch ends with this step")
         if asked:
@@ -287,6 +324,8 @@ class Checkpoint:
                 self._writer.finish()
             if self._stopping is not None:
                 self._stopping.number = 0  # obeyed
+            if is_leaving and self._job is not None:
+                self._job.resign()
             raise SystemExit(128 + asked)
 
     def save(self, done: int) -> None:
@@ -346,18 +385,18 @@ class Checkpoint:
                 check_readable(name, state_of(part))
         check_readable("values", self.values)
 
-    def _agree(self, number: int, is_late: bool) -> tuple[int, bool]:
-        """Return which signal any worker got, and whether rank 0's time is over, as of the step before. Collective.
+    def _agree(self, number: int, is_late: bool) -> tuple[list[int], bool]:
+        """Return the workers' signals, and whether rank 0's time is over, as of the step before. Collective.
 
         What is sent now is read at the next step, so nobody waits for it.
         """
         if self._team is None:
-            return number, is_late
+            return [number], is_late
         if self._stopping is None and self._every_s is None:
-            return 0, False
+            return [], False
         flags = [] if self._pending is None else self._pending("the workers' agreement on a checkpoint")
         self._pending = self._team.start_gather([number, int(is_late)])
-        return max((row[0] for row in flags), default=0), bool(flags) and bool(flags[0][1])
+        return [row[0] for row in flags], bool(flags) and bool(flags[0][1])
 
     def _hand_out(self, content: bytes, problem: str, source: int) -> bytes | memoryview:
         """Return the bytes that ``source`` has. Collective."""
@@ -372,19 +411,15 @@ class Checkpoint:
         if told["size"] > files.memory_bytes():
             raise ConfigError(f"the checkpoint of rank {source} has {told['size']} bytes, more than this machine has")
         held = memoryview(content if team.rank == source else bytearray(told["size"]))
-        for piece in pieces_of(len(held), _PIECE_BYTES):
-            for future in team.start_broadcast(held[piece], source):
-                team.result(future, "a checkpoint")
+        # All at once: while one is passed on, the next comes.
+        pieces = [team.start_broadcast(held[piece], source) for piece in pieces_of(len(held), _PIECE_BYTES)]
+        for future in itertools.chain.from_iterable(pieces):
+            team.result(future, "a checkpoint")
         return held
 
     def _load(self, state: Mapping[str, Any]) -> None:
         stored = state["parts"]
-        missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())
-        if missing:
-            has = ", ".join(sorted(stored))
-            raise ConfigError(f"the checkpoint of step {state['step']} has no {', '.join(missing)}; it has {has}")
-        if unknown:
-            self._warn([f"the checkpoint also has {', '.join(unknown)}, which this program does not ask for"])
+        self._check_names(stored, int(state["step"]))
         for name, part in self._parts.items():
             load_into(part, stored[name])
         self.values = dict(state["values"])
@@ -396,6 +431,14 @@ class Checkpoint:
         else:
             # A worker that was not there: its own random numbers, which must not be another's.
             torch.manual_seed(torch.initial_seed() + int(state["step"]) * 65537 + self._rank)
+
+    def _check_names(self, stored: Mapping[str, Any], step: int) -> None:
+        missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())
+        if missing:
+            has = ", ".join(sorted(stored))
+            raise ConfigError(f"the checkpoint of step {step} has no {', '.join(missing)}; it has {has}")
+        if unknown:
+            self._warn([f"the checkpoint also has {', '.join(unknown)}, which this program does not ask for"])
 
     def _warn(self, problems: list[str]) -> None:
         if self._rank == 0:

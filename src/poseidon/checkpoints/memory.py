@@ -5,6 +5,7 @@ Tensors are copied on their device, each step into the same memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +26,38 @@ class Kept:
 
 
 class StepMemory:
-    """Keeps the states of the last complete step."""
+    """Keeps the states of the last complete step. What is lent stays as it is, and the next step gets other memory."""
 
     def __init__(self) -> None:
         self.kept: Kept | None = None
+        self._lent: Kept | None = None
+        self._lock = threading.Lock()
 
     def keep(self, step: int, parts: Mapping[str, Any], own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Copy these states; nothing in them may wait for other workers any more."""
-        before = self.kept or Kept(step, {}, {}, {})
-        self.kept = Kept(step, copy_over(parts, before.parts), copy_over(own, before.own), copy_over(values, {}))
+        with self._lock:
+            # None meanwhile: a copy that fails half-way must not be gone on from.
+            before, self.kept = self.kept, None
+            if before is None or before is self._lent:
+                before = Kept(step, {}, {}, {})
+            self.kept = Kept(step, copy_over(parts, before.parts), copy_over(own, before.own), copy_over(values, {}))
+
+    def adopt(self, kept: Kept) -> None:
+        """Keep these states as they are; nobody else may change them."""
+        with self._lock:
+            self.kept = kept
+
+    def lend(self) -> Kept | None:
+        """Return states that stay as they are until :meth:`take_back`, the same to all who ask. Any thread."""
+        with self._lock:
+            if self._lent is None:
+                self._lent = self.kept
+            return self._lent
+
+    def take_back(self) -> None:
+        """Let what was lent be overwritten, or freed."""
+        with self._lock:
+            self._lent = None
 
 
 def copy_over(value: Any, old: Any) -> Any:

@@ -47,6 +47,14 @@ def load_into(part: Any, state: Any) -> None:
     inner.load_state_dict(state)
 
 
+def holds(part: Any, model: nn.Module) -> bool:
+    """Return whether the state of ``part`` has that of a wrapped model, as far as that can be seen."""
+    if not isinstance(part, nn.Module):
+        return False
+    inside = set(part.modules())
+    return model in inside or getattr(model, "module", None) in inside
+
+
 def forget_step(part: Any) -> None:
     """Let a part forget a step that was interrupted, as far as that is not in its state."""
     if isinstance(part, torch.amp.GradScaler):

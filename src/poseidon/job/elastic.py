@@ -65,7 +65,10 @@ class ElasticJob:
         self.seat: Seat | None = None
         self.listener: socket.socket | None = None
         """Where the others meet this worker if it becomes the first of the next epoch."""
-        self._address = address
+        self.address = address
+        """Where the others reach this worker."""
+        self.door = 0
+        """The port where workers that are about to join get the state; 0: nowhere."""
         self._pipe = pipe
         self._epoch = NEVER
         self._is_over = False
@@ -73,6 +76,9 @@ class ElasticJob:
         self._is_waiting = False
         self._port = 0
         self._next: Seat | None = None
+        self._has_resigned = False
+        self._is_asking = False
+        self._doors: list[tuple[str, int]] | None = None
         self._changed = threading.Condition()
         self._cutters: dict[Callable[[], None], None] = {TORCH.cut: None}
         self._waking, self._wake = os.pipe()
@@ -104,16 +110,35 @@ class ElasticJob:
             self._is_over = True
         self._cut()
 
-    def arrive(self) -> Seat:
-        """Wait for the launcher to deal seats for the next epoch, and return this worker's."""
+    def resign(self) -> None:
+        """Say that this worker takes part no more, so that nobody waits until its process has ended."""
+        with self._changed:
+            self._has_resigned = True
+            os.write(self._wake, b"r")
+
+    def ask_for_doors(self, limit_s: float) -> list[tuple[str, int]]:
+        """Return where this worker, which is about to join, gets the others' state; nothing if nobody says so."""
+        with self._changed:
+            self._is_asking, self._doors = True, None
+            os.write(self._wake, b"d")
+            self._changed.wait_for(lambda: self._doors is not None, limit_s)
+            self._is_asking = False
+            return self._doors or []
+
+    def arrive(self, look: Callable[[], None] = lambda: None) -> Seat:
+        """Wait for the launcher to deal seats for the next epoch, and return this worker's.
+
+        ``look`` is called now and then meanwhile, and may raise.
+        """
         if self.listener is not None:
             self.listener.close()
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        self.listener = socket.create_server((self._address, 0), family=family, backlog=1024)
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        self.listener = socket.create_server((self.address, 0), family=family, backlog=1024)
         with self._changed:
             self._is_waiting, self._port = True, self.listener.getsockname()[1]
             os.write(self._wake, b"w")
-            self._changed.wait_for(lambda: self._next is not None)
+            while not self._changed.wait_for(lambda: self._next is not None, BEAT_S):
+                look()
             assert self._next is not None
             seat, self._next = self._next, None
             self._is_waiting = False
@@ -154,6 +179,8 @@ class ElasticJob:
                     self._epoch, self._next = self._next.epoch, None
                 if news["over"] == self._epoch:
                     self._is_wanted, self._is_over = True, self._is_over or not news["is_soft"]
+            elif "doors" in news:
+                self._doors = [(str(address), int(port)) for address, port in news["doors"]]
             elif self._is_waiting and news["seat"]["epoch"] > self._epoch:
                 self._next = Seat(**news["seat"])
             self._changed.notify_all()
@@ -161,7 +188,12 @@ class ElasticJob:
     def _beat(self) -> None:
         with self._changed:
             is_ready = self._is_waiting and self._next is None
-            facts = {"epoch": self._epoch, "port": self._port if is_ready else 0}
+            facts: dict[str, int] = {"epoch": self._epoch, "port": self._port if is_ready else 0}
+            facts |= {
+                "leaves": int(self._has_resigned),
+                "door": self.door,
+                "asks": int(self._is_asking and self._doors is None),
+            }
         tell.tell(elastic=facts)
 
     def _cut(self) -> None:

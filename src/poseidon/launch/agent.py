@@ -51,6 +51,7 @@ class Agent:
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._news: dict[int, int] = {}
         """Pipes to the workers of an elastic job."""
+        self._news_lock = threading.Lock()
         self._watchers: list[threading.Thread] = []
         self._run = ""
         self._silence_s = protocol.SILENCE_S
@@ -133,8 +134,10 @@ class Agent:
         given = [writing]
         env[report.VARIABLE] = report.name_pipe(writing)
         if elastic is not None:
-            news, self._news[rank] = os.pipe()
-            os.set_blocking(self._news[rank], False)
+            news, outlet = os.pipe()
+            os.set_blocking(outlet, False)
+            with self._news_lock:
+                self._news[rank] = outlet
             given.append(news)
             facts = {**elastic, "pipe": news, "inode": os.fstat(news).st_ino}
             env[settings.ELASTIC.name] = json.dumps(facts)
@@ -170,6 +173,10 @@ class Agent:
         for pump in pumps:
             pump.start()
         status = worker.wait()
+        with self._news_lock:
+            news = self._news.pop(rank, None)
+            if news is not None:
+                os.close(news)
         assert worker.stdout is not None
         assert worker.stderr is not None
         deadline = time.monotonic() + _DRAIN_S
@@ -201,14 +208,18 @@ class Agent:
 
     def _pass_on(self, rank: int, news: Message) -> None:
         # A worker that does not read is stopped, and will be ended.
-        with contextlib.suppress(OSError):
-            os.write(self._news[rank], json.dumps(news).encode() + b"\n")
+        with self._news_lock, contextlib.suppress(OSError):
+            if rank in self._news:
+                os.write(self._news[rank], json.dumps(news).encode() + b"\n")
 
     def _tell_stopped(self) -> None:
         """Say which workers of an elastic job are stopped."""
-        running = [rank for rank in self._news if self._workers[rank].poll() is None]
+        with self._news_lock:
+            # One that is being started has a pipe before it is a process.
+            workers = {rank: self._workers[rank] for rank in self._news if rank in self._workers}
+        running = [rank for rank, worker in workers.items() if worker.poll() is None]
         if running:
-            stopped = [rank for rank in running if processes.is_stopped(self._workers[rank].pid)]
+            stopped = [rank for rank in running if processes.is_stopped(workers[rank].pid)]
             self._tell(protocol.STOPPED, stopped=stopped, ranks=running)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -16,7 +16,7 @@ from poseidon.launch.observing import JobObserver
 from poseidon.launch.output import JobOutput
 from poseidon.launch.places import Place
 from poseidon.launch.protocol import Message
-from poseidon.launch.roster import Bounds, EpochOver, Remove, Roster, Seated
+from poseidon.launch.roster import Bounds, Doors, EpochOver, Remove, Roster, Seated
 from poseidon.launch.vacancies import Opening, Vacancies
 from poseidon.launch.watching import Watching
 
@@ -57,6 +57,8 @@ class JobKeeper:
         """Machines that are lost."""
         self._short_since: float | None = None
         self._read_at = 0.0
+        self._list_problem = ""
+        """Why the list of hosts could not be read the last time."""
         self._is_started = False
 
     def enrol(self, place: Place, address: str, most: int) -> dict[str, Any]:
@@ -81,6 +83,8 @@ class JobKeeper:
                     self._observer.join(worker)
                 for worker, seat in decision.seats.items():
                     self._tell(worker, {"seat": asdict(seat)})
+            elif isinstance(decision, Doors):
+                self._tell(decision.worker, {"doors": decision.doors})
             elif isinstance(decision, Remove):
                 self._output.say(f"{self._places[decision.worker].label} is ended: {decision.why}")
                 self._link_of(decision.worker).send(protocol.KILL, rank=decision.worker)
@@ -191,9 +195,12 @@ class JobKeeper:
         try:
             listed = self._list_hosts()
         except ConfigError as error:
-            self._output.say(f"the list of hosts cannot be read, so the present ones stay: {error}")
-            self._list_hosts = None
+            # It may be half written; only a new problem is worth a line.
+            if str(error) != self._list_problem:
+                self._output.say(f"the list of hosts cannot be read, so the present ones stay: {error}")
+            self._list_problem = str(error)
             return
+        self._list_problem = ""
         known = {link.host.address for link in self._fleet.links}
         for host in listed:
             present = sum(number not in self._gone for number in range(len(self._fleet.links)))

@@ -134,8 +134,10 @@ class JobObserver:
         """Note that a worker trains with the others."""
         place = self._stands_for.get(worker, worker)
         if place is not None:
-            self._lost.discard(place)
             self._ended.discard(place)
+        if place in self._lost:
+            self._lost.discard(place)
+            self._windows.renew(place)
 
     def read_report(self, rank: int, facts: Mapping[str, Any], now: float) -> None:
         """Take a worker's report about itself."""

@@ -54,6 +54,14 @@ class Seated:
 
 
 @dataclass(frozen=True)
+class Doors:
+    """Tell a worker that is about to join where it gets the others' state while they train."""
+
+    worker: int
+    doors: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Remove:
     """End a worker that does not answer any more: it must not come back when others have its place."""
 
@@ -68,7 +76,7 @@ class Remark:
     text: str
 
 
-Decision = EpochOver | Seated | Remove | Remark
+Decision = EpochOver | Seated | Doors | Remove | Remark
 
 
 @dataclass
@@ -80,6 +88,10 @@ class _Worker:
     """The last one in which it had a seat, as it says."""
     port: int = 0
     """Where it would meet the others; 0: it is not ready for another epoch."""
+    door: int = 0
+    """Where it hands out its state; 0: nowhere."""
+    asks: bool = False
+    """It wants to know the others' doors."""
     heard_at: float | None = None
     stopped_at: float | None = None
     has_ended: bool = False
@@ -112,6 +124,9 @@ class Roster:
         """Note a worker's heartbeat."""
         worker = self._workers[number]
         worker.epoch, worker.port, worker.heard_at = int(facts["epoch"]), int(facts["port"]), now
+        if facts.get("leaves", 0):
+            self.end(number, has_finished=False)
+        worker.door, worker.asks = int(facts.get("door", 0)), bool(facts.get("asks", 0))
 
     def note_stopped(self, numbers: Sequence[int], among: Sequence[int], now: float) -> None:
         """Note which of some workers' processes are stopped."""
@@ -150,6 +165,7 @@ class Roster:
     def decide(self, now: float, is_quiet: bool = True) -> list[Decision]:
         """Return what to do now; ``is_quiet``: every report that has come was taken."""
         decisions: list[Decision] = list(self._find_silent(now)) if is_quiet else []
+        decisions += self._answer()
         is_broken = any(self._is_lost(number) or self._is_ready(number) for number in self._members)
         may_join = not self.has_finished and bool(self._joiners())
         is_new = self._changes_since is None and (is_broken or may_join)
@@ -170,11 +186,14 @@ class Roster:
         late = [number for number in waited if not self._is_ready(number)]
         if late:
             assert self._changes_since is not None
-            if is_first or self._is_told or now - self._changes_since < SLOW_S:
+            # A program that has not called poseidon.init() anywhere may not mean to.
+            is_common = is_first and len(late) == len(waited)
+            if is_common or self._is_told or now - self._changes_since < SLOW_S:
                 return []
             self._is_told = True
             names = ", ".join(map(str, late))
-            return [Remark(f"waiting for worker{'s' * (len(late) > 1)} {names} to leave the interrupted step")]
+            what = "call poseidon.init()" if is_first else "leave the interrupted step"
+            return [Remark(f"waiting for worker{'s' * (len(late) > 1)} {names} to {what}")]
         # Where one has finished there is nothing left to join.
         joiners = [] if self.has_finished else [number for number in self._joiners() if number not in waited]
         seated = [*waited, *joiners]
@@ -223,6 +242,15 @@ class Roster:
         if self.bounds.counts_machines:
             return len({self._workers[number].machine for number in numbers})
         return len(numbers)
+
+    def _answer(self) -> list[Doors]:
+        """Answer those who ask for doors; they ask again if it does not reach them."""
+        asking = [number for number in self.alive if self._workers[number].asks]
+        members = [self._workers[number] for number in self._members]
+        doors = tuple((each.address, each.door) for each in members if each.door and not each.has_ended)
+        for number in asking:
+            self._workers[number].asks = False
+        return [Doors(number, doors) for number in asking]
 
     def _find_silent(self, now: float) -> list[Remove]:
         found = []

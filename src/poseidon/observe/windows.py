@@ -129,6 +129,10 @@ class Windows:
         kept.heard_at = now
         kept.offset_s = min(kept.offset_s, now - record.at_s)
 
+    def renew(self, rank: int) -> None:
+        """Forget what a lost worker has said: another one has its place."""
+        self._kept[rank] = _Kept(self._kept[rank].host)
+
     def offset_s(self, rank: int) -> float:
         """Return what to add to a worker's times to get the launcher's; as exact as the fastest message was fast."""
         offset_s = self._kept[rank].offset_s

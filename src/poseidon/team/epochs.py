@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch.distributed as dist
@@ -30,6 +31,9 @@ class EpochMember(Protocol):
     def enter_epoch(self) -> None:
         """Connect it with the workers of the new epoch. Collective."""
 
+    def verify_replicas(self) -> None:
+        """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective."""
+
 
 _NUMBERS = itertools.count()
 _MEMBERS: weakref.WeakValueDictionary[int, EpochMember] = weakref.WeakValueDictionary()
@@ -40,10 +44,18 @@ def live_on(member: EpochMember) -> None:
     _MEMBERS[next(_NUMBERS)] = member
 
 
-def enter_next_epoch(job: ElasticJob, error: BaseException) -> World:
-    """Leave the present epoch, wait for the next one, and enter it. Fails if that one ends meanwhile."""
+def living_on() -> list[EpochMember]:
+    """Return what lives on from epoch to epoch, in the order in which it was made."""
+    return [member for _, member in sorted(_MEMBERS.items())]
+
+
+def enter_next_epoch(job: ElasticJob, error: BaseException, look: Callable[[], None] = lambda: None) -> World:
+    """Leave the present epoch, wait for the next one, and enter it. Fails if that one ends meanwhile.
+
+    ``look`` is called now and then while it waits, and may raise.
+    """
     job.leave()
-    members = [member for _, member in sorted(_MEMBERS.items())]
+    members = living_on()
     for member in members:
         try:
             member.leave_epoch(error)
@@ -53,7 +65,7 @@ def enter_next_epoch(job: ElasticJob, error: BaseException) -> World:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_groups()
-    job.arrive()
+    job.arrive(look)
     world = init()
     for member in members:
         member.enter_epoch()

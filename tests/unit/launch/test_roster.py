@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from poseidon.job.elastic import NEVER, Seat
-from poseidon.launch.roster import SILENT_S, STOPPED_S, Bounds, Decision, EpochOver, Remove, Roster, Seated
+from poseidon.launch.roster import (
+    SILENT_S,
+    STOPPED_S,
+    Bounds,
+    Decision,
+    Doors,
+    EpochOver,
+    Remark,
+    Remove,
+    Roster,
+    Seated,
+)
 
 
 def make(count: int, least: int = 1, machines: int = 1) -> Roster:
@@ -59,6 +70,19 @@ def test_a_lost_worker_ends_the_epoch_and_the_others_keep_their_order() -> None:
     assert {number: seat.rank for number, seat in seated.seats.items()} == {1: 0, 2: 1, 3: 2}
     assert {seat.port for seat in seated.seats.values()} == {201}
     assert seated.lost == (0,)
+
+
+def test_one_that_says_that_it_leaves_is_not_waited_for() -> None:
+    roster = started(3)
+    hear(roster, 0, 0, 300)
+    hear(roster, 1, 0, 301)
+    assert roster.decide(2.0) == [EpochOver(0, (0, 1, 2))]
+    roster.hear(2, {"epoch": 0, "port": 0, "leaves": 1}, 2.0)
+    (seated,) = roster.decide(2.0)
+    assert isinstance(seated, Seated)
+    assert (list(seated.seats), seated.lost) == ([0, 1], (2,))
+    roster.end(2, has_finished=True)  # its process ends later, which changes nothing
+    assert not roster.has_finished
 
 
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
@@ -121,6 +145,31 @@ def test_a_new_worker_enters_when_it_is_ready_behind_all_others() -> None:
     assert isinstance(seated, Seated)
     assert seated.seats[7].rank == 2
     assert seated.joined == (7,)
+
+
+def test_one_that_is_about_to_join_hears_where_the_others_hand_out_their_state() -> None:
+    roster = started(3)
+    for number in (0, 1):  # the third has not opened its door
+        roster.hear(number, {"epoch": 0, "port": 0, "door": 500 + number, "asks": 0}, 2.0)
+    roster.add(7, 1, 0, "10.0.0.9")
+    roster.hear(7, {"epoch": NEVER, "port": 0, "door": 0, "asks": 1}, 2.0)
+    assert roster.decide(2.0) == [Doors(7, (("10.0.0.1", 500), ("10.0.0.1", 501)))]
+    assert roster.decide(2.0) == []  # and the epoch goes on
+    roster.end(0, has_finished=False)
+    roster.hear(7, {"epoch": NEVER, "port": 0, "door": 0, "asks": 1}, 2.0)
+    assert Doors(7, (("10.0.0.1", 501),)) in roster.decide(2.0)
+
+
+def test_after_a_while_it_is_said_who_does_not_come_to_the_first_epoch() -> None:
+    roster = make(3)
+    hear(roster, 0, NEVER)
+    assert roster.decide(1.0) == []
+    hear(roster, 0, NEVER, now=100.0)
+    assert roster.decide(100.0) == []  # nobody has called poseidon.init(): the program may not need to
+    hear(roster, 0, NEVER, 100, now=100.0)
+    hear(roster, 2, NEVER, 102, now=100.0)
+    assert roster.decide(100.0) == [Remark("waiting for worker 1 to call poseidon.init()")]
+    assert roster.decide(101.0) == []
 
 
 def test_a_loss_while_others_join_does_not_wait_for_the_end_of_the_step() -> None:

@@ -137,6 +137,16 @@ def test_slow_steps_are_looked_at_for_longer() -> None:
     assert windows.look(40.0)[0].steps >= 3
 
 
+def test_one_that_takes_a_lost_workers_place_is_not_blamed_for_its_silence() -> None:
+    windows = Windows(["a", "b"])
+    for rank in (0, 1):
+        windows.add(rank, Record(at_s=1.0, span_s=1.0, steps=1, doing=FORWARD), 1.0)
+    windows.renew(1)
+    kept, renewed = windows.look(50.0)
+    assert (kept.silent_s, renewed.silent_s, renewed.steps) == (49.0, 0.0, 0)
+    assert renewed.host == "b"
+
+
 def test_the_slowest_is_the_one_that_waited_least_in_all() -> None:
     assert find_slowest([10.0, 2.0, 12.0]) == (1, 9.0)
     assert find_slowest([10.0]) is None

@@ -1,0 +1,234 @@
+"""How the workers of a new epoch come to have the same state: whoever has the newest sends it to those who have not.
+
+All who have it send at once, each its part of the pieces. To a worker that has copied an earlier state of theirs
+(``ahead.py``) they send only what has changed since.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from poseidon.checkpoints.ahead import Ahead, Lent, dealt
+from poseidon.checkpoints.changes import apply_change, encode_change
+from poseidon.checkpoints.folder import read
+from poseidon.checkpoints.layout import (
+    Description,
+    Piece,
+    cut,
+    describe_tensors,
+    flatten,
+    lift,
+    lower,
+    make_room,
+    shape_rows,
+    view_of,
+)
+from poseidon.checkpoints.memory import Kept
+from poseidon.checkpoints.states import as_bytes
+from poseidon.errors import MismatchError
+from poseidon.team.mail import Tag
+from poseidon.team.team import Team
+
+_HEAD = struct.Struct("<QIB")
+"""Size of what follows, checksum of what it makes, and how it is written."""
+_PLAIN, _CHANGE, _SAME = 0, 1, 2
+_UNDER_WAY = 8
+"""Messages that one worker has prepared and that have not left."""
+WHAT = "the state of the last complete step"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a worker has when a new epoch begins."""
+
+    step: int
+    """Of the state in its memory; -1: none."""
+    token: str = ""
+    """Of what it has copied ahead."""
+    places: int = 0
+    complete: tuple[int, ...] = ()
+    lent: Mapping[str, int] = field(default_factory=dict)
+    """What it has lent: its place, by the borrower's token."""
+
+    @classmethod
+    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent]) -> Standing:
+        """Return what a worker has."""
+        places = {token: each.place for token, each in lent.items()}
+        step = -1 if kept is None else kept.step
+        if ahead is None:
+            return cls(step, lent=places)
+        return cls(step, ahead.token, ahead.places, tuple(sorted(ahead.complete)), places)
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Standing:
+        """Return what another worker has told with :meth:`facts`."""
+        return cls(**{**facts, "complete": tuple(facts["complete"])})
+
+    def facts(self) -> dict[str, Any]:
+        """Return this as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """How a worker got its state."""
+
+    ahead_bytes: int
+    """While the others trained."""
+    ahead_s: float
+    bytes: int
+    """While they waited."""
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One worker sends one part of the state to another."""
+
+    sender: int
+    receiver: int
+    place: int
+    places: int
+    is_change: bool
+    """The receiver has an earlier state of this part, and the sender knows which."""
+
+
+def plan_deliveries(standings: Sequence[Standing]) -> list[Delivery]:
+    """Return who sends what to whom, the same on all workers. Pure."""
+    newest = max(each.step for each in standings)
+    holders = [rank for rank, each in enumerate(standings) if each.step == newest]
+    found = []
+    for receiver, each in enumerate(standings):
+        if each.step == newest:
+            continue
+        known = {standings[rank].lent[each.token]: rank for rank in holders if each.token in standings[rank].lent}
+        places = each.places if any(place in known for place in each.complete) else len(holders)
+        for place in range(places):
+            is_change = places == each.places and place in each.complete and place in known
+            # Not all begin with the same one.
+            sender = known[place] if is_change else holders[(place + receiver) % len(holders)]
+            found.append(Delivery(sender, receiver, place, places, is_change))
+    return found
+
+
+def hand_over(
+    team: Team,
+    standings: Sequence[Standing],
+    kept: Kept | None,
+    ahead: Ahead | None,
+    lent: Mapping[str, Lent],
+    hand_out: Callable[[bytes, str, int], bytes | memoryview],
+) -> tuple[Kept, HandedOver | None]:
+    """Return the newest state that any worker has; of one that others sent, also how it came. Collective.
+
+    ``hand_out`` gives everybody the bytes of one worker.
+    """
+    began = time.monotonic()
+    newest = max(each.step for each in standings)
+    source = next(rank for rank, each in enumerate(standings) if each.step == newest)
+    deliveries = plan_deliveries(standings)
+    if kept is not None and kept.step == newest:
+        rest, tensors = lift(kept.parts)
+        description = describe_tensors(tensors)
+        state = {"step": newest, "parts": rest, "values": kept.values, "description": description}
+        hand_out(as_bytes(state) if team.rank == source else b"", "", source)
+        by_rank = {rank: lent[each.token] for rank, each in enumerate(standings) if each.token in lent}
+        send_state(team, deliveries, tensors, description, by_rank)
+        return kept, None
+    received = read(hand_out(b"", "", source), f"the state of step {newest} of rank {source}")
+    described: Description = received["description"]
+    rows, came = receive_state(team, deliveries, described, ahead)
+    parts = lower(received["parts"], shape_rows(rows, described))
+    took_s = time.monotonic() - began
+    facts = HandedOver(0 if ahead is None else ahead.size, 0.0 if ahead is None else ahead.took_s, came, took_s)
+    return Kept(newest, parts, {} if kept is None else kept.own, received["values"]), facts
+
+
+def send_state(
+    team: Team,
+    deliveries: Sequence[Delivery],
+    tensors: Sequence[Tensor],
+    description: Description,
+    lent: Mapping[int, Lent],
+) -> None:
+    """Send this worker's part of a state; ``lent`` is what it has lent, by receiver."""
+    channel, rows, pieces = team.mail.new_channel(), flatten(tensors), cut(description)
+    under_way: deque[Future[None]] = deque()
+    for delivery, piece in _order(deliveries, pieces, team.rank):
+        old = lent.get(delivery.receiver) if delivery.is_change else None
+        new = view_of(rows, piece)
+        kind, data = _PLAIN, new
+        if old is not None and old.description == description:
+            change = encode_change(view_of(old.rows, piece), new, tensors[piece.tensor].dtype.itemsize)
+            if not change:
+                kind, data = _SAME, memoryview(b"")
+            elif len(change) < new.nbytes:
+                kind, data = _CHANGE, memoryview(change)
+        head = _HEAD.pack(data.nbytes, 0 if kind == _SAME else zlib.crc32(new), kind)
+        under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number), memoryview(head)))
+        if kind != _SAME:
+            under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number + 1), data))
+        while len(under_way) > _UNDER_WAY:
+            team.result(under_way.popleft(), WHAT)
+    for future in under_way:
+        team.result(future, WHAT)
+
+
+def receive_state(
+    team: Team, deliveries: Sequence[Delivery], description: Description, ahead: Ahead | None
+) -> tuple[list[Tensor], int]:
+    """Return the rows of bytes of a state that others send, and how many bytes came."""
+    channel, pieces = team.mail.new_channel(), cut(description)
+    is_known = ahead is not None and ahead.description == description
+    rows = ahead.rows if ahead is not None and is_known else make_room(description)
+    mine = [each for each in deliveries if each.receiver == team.rank]
+    coming = []
+    for delivery, piece in _interleave([(each, dealt(pieces, each.place, each.places)) for each in mine]):
+        room = bytearray(_HEAD.size)
+        future = team.mail.expect(delivery.sender, Tag(channel, 2 * piece.number), memoryview(room))
+        coming.append((delivery, piece, room, future))
+    came = 0
+    for delivery, piece, room, future in coming:
+        team.result(future, WHAT)
+        size, check, kind = _HEAD.unpack(room)
+        if kind == _SAME:
+            continue
+        place, tag = view_of(rows, piece), Tag(channel, 2 * piece.number + 1)
+        if kind == _PLAIN:
+            team.result(team.mail.expect(delivery.sender, tag, place), WHAT)
+        else:
+            change = bytearray(size)
+            team.result(team.mail.expect(delivery.sender, tag, memoryview(change)), WHAT)
+            apply_change(place, change, _itemsize(description, piece))
+        if zlib.crc32(place) != check:
+            raise MismatchError(f"a piece of {WHAT} from rank {delivery.sender} is not what it should be")
+        came += size
+    return rows, came
+
+
+def _order(deliveries: Sequence[Delivery], pieces: Sequence[Piece], sender: int) -> list[tuple[Delivery, Piece]]:
+    """Return what one worker sends, in the order in which it does."""
+    mine = [each for each in deliveries if each.sender == sender]
+    return _interleave([(each, dealt(pieces, each.place, each.places)) for each in mine])
+
+
+def _interleave(parts: Sequence[tuple[Delivery, Sequence[Piece]]]) -> list[tuple[Delivery, Piece]]:
+    """Return the pieces of several deliveries, a piece of each at a time."""
+    longest = max((len(pieces) for _, pieces in parts), default=0)
+    return [(delivery, pieces[turn]) for turn in range(longest) for delivery, pieces in parts if turn < len(pieces)]
+
+
+def _itemsize(description: Description, piece: Piece) -> int:
+    import torch
+
+    dtype: Any = getattr(torch, description[piece.tensor][0])
+    return int(dtype.itemsize)

@@ -1,0 +1,282 @@
+"""A state on its way to a worker that joins: tensors and the rest, pieces, changes, doors, and who sends what."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from poseidon.checkpoints import ahead as ahead_module
+from poseidon.checkpoints import layout
+from poseidon.checkpoints.ahead import StateDoor, dealt, fetch_ahead
+from poseidon.checkpoints.changes import apply_change, encode_change
+from poseidon.checkpoints.layout import cut, describe_tensors, flatten, lift, lower, make_room, shape_rows, view_of
+from poseidon.checkpoints.memory import StepMemory
+from poseidon.checkpoints.sharing import Standing, plan_deliveries
+
+HERE = "127.0.0.1"
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.bool,
+    torch.complex64,
+]  # fmt: skip
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states have the same structure, types and bits."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def a_state(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "w": torch.randn(300, 70, generator=generator),
+            "image": torch.randn(2, 3, 5, 5, generator=generator).to(memory_format=torch.channels_last),
+            "empty": torch.empty(0, 3),
+            "count": torch.tensor(seed),
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(float(seed)), "m": torch.randn(300, 70, generator=generator)}}
+        },
+        "plain": [1, "two", (3.0, torch.ones(2, dtype=torch.bool))],
+        "unusual": torch.eye(3).to_sparse(),
+    }
+
+
+def test_a_state_is_taken_apart_and_put_together() -> None:
+    state = a_state(3)
+    rest, tensors = lift(state)
+    assert len(tensors) == 7
+    assert rest["unusual"].is_sparse  # stays where it is
+    assert rest["model"]["w"].numel() == 0
+    description = describe_tensors(tensors)
+    rows = make_room(description)
+    for row, source in zip(rows, flatten(tensors), strict=True):
+        row.copy_(source)
+    again = lower(rest, shape_rows(rows, description))
+    assert same({**again, "unusual": 0}, {**state, "unusual": 0})
+
+
+def test_pieces_cover_every_byte_once_whoever_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "PIECE_BYTES", 1000)
+    _, tensors = lift(a_state(1))
+    pieces = cut(describe_tensors(tensors))
+    for places in (1, 2, 3, 7):
+        taken = [piece for place in range(places) for piece in dealt(pieces, place, places)]
+        assert sorted(taken, key=lambda piece: piece.number) == pieces
+    for number, tensor in enumerate(tensors):
+        mine = [piece for piece in pieces if piece.tensor == number]
+        assert [piece.start for piece in mine] == [*range(0, tensor.nbytes, 1000)]
+        assert sum(piece.size for piece in mine) == tensor.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 255, 256, 5000])
+def test_a_change_gives_the_same_bits(dtype: torch.dtype, count: int) -> None:
+    generator = np.random.default_rng(count)
+    old = generator.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    for kind in ("none", "few", "low bytes", "all"):
+        new = old.copy()
+        if kind == "few":
+            new[generator.integers(0, len(new), 1 + len(new) // 100)] ^= 129
+        elif kind == "low bytes":
+            new[:: dtype.itemsize] ^= generator.integers(0, 256, count, dtype=np.uint8)
+        elif kind == "all":
+            new = generator.integers(0, 256, len(new), dtype=np.uint8)
+        change = encode_change(old.data, new.data, dtype.itemsize)
+        assert (change == b"") == (kind == "none" or bool((old == new).all()))
+        room = old.copy()
+        apply_change(room.data, change, dtype.itemsize)
+        assert bytes(room) == bytes(new)
+
+
+def test_small_changes_are_short_and_unknown_ones_refused() -> None:
+    old = torch.randn(100_000)
+    new = old * (1 + 1e-6)
+    change = encode_change(old.numpy().data.cast("B"), new.numpy().data.cast("B"), 4)
+    assert len(change) < 0.4 * old.nbytes
+    for wrong in (change[:-1], change + b"0", b"x"):
+        with pytest.raises(ValueError, match="does not fit"):
+            apply_change(old.clone().numpy().data.cast("B"), wrong, 4)
+
+
+def test_what_is_lent_stays_as_it_is_and_memory_is_used_again_afterwards() -> None:
+    memory = StepMemory()
+    weights = torch.zeros(10)
+
+    def keep(step: int) -> None:
+        memory.keep(step, {"w": weights.fill_(step)}, {}, {})
+
+    assert memory.lend() is None
+    keep(1)
+    first = memory.kept
+    keep(2)
+    assert memory.kept is not None
+    assert first is not None
+    assert memory.kept.parts["w"] is first.parts["w"]
+    lent = memory.lend()
+    keep(3)
+    assert memory.lend() is lent  # the same to all who ask
+    assert lent is not None
+    assert (lent.step, lent.parts["w"][0]) == (2, 2)
+    third = memory.kept.parts["w"]
+    keep(4)
+    assert memory.kept.parts["w"] is third
+    memory.take_back()
+    keep(5)
+    assert memory.kept.parts["w"] is third
+    assert lent.parts["w"][0] == 2
+
+
+def test_a_copy_that_fails_is_not_gone_on_from() -> None:
+    class Broken(dict[str, Any]):
+        def items(self) -> Any:
+            raise RuntimeError("no memory")
+
+    memory = StepMemory()
+    memory.keep(1, {"w": torch.ones(1)}, {}, {})
+    with pytest.raises(RuntimeError, match="no memory"):
+        memory.keep(2, {"w": torch.ones(1), "x": Broken()}, {}, {})
+    assert memory.kept is None
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSEIDON_SECRET", "0123456789abcdef0123456789abcdef")
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_joiner_copies_a_part_from_each_of_several_workers(
+    secret: None, monkeypatch: pytest.MonkeyPatch, encrypts: bool
+) -> None:
+    monkeypatch.setattr(layout, "PIECE_BYTES", 10_000)
+    memories = [StepMemory() for _ in range(3)]
+    for step, memory in enumerate(memories):  # a worker may be ahead by a step
+        memory.keep(step, a_state(step), {}, {})
+    doors = [StateDoor(memory, HERE, encrypts) for memory in memories]
+    try:
+        ahead = fetch_ahead([(HERE, door.port) for door in doors], HERE, encrypts)
+        assert ahead is not None
+        assert ahead.complete == {0, 1, 2}
+        pieces = cut(ahead.description)
+        assert len(pieces) > 10
+        for place, door in enumerate(doors):
+            lent = door.lent[ahead.token]
+            for piece in dealt(pieces, place, 3):
+                assert view_of(ahead.rows, piece) == view_of(flatten(lift(a_state(place))[1]), piece)
+                assert view_of(lent.rows, piece) == view_of(ahead.rows, piece)
+        for door in doors:
+            door.settle()
+            assert not door.lent
+    finally:
+        for door in doors:
+            door.close()
+
+
+def test_what_one_worker_cannot_give_is_left_out(secret: None) -> None:
+    memory = StepMemory()
+    memory.keep(1, a_state(1), {}, {})
+    door, empty = StateDoor(memory, HERE, False), StateDoor(StepMemory(), HERE, False)
+    with socket.create_server((HERE, 0)) as listener:
+        gone = listener.getsockname()[1]
+    try:
+        ahead = fetch_ahead([(HERE, empty.port), (HERE, door.port), (HERE, gone)], HERE, False)
+        assert ahead is not None
+        assert ahead.complete == {1}
+        assert fetch_ahead([(HERE, empty.port)], HERE, False) is None
+        assert not empty.lent
+    finally:
+        door.close()
+        empty.close()
+
+
+def test_what_is_being_sent_stays_lent_when_others_have_joined(secret: None) -> None:
+    memory = StepMemory()
+    memory.keep(1, a_state(1), {}, {})
+    kept = memory.kept
+    door = StateDoor(memory, HERE, False)
+    try:
+        with ahead_module.enter(ahead_module.credentials(False), 1, 0, (HERE, door.port), HERE, 5.0) as connection:
+            ahead_module._send(connection, {"token": "slow", "place": 0, "places": 1})
+            assert ahead_module._receive(connection)["description"]
+            assert fetch_ahead([(HERE, door.port)], HERE, False) is not None
+            door.settle()
+            assert list(door.lent) == ["slow"]
+            assert memory.lend() is kept
+        while door.lent:  # until its thread sees that the joiner is gone
+            time.sleep(0.01)
+        memory.keep(2, a_state(2), {}, {})
+        assert memory.lend() is not kept
+    finally:
+        door.close()
+
+
+def test_a_stranger_gets_nothing(secret: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = StepMemory()
+    memory.keep(1, a_state(1), {}, {})
+    door = StateDoor(memory, HERE, False)
+    try:
+        monkeypatch.setattr(ahead_module, "ENTER_S", 0.5)
+        monkeypatch.setenv("POSEIDON_SECRET", "f" * 32)
+        assert fetch_ahead([(HERE, door.port)], HERE, False) is None
+        assert not door.lent
+    finally:
+        door.close()
+
+
+def test_who_sends_what() -> None:
+    # Nobody has copied anything: both holders send a half to each.
+    plan = plan_deliveries([Standing(5), Standing(5), Standing(4), Standing(-1)])
+    assert {(each.receiver, each.place, each.places, each.is_change) for each in plan} == {
+        (2, 0, 2, False), (2, 1, 2, False), (3, 0, 2, False), (3, 1, 2, False),
+    }  # fmt: skip
+    assert {each.sender for each in plan if each.receiver == 2} == {0, 1}
+    # A joiner has copied from three, of which one is gone and one was a step behind.
+    plan = plan_deliveries(
+        [Standing(7, lent={"t": 1}), Standing(6, lent={"t": 2}), Standing(-1, "t", 3, (0, 1, 2)), Standing(7)]
+    )
+    joiner = {each.place: each for each in plan if each.receiver == 2}
+    assert joiner.keys() == {0, 1, 2}
+    assert (joiner[1].sender, joiner[1].is_change) == (0, True)
+    assert not joiner[0].is_change
+    assert not joiner[2].is_change
+    assert {each.receiver for each in plan} == {1, 2}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_everybody_who_lacks_it_gets_every_part_from_one_who_has_it(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(2, 6)
+    tokens = [f"t{rank}" for rank in range(count)]
+    standings = []
+    for rank in range(count):
+        has_ahead = chance.random() < 0.5
+        places = chance.randint(1, 4) if has_ahead else 0
+        complete = tuple(place for place in range(places) if chance.random() < 0.7)
+        lent = {token: chance.randrange(4) for token in tokens if chance.random() < 0.4}
+        step = chance.choice([-1, 3, 4])
+        standings.append(Standing(step, tokens[rank] if has_ahead else "", places, complete, lent))
+    plan = plan_deliveries([Standing.read(each.facts()) for each in standings])
+    newest = max(each.step for each in standings)
+    for rank, each in enumerate(standings):
+        mine = [one for one in plan if one.receiver == rank]
+        assert bool(mine) == (each.step < newest)
+        if mine:
+            assert sorted(one.place for one in mine) == [*range(mine[0].places)]
+        for one in mine:
+            assert standings[one.sender].step == newest
+            if one.is_change:
+                assert standings[one.sender].lent[each.token] == one.place
+                assert one.place in each.complete
+                assert one.places == each.places
