@@ -37,6 +37,8 @@ class Work:
     pause_s: float = 0.05
     replacements: int = 0
     """How many lost workers come back."""
+    pace_s: float = 0.0
+    """Seconds per sample of a fast worker, with ``--balance``; 0: all workers are equal."""
 
     @property
     def steps(self) -> int:
@@ -46,7 +48,7 @@ class Work:
     def arguments(self, notes: Path) -> list[str]:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
-        given |= {"pause": self.pause_s, "notes": notes}
+        given |= {"pause": self.pause_s, "pace": self.pace_s, "notes": notes}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -132,7 +134,7 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
 def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters after a training without workers or faults."""
     folder.mkdir()
-    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0"]
+    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0"]
     # As many threads as a worker has.
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     (path,) = folder.glob("final-*.pt")
@@ -151,7 +153,7 @@ class Round:
         folder.mkdir()
         bounds = f"{work.least}:{work.workers}"
         command = [sys.executable, "-m", "poseidon", "run", "--quiet", "--log-dir", "none", "--nproc", bounds]
-        command += ["--replacements", str(work.replacements)]
+        command += ["--replacements", str(work.replacements), *(["--balance"] if work.pace_s else [])]
         self._output = (folder / "output").open("w")
         self._job = subprocess.Popen(
             [*command, str(JOB), *work.arguments(folder)], stdout=self._output, stderr=subprocess.STDOUT

@@ -68,9 +68,11 @@ class Worker:
     def __init__(self, rank: int, ahead: int, pace_s: float) -> None:
         self.rank = rank
         self.balancer = Balancer(None)
+        self.balancer._has_exchanged = True
         self.dealt: list[tuple[int, ...]] = []
         self.now_s = 0.0
         self.used = 0
+        self.is_weighted = True
         self._ahead = ahead
         self._pace_s = pace_s
         self._has_told = True
@@ -80,7 +82,7 @@ class Worker:
         if not self._has_told:
             share = self.dealt[self.used - 1][self.rank]
             self.now_s += share * self._pace_s
-            self.balancer.end_lap(share, True)
+            self.balancer.end_lap(share, is_usual=True, is_weighted=self.is_weighted)
             self._has_told = True
         try:
             while len(self.dealt) < min(batches, self.used + 1 + self._ahead):
@@ -186,9 +188,41 @@ def test_waits_are_no_work_and_what_the_device_has_to_do_is(monkeypatch: pytest.
     assert laps.take() == pytest.approx((BATCH * 1.0 - 40.0) / BATCH)
 
 
+def test_a_program_that_does_not_weight_unequal_shares_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    clock, workers = StepClock(0.0), [Worker(0, 0, 1.0), Worker(1, 0, 3.0)]
+    monkeypatch.setattr(balancing, "keep_clock", lambda: clock)
+    enter = _start(monkeypatch, workers)
+    for number in range(60):
+        for worker in workers:
+            enter(worker)
+            worker.is_weighted = False
+            clock.steps += number >= 30  # before, no backward: an evaluation
+            worker.go_on(99)
+        assert len(recwarn) == (number >= 30)
+    assert "balance: the shares of the batch are 45, 15, but the program does not use sampler.weight" in str(
+        recwarn[0].message
+    )
+
+
+def test_without_exchanges_of_ours_shares_stay_equal_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    workers = [Worker(0, 0, 1.0), Worker(1, 0, 3.0)]
+    enter = _start(monkeypatch, workers)
+    for worker in workers * 40:
+        worker.balancer._has_exchanged = False
+        enter(worker)
+        worker.go_on(99)
+    assert set(workers[0].dealt) == {(30, 30)}
+    (warning,) = recwarn
+    assert "balance: shares stay equal, because Poseidon does not exchange the gradients" in str(warning.message)
+
+
 def test_bounds_that_cannot_hold_a_batch_are_refused() -> None:
     check_bounds(12, [6, 6])
-    with pytest.raises(ConfigError, match=r"a batch of 13 samples for 2 workers that hold at most 6, 6 .*add workers"):
+    with pytest.raises(ConfigError, match=r"a batch of 13 samples, but the workers hold at most 6 \+ 6 .*add workers"):
         check_bounds(13, [6, 6])
 
 

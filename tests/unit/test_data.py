@@ -222,7 +222,7 @@ def test_options_that_contradict_each_other_are_refused(monkeypatch: pytest.Monk
         ElasticSampler(DATA, BATCH, rank=0, size=2, fixed_batch="total").load_state_dict(saved)
     monkeypatch.delenv("POSEIDON_FIXED_BATCH")
     alone = ElasticSampler(DATA, BATCH, balance=True)
-    with pytest.raises(ConfigError, match=r"a batch of 12 samples for 1 workers that hold at most 7"):
+    with pytest.raises(ConfigError, match="a batch of 12 samples, but the workers hold at most 7"):
         next(iter(alone.over(alone)))
 
 

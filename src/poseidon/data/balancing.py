@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ EVERY = 5
 """Batches between two agreements."""
 AHEAD = 2
 """Batches that a worker may deal after it has told its numbers and before it needs the others'."""
+MOST_IN_VAIN = 3
+"""Agreements without any measurement after which the user is told."""
 MEMORY = 0.9
 """Part of a device's memory that a growing share may fill."""
 _PICO = 1e12
@@ -44,6 +47,11 @@ class Balancer:
         """The largest share that this worker has had."""
         self._lock = threading.RLock()
         self._team: Team | None = None
+        self._has_warned = False
+        self._has_exchanged = False
+        """Whether gradients were exchanged by Poseidon: other waits for workers cannot be told from work."""
+        self._in_vain = 0
+        """How often there was nothing to tell, because they were not."""
         self._closing: weakref.finalize[..., Balancer] | None = None
         self._reset()
         live_on(self)
@@ -55,8 +63,9 @@ class Balancer:
         self._laps = PaceMeter()
         self._is_first = True
         """Whether this is the first batch of a pass."""
-        self._since = 0.0, 0.0
-        """When the batch under way began, and how long this worker had waited for others by then."""
+        self._since = 0.0, 0.0, 0
+        """When the batch under way began, how long this worker had waited for others by then, and how many backwards
+        had exchanged gradients."""
         self._pending: tuple[int, Callable[[str], list[list[int]]]] | None = None
         """From which batch on the outcome of an agreement under way is needed, and how to get it."""
         self._dealt = 0
@@ -89,7 +98,7 @@ class Balancer:
         if torch.cuda.is_initialized():
             clock.settle = _settle_device
             clock.settle()
-        self._since = time.monotonic(), sum(clock.waited_s)
+        self._since = time.monotonic(), sum(clock.waited_s), clock.steps
 
     def shares(self, number: int, total: int) -> tuple[int, ...]:
         """Return all workers' shares of a batch; may wait for the others' numbers. Any thread."""
@@ -97,12 +106,22 @@ class Balancer:
             if self._pending is not None and number >= self._pending[0]:
                 self._settle()
             self._dealt = max(self._dealt, number + 1)
-            return next(dealing for first, dealing in reversed(self._plans) if first <= number).divide(total)
+            return self._dealing_of(number).divide(total)
 
-    def end_lap(self, samples: int, is_usual: bool) -> None:
-        """Note that this worker has used a batch, and tell the others if that is due. Collective now and then."""
-        began, waited = self._since
+    def _dealing_of(self, number: int) -> BatchShares:
+        return next(dealing for first, dealing in reversed(self._plans) if first <= number)
+
+    def end_lap(self, samples: int, is_usual: bool, is_weighted: bool) -> None:
+        """Note that this worker has used a batch, and tell the others if that is due. Collective now and then.
+
+        ``is_weighted``: the program has asked for the weight of its share.
+        """
+        began, waited, steps = self._since
         self._restart_lap()
+        if self._since[2] > steps:
+            self._has_exchanged = True
+            if not is_weighted:
+                self._warn_of_weights()
         # The first batch of a pass takes as long as its loader needs to start.
         self._laps.add(samples, self._since[0] - began - (self._since[1] - waited), is_usual and not self._is_first)
         self._is_first = False
@@ -111,11 +130,33 @@ class Balancer:
             with self._lock:
                 self._tell(self._team)
 
+    def _warn_of_weights(self) -> None:
+        shares = self._dealing_of(self.handed - 1).shares
+        if max(shares) - min(shares) > 1:
+            self._warn(
+                f"the shares of the batch are {', '.join(map(str, shares))}, but the program does not use "
+                "sampler.weight; unless its loss is weighted by samples in another way, multiply the mean loss by "
+                "sampler.weight, or samples of small shares count more than others"
+            )
+
+    def _warn(self, text: str) -> None:
+        if self._team is not None and self._team.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"balance: {text}", stacklevel=6)
+
     def _tell(self, team: Team) -> None:
         if self._pending is not None:
             self._settle()
         assert self._balance is not None
-        words = [*self._report(self._laps.take()), self.handed, self._dealt, digest(self._balance.shares)]
+        pace_s = self._laps.take()
+        if not self._has_exchanged:
+            pace_s, self._in_vain = 0.0, self._in_vain + 1
+            if self._in_vain == MOST_IN_VAIN:
+                self._warn(
+                    "shares stay equal, because Poseidon does not exchange the gradients and so cannot tell work from "
+                    "waits; use poseidon.DistributedDataParallel or poseidon.distribute"
+                )
+        words = [*self._report(pace_s), self.handed, self._dealt, digest(self._balance.shares)]
         self._pending = self._dealt + AHEAD, team.start_gather(words)
 
     def _settle(self) -> None:
@@ -171,8 +212,8 @@ def check_bounds(largest: int, most: Sequence[int]) -> None:
     """Refuse batches that the workers cannot hold."""
     if largest > sum(most):
         raise ConfigError(
-            f"a batch of {largest} samples for {len(most)} workers that hold at most {', '.join(map(str, most))} "
-            "(--balance-max): raise the bounds, make the batch smaller, or add workers"
+            f"a batch of {largest} samples, but the workers hold at most {' + '.join(map(str, most))} (--balance-max): "
+            "raise the bounds, make the batch smaller, or add workers"
         )
 
 

@@ -179,6 +179,8 @@ class ElasticSampler(Position, Sampler[list[int]]):
         self._drops_last = drop_last
         self._balancer = self._find_balancer(balance, balance_max)
         self._weight = 1.0
+        self._is_weighted = False
+        """Whether the program has asked for it since."""
         self._used = 0, 0
         """Samples of the batch handed out last: this worker's, and all."""
         self._recut()
@@ -204,6 +206,7 @@ class ElasticSampler(Position, Sampler[list[int]]):
     def weight(self) -> float:
         """How much this worker's mean counts in the batch handed out last: 1 where shares are equal."""
         self._check_counted("weight")
+        self._is_weighted = True
         return self._weight
 
     def __len__(self) -> int:
@@ -243,7 +246,7 @@ class ElasticSampler(Position, Sampler[list[int]]):
         start, stop = self._cuts[place], self._cuts[place + 1]
         mine = self._share(start, stop, self._balancer, 0 if self._balancer is None else self._balancer.handed)
         self._weight = len(mine) * self._size / (stop - start)
-        self._used = len(mine), stop - start
+        self._used, self._is_weighted = (len(mine), stop - start), False
         self.done, self._seen = self.done + 1, stop
         if self._balancer is not None:
             self._balancer.handed += 1
@@ -251,7 +254,7 @@ class ElasticSampler(Position, Sampler[list[int]]):
     def _end_batch(self) -> None:
         if self._balancer is not None:
             samples, total = self._used
-            self._balancer.end_lap(samples, total == self.batch_size)
+            self._balancer.end_lap(samples, total == self.batch_size, self._is_weighted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; data that would be dealt otherwise than before are refused."""
