@@ -18,8 +18,10 @@ JUMP = 1.25
 """Two measurements in a row that differ so much from the earlier ones, both up or both down, take their place."""
 STRIDE = 1.25
 """By which factor a share may grow or shrink at once; by one sample at least."""
-LEAST_GAIN = 0.02
-"""Part of a step's time that the best shares would have to save, or nothing is changed."""
+LEAST_GAIN = 0.005
+"""Part of a step's time that the best shares would have to save to count at all..."""
+PAYING_GAIN = 0.08
+"""... and in sum over the reports since the last change, or nothing is changed: much at once, or little for long."""
 LEAST_SHARE = 2
 """Samples that each worker keeps where there are enough: batch normalisation fails with one."""
 NO_BOUND = 1 << 40
@@ -81,6 +83,8 @@ class Balance:
         self._paces = [report.pace_s for report in reports]
         self._last = [*self._paces]
         """The last measurements as they came."""
+        self._missed = 0.0
+        """What the best shares would have gained since the last change."""
         self._most = tuple(report.most for report in reports)
         self.dealing = BatchShares(self._best(reports), self._most)
 
@@ -101,8 +105,11 @@ class Balance:
                 self._paces[rank] = smooth(self._paces[rank], self._last[rank], report.pace_s)
                 self._last[rank] = report.pace_s
         best, before = self._best(reports), self.shares
-        if self._step_s(before) <= self._step_s(best) * (1 + LEAST_GAIN):
+        gain = self._step_s(before) / self._step_s(best) - 1
+        self._missed = self._missed + gain if gain > LEAST_GAIN else 0.0
+        if self._missed < PAYING_GAIN:
             return False
+        self._missed = 0.0
         self.dealing = BatchShares(self._toward(best, reports), self._most)
         return self.shares != before
 
