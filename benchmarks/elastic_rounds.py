@@ -115,6 +115,7 @@ def main() -> int:
     parser.add_argument("--kinds", help=f"of faults, with commas; {','.join(LAB_KINDS)}")
     parser.add_argument("--replacements", type=int, default=0, help="how many lost workers come back in each round")
     parser.add_argument("--epochs", type=int, default=6, help="more give workers time to come back")
+    parser.add_argument("--balance", action="store_true", help="workers of different speeds share batches by speed")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one round")
     parser.add_argument("--keep", type=Path, help="folder for the notes of rounds that went wrong")
     arguments = parser.parse_args()
@@ -141,6 +142,8 @@ def main() -> int:
                 epochs=arguments.epochs,
                 replacements=arguments.replacements,
                 kinds=kinds,
+                pause_s=0.0 if arguments.balance else 0.05,
+                pace_s=0.01 if arguments.balance else 0.0,
             )
             folder = Path(arguments.keep or scratch, f"round-{seed}")
             outcome = Round(work, folder, seed, site).play(arguments.limit)

@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=120)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds per sample of a fast worker; others take more")
     parser.add_argument("--save", type=Path)
     arguments = parser.parse_args()
     launched = os.environ.get("RANK", "0")
@@ -108,6 +109,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 notes.write(f"try {epoch} {step + 1} {' '.join(map(str, ids.tolist()))}\n")
                 loss = torch.nn.functional.mse_loss(model(x), y) * sampler.weight
+                time.sleep(arguments.pace * len(ids) * (1 + int(launched) % 3))
                 loss.backward()
                 optimizer.step()
                 scheduler.step()

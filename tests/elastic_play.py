@@ -43,6 +43,8 @@ class Work:
     replacements: int = 0
     """How many lost workers come back."""
     kinds: tuple[str, ...] = ("kill", "kill", "stop", "pause", "leave", "two", "during")
+    pace_s: float = 0.0
+    """Seconds per sample of a fast worker, with ``--balance``; 0: all workers are equal."""
 
     @property
     def steps(self) -> int:
@@ -52,7 +54,7 @@ class Work:
     def arguments(self, notes: Path) -> list[str]:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
-        given |= {"model": self.model, "pause": self.pause_s, "notes": notes}
+        given |= {"model": self.model, "pause": self.pause_s, "pace": self.pace_s, "notes": notes}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -92,6 +94,7 @@ class OneMachine:
     def start(self, work: Work, words: list[str], output: IO[str]) -> subprocess.Popen[Any]:
         """Start ``poseidon run`` with the words of its program."""
         command = [*RUN, "--nproc", f"{work.least}:{work.workers}", "--replacements", str(work.replacements)]
+        command += ["--balance"] if work.pace_s else []
         return subprocess.Popen([*command, *words], stdout=output, stderr=subprocess.STDOUT)
 
     def harm(self, kind: str, host: str) -> bool:
@@ -185,7 +188,7 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
 def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters after a training without workers or faults."""
     folder.mkdir()
-    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0"]
+    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0"]
     # As many threads as a worker has.
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     (path,) = folder.glob("final-*.pt")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from poseidon.data import ElasticSampler, ElasticStream, cut_epoch, share
+from poseidon.data.samplers import ElasticSampler, ElasticStream, cut_epoch, share
 from poseidon.errors import ConfigError
 
 LENGTH, BATCH = 103, 12
@@ -150,3 +150,100 @@ def test_a_stream_is_dealt_in_order_and_continues(helpers: int) -> None:
     for stream, _ in later:
         stream.load_state_dict(team[1][0].state_dict())
     assert begun + _read(later) == whole
+
+
+def _next(sampler: ElasticSampler, steps: int) -> Iterator[tuple[list[int], float]]:
+    """Yield this worker's samples of some steps, and their weights."""
+    batches = sampler.over(sampler)
+    for _, mine in zip(range(steps), batches, strict=False):
+        yield mine, sampler.weight
+    batches.close()  # type: ignore[attr-defined]
+
+
+@given(
+    st.integers(20, 150),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=8),
+    st.sampled_from(["per-worker", "total"]),
+)
+def test_every_sample_comes_once_while_workers_come_and_go(
+    length: int, batch: int, turns: list[tuple[int, int]], fixed: str
+) -> None:
+    most = max(size for size, _ in turns)
+    if fixed == "total" and batch < most:
+        return
+    seen, epoch, state = [], 0, None
+    for size, steps in [*turns, (most, 1000)]:
+        team = [ElasticSampler(range(length), batch, rank=r, size=size, fixed_batch=fixed) for r in range(size)]
+        for sampler in team:
+            sampler._most = most
+            sampler._recut()
+            if state is not None:
+                sampler.load_state_dict(state)
+        parts = [list(_next(sampler, steps)) for sampler in team]
+        assert len({len(part) for part in parts}) == 1
+        for shares in zip(*parts, strict=True):
+            total = sum(len(mine) for mine, weight in shares)
+            assert all(weight == pytest.approx(len(mine) * size / total) for mine, weight in shares)
+            seen += flat(mine for mine, _ in shares)
+            is_last = len(seen) == length
+            if fixed == "per-worker" and not is_last:
+                assert {len(mine) for mine, _ in shares} == {batch}
+        state, epoch = team[0].state_dict(), team[0].epoch
+        assert [sampler.state_dict() for sampler in team] == [state] * size
+        if epoch:
+            break
+    assert (sorted(seen), epoch) == (list(range(length)), 1)
+
+
+def test_a_worker_without_a_share_goes_through_the_motions_with_weight_0() -> None:
+    begun = ElasticSampler(range(10), 8, rank=0, size=1, shuffle=False)
+    assert len([*itertools.islice(begun.over(begun), 1)]) == 1
+    team = [ElasticSampler(range(10), 8, rank=rank, size=3, shuffle=False) for rank in range(3)]
+    for sampler in team:
+        sampler.load_state_dict(begun.state_dict())
+    assert [[*_next(sampler, 5)] for sampler in team] == [[([8], 0.0)], [([8], 1.5)], [([9], 1.5)]]
+
+
+def test_options_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="balance=True with rank= and size="):
+        ElasticSampler(DATA, BATCH, rank=0, size=2, balance=True)
+    with pytest.raises(ConfigError, match=r'balance with fixed_batch="per-worker".*choose one'):
+        ElasticSampler(DATA, BATCH, balance=True, fixed_batch="per-worker")
+    with pytest.raises(ConfigError, match="fixed_batch='worker', expected 'total' or 'per-worker'"):
+        ElasticSampler(DATA, BATCH, fixed_batch="worker")
+    with pytest.raises(ConfigError, match="balance_max=0, expected a whole number"):
+        ElasticSampler(DATA, BATCH, balance=True, balance_max=0)
+    monkeypatch.setenv("POSEIDON_FIXED_BATCH", "per-worker")
+    monkeypatch.setenv("POSEIDON_BALANCE_MAX", "7")
+    assert len(ElasticSampler(DATA, BATCH, rank=0, size=2)) == 5
+    saved = ElasticSampler(DATA, BATCH, rank=0, size=2).state_dict()
+    with pytest.raises(ConfigError, match="fixed_batch='total', but the position was saved with 'per-worker'"):
+        ElasticSampler(DATA, BATCH, rank=0, size=2, fixed_batch="total").load_state_dict(saved)
+    monkeypatch.delenv("POSEIDON_FIXED_BATCH")
+    alone = ElasticSampler(DATA, BATCH, balance=True)
+    with pytest.raises(ConfigError, match="a batch of 12 samples, but the workers hold at most 7"):
+        next(iter(alone.over(alone)))
+
+
+def test_a_balanced_sampler_of_one_worker_has_everything_and_equals_a_plain_one() -> None:
+    balanced, plain = ElasticSampler(DATA, BATCH, balance=True), ElasticSampler(DATA, BATCH, balance=False)
+    assert [*_next(balanced, 99)] == [*_next(plain, 99)]
+    assert balanced.state_dict() == plain.state_dict()
+
+
+def test_a_loader_of_something_else_is_noticed() -> None:
+    sampler = ElasticSampler(DATA, BATCH, rank=0, size=2)
+    with pytest.raises(ConfigError, match="more than the 9 batches of an epoch"):
+        [*sampler.over(range(10))]
+
+
+def test_a_stream_per_worker_continues_with_other_workers() -> None:
+    team = [ElasticStream(Numbers(), 4, rank=rank, size=3, fixed_batch="per-worker") for rank in range(3)]
+    begun = [_some(one, DataLoader(one, batch_size=None), 2) for one in team]
+    assert {len(batch) for batches in begun for batch in batches} == {4}
+    later = [ElasticStream(Numbers(), 4, rank=rank, size=2, fixed_batch="per-worker") for rank in range(2)]
+    for stream in later:
+        stream.load_state_dict(team[0].state_dict())
+    rest = [_some(one, DataLoader(one, batch_size=None), None) for one in later]
+    assert sorted(flat(batch.tolist() for batches in (*begun, *rest) for batch in batches)) == list(range(LENGTH))

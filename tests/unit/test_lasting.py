@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import poseidon
-from poseidon import api, data
+from poseidon import api
 from poseidon.checkpoints.memory import StepMemory, copy_over
+from poseidon.data import samplers
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job.cutting import NotedSockets
 
@@ -53,18 +54,21 @@ def test_state_that_would_be_lost_with_its_worker_is_refused(
 
 
 def test_batches_are_those_of_the_largest_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "this_job", FakeJob)
-    whole = data.ElasticSampler(range(11), 4, shuffle=False)
+    monkeypatch.setattr(samplers, "this_job", FakeJob)
+    whole = samplers.ElasticSampler(range(11), 4, shuffle=False)
     # A last batch of 3 could not be dealt to 4 workers, so there is none for one worker either.
     assert [*whole] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
     with pytest.raises(ConfigError, match="batch_size=3 for 4 workers"):
-        data.ElasticSampler(range(11), 3)
+        samplers.ElasticSampler(range(11), 3)
 
 
 def test_a_sampler_follows_the_job_unless_its_place_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, fixed = data.ElasticSampler(range(8), 4, shuffle=False), data.ElasticSampler(range(8), 4, rank=0, size=1)
+    sampler, fixed = (
+        samplers.ElasticSampler(range(8), 4, shuffle=False),
+        samplers.ElasticSampler(range(8), 4, rank=0, size=1),
+    )
     assert [*sampler] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    monkeypatch.setattr(data, "place", lambda *_: (1, 2))
+    monkeypatch.setattr(samplers, "place", lambda *_: (1, 2))
     assert [*sampler] == [[2, 3], [6, 7]]
     assert {len(share) for share in fixed} == {4}
 

@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 from poseidon.errors import ConfigError
 
 T = TypeVar("T")
+TOTAL, PER_WORKER = BATCHES = ("total", "per-worker")
+"""What the size of a batch may count: the samples of all workers or of one."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,13 @@ def trial_mode(text: str) -> str:
     return text
 
 
+def what_is_fixed(text: str) -> str:
+    """Return what a batch size counts."""
+    if text not in BATCHES:
+        raise ValueError(text)
+    return text
+
+
 def words(text: str) -> tuple[str, ...]:
     """Return words as a shell splits them."""
     return tuple(shlex.split(text))
@@ -100,6 +109,7 @@ NUMBER = Notation("a number", number)
 SWITCH = Notation("1 or 0", switch)
 TRIAL_MODE = Notation("1, 0 or fresh", trial_mode)
 STEPS = Notation("a range of steps such as 100:110", step_range)
+WHAT_IS_FIXED = Notation("total or per-worker", what_is_fixed)
 WORDS = Notation("words, quoted as in a shell", words)
 
 
@@ -253,6 +263,30 @@ TRACE: Variable[tuple[int, int] | None] = Variable(
     "team/watch.py",
     "Steps that workers of `poseidon run` record in full, such as `100:110`; `--trace` sets it.",
 )
+BALANCE = Variable(
+    "POSEIDON_BALANCE",
+    SWITCH,
+    False,
+    "data/samplers.py",
+    "Whether `ElasticSampler` divides batches by the workers' measured speeds; `--balance` sets it, and `balance=` "
+    "overrides it.",
+)
+BALANCE_MAX: Variable[int | None] = Variable(
+    "POSEIDON_BALANCE_MAX",
+    COUNT,
+    None,
+    "data/samplers.py",
+    "The largest share of a batch that this worker can hold, in samples; `--balance-max` sets it for all, a host's "
+    "`env` in the cluster file for one machine, and `balance_max=` overrides it.",
+)
+FIXED_BATCH = Variable(
+    "POSEIDON_FIXED_BATCH",
+    WHAT_IS_FIXED,
+    TOTAL,
+    "data/samplers.py",
+    "What the batch size of `ElasticSampler` counts, and what stays when workers come and go; `--fixed-batch` sets it, "
+    "and `fixed_batch=` overrides it.",
+)
 RUN = Variable(
     "POSEIDON_RUN",
     TEXT,
@@ -319,6 +353,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     TRACEBACK,
     FAILPOINTS,
     TRACE,
+    BALANCE,
+    BALANCE_MAX,
+    FIXED_BATCH,
     RUN,
     REPORT,
     ELASTIC,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from poseidon.errors import ConfigError
-from poseidon.job.settings import SECRET
+from poseidon.job.settings import BALANCE, SECRET
 from poseidon.launch import cause as causes
 from poseidon.launch import protocol, ssh
+from poseidon.launch.balance import BalanceNews
 from poseidon.launch.cause import Death
 from poseidon.launch.fleet import Fleet
 from poseidon.launch.hosts import Host
@@ -104,6 +105,7 @@ class Launcher:
         self._signal = 0
         """The first one that asked the job to end."""
         self._watching = Watching(self._places, settings.hang_timeout_s, time.monotonic())
+        self._balance = BalanceNews(BALANCE.read(settings.env))
         self._meeting: Meeting | None = None
         self._keeper: JobKeeper | None = None
         if settings.bounds is not None:
@@ -289,6 +291,8 @@ class Launcher:
             if facts:
                 self._watching.read_report(int(message["rank"]), facts, now)
                 self._observer.read_report(int(message["rank"]), facts, now)
+                if line := self._balance.hear(int(message["rank"]), facts):
+                    self._output.say(line)
         elif kind == protocol.STOPPED and self._keeper is not None:
             self._keeper.stopped(message, now)
         elif kind == protocol.READY and self._keeper is not None:
@@ -341,6 +345,8 @@ class Launcher:
         if ending.cause is not None:
             others = self._watching.where_others_stood(ending.cause.rank, time.monotonic())
             self._output.say(causes.explain(ending.cause, others))
+        elif line := self._balance.end():
+            self._output.say(line)
 
     def _say_what_is_left(self) -> None:
         for link in self._fleet.links:

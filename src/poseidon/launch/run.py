@@ -19,6 +19,7 @@ from poseidon.errors import ConfigError
 from poseidon.job.settings import STEPS, TRACE
 from poseidon.launch import ssh
 from poseidon.launch.auto_options import AUTO_OPTIONS
+from poseidon.launch.balance import add_balance_options, balance_variables
 from poseidon.launch.hosts import ClusterFile, Host, check_variable, parse_hosts, read_cluster_file, read_hostfile
 from poseidon.launch.join import Joined, find_starter, joined_environment
 from poseidon.launch.launcher import Ending, JobSettings, Launcher
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"log speed, loss and waits to {', '.join(TRACKERS)}: a folder, a project, an experiment; repeatable",
     )
     how.add_argument("--trace", type=STEPS.parse, metavar="A:B", help="record steps A up to B in full, for Perfetto")
+    add_balance_options(how)
     how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
     what = parser.add_argument_group("what")
     what.add_argument("--auto", action="store_true", help="distribute a script that was written for one device")
@@ -237,7 +239,7 @@ def make_settings(
         script=program.script,
         directory=directory,
         environ=dict(os.environ),
-        env=parse_variables(args.env or (), os.environ) | _trace_variable(args.trace),
+        env=parse_variables(args.env or (), os.environ) | option_variables(args),
         ssh=ssh.SshSettings.from_environment(),
         port=values["master_port"],
         hang_timeout_s=values["hang_timeout"],
@@ -245,8 +247,10 @@ def make_settings(
     )
 
 
-def _trace_variable(steps: tuple[int, int] | None) -> dict[str, str]:
-    return {} if steps is None else {TRACE.name: f"{steps[0]}:{steps[1]}"}
+def option_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that pass options on to the workers. Pure."""
+    traced = {} if args.trace is None else {TRACE.name: f"{args.trace[0]}:{args.trace[1]}"}
+    return traced | balance_variables(args)
 
 
 def complete_host(host: Host, values: Mapping[str, object]) -> Host:
@@ -385,10 +389,12 @@ def _introduce(
     hosts = ", ".join(f"{host.name}:{host.slots}" for host in settings.hosts)
     rows = {"hosts": Chosen(hosts, source), **chosen}
     rows["log_dir"] = Chosen(log_dir or "none", chosen["log_dir"].origin)
-    given = [name for name in settings.env if name != TRACE.name]
+    options = option_variables(args)
+    given = [name for name in settings.env if name not in options]
     rows |= {"env": Chosen(",".join(given), "argument --env")} if given else {}
-    if args.trace is not None:
-        rows["trace"] = Chosen(settings.env[TRACE.name], "argument --trace")
+    for variable, value in options.items():
+        name = variable.removeprefix("POSEIDON_").lower()
+        rows[name] = Chosen(value, f"argument --{name.replace('_', '-')}")
     count = sum(host.slots for host in settings.hosts)
     command = " ".join(settings.argv)
     return f"{count} worker{'s' * (count > 1)}: {command}\n{show(rows)}"
@@ -408,7 +414,7 @@ def _join(joined: Joined, program: Program, args: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         argv = [sys.executable, *program.argv]
-        os.execve(sys.executable, argv, joined_environment(joined, os.environ))
+        os.execve(sys.executable, argv, joined_environment(joined, {**os.environ, **option_variables(args)}))
     chosen = resolve(vars(args), {}, "", os.environ)
     cluster = ClusterFile((Host("localhost", slots=joined.share.workers),))
     settings = replace(make_settings(args, program, cluster, chosen), share=joined.share)

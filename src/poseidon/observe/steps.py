@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 STARTING, FORWARD, BACKWARD, ENDING, BETWEEN = range(5)
@@ -69,6 +69,8 @@ class StepClock:
         self.waits_s: dict[str, float] = {}
         self.waiting: tuple[str, float] | None = None
         """The wait under way: what for, since when."""
+        self.settle: Callable[[], None] | None = None
+        """Called before a wait: completes what the worker's own device has still to do, which is no wait for others."""
         self.spans: list[tuple[str, str, float, float]] | None = None
         """Of a step that is recorded in full: kind, name, begin and end; None while none is."""
         self.spans_step = 0
@@ -108,6 +110,8 @@ class StepClock:
         """Note that a wait for others begins, and return when; nothing (0) on a thread of Poseidon's own."""
         if threading.current_thread().name.startswith("poseidon-"):
             return 0.0
+        if self.settle is not None:
+            self.settle()
         now = time.monotonic()
         self.waiting = (what, now)
         return now

@@ -282,7 +282,7 @@ def _blame_machine(
     return JobVerdict(
         Cause.SLOW,
         f"limited by {who}, {ratio}",
-        "check its clock rate, cooling and power, or give it a smaller batch",
+        "check its clock rate, cooling and power, or give it a smaller share of the batch (--balance)",
         slow.host,
         slow.rank,
         is_sure,

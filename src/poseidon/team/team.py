@@ -223,8 +223,14 @@ class Team:
     def wait_for(self, work: Any, tensor: Tensor, what: str, peer: int | None = None) -> None:
         """Wait for a collective on ``tensor``; with NCCL only the CUDA stream waits, and the watch enforces the end."""
         if tensor.is_cuda and self.is_nccl:
+            clock = self.watch.clock
+            settle = None if clock is None else clock.settle
+            began = clock.begin_wait(what) if clock is not None and settle is not None else 0.0
             work.wait()
             self.watch.guard(work, what)
+            if clock is not None and settle is not None:
+                settle()  # only so can it be told what was waited for
+                clock.end_wait(what, began)
         else:
             self.wait(work, what, peer)
 

@@ -20,6 +20,7 @@ from poseidon.job import tell as report
 from poseidon.job.closing import Stage, at_exit
 from poseidon.job.elastic import this_job
 from poseidon.observe.recorder import Recorder
+from poseidon.observe.steps import StepClock
 from poseidon.team.life import BEAT_S, PHASES, SILENT_BEATS, Beat, Life
 from poseidon.team.membership import Membership
 from poseidon.team.pulse import Pulse, waiting_call
@@ -40,6 +41,9 @@ _OPEN: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 _RECORDERS: list[Recorder] = []
 """This process's recorder, from its first watch on, if a launcher listens."""
+
+_CLOCKS: list[StepClock] = []
+"""This process's clock where it has no recorder, if somebody wants to know its waits."""
 
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
@@ -76,7 +80,7 @@ class Watch:
         self._waits: dict[int, str] = {}
         self.recorder = _find_recorder(mesh)
         """Adds up where this worker's time goes; None where nobody listens."""
-        self.clock = None if self.recorder is None else self.recorder.clock
+        self.clock = next(iter(_CLOCKS), None) if self.recorder is None else self.recorder.clock
         self._numbers = itertools.count(1)
         self._give_up = give_up or _end_process
         self._loss: WorkerLostError | None = None
@@ -296,6 +300,17 @@ def first_line(error: BaseException) -> str:
     """Return an error's class and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def keep_clock() -> StepClock:
+    """Return the clock that adds up this process's waits for others; makes one where nobody else listens."""
+    if _RECORDERS:
+        return _RECORDERS[0].clock
+    if not _CLOCKS:
+        _CLOCKS.append(StepClock(time.monotonic()))
+        for watch in list(_OPEN):
+            watch.clock = watch.clock or _CLOCKS[0]
+    return _CLOCKS[0]
 
 
 def _find_recorder(mesh: Mesh) -> Recorder | None:
