@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from poseidon import data
+from poseidon.data import samplers
 from poseidon.launch.countdown import Countdown, clock, find_goal
 from poseidon.launch.observing import LINE_S, JobObserver
 from poseidon.launch.places import Place
@@ -122,7 +123,7 @@ def test_nothing_is_said_of_a_program_that_only_prints() -> None:
 
 def test_a_sampler_tells_what_is_left_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(data, "tell", lambda **facts: told.append(facts))
+    monkeypatch.setattr(samplers, "tell", lambda **facts: told.append(facts))
     sampler = data.ElasticSampler(range(20), batch_size=4)
     loader = torch.utils.data.DataLoader(list(range(20)), batch_sampler=sampler)
     for _ in range(2):
