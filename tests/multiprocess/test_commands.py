@@ -30,6 +30,16 @@ def test_quickstart_gives_the_same_accuracy_with_one_worker(capfd: pytest.Captur
     assert shown[-1] == re.findall(r"^1 .*% +([\d.]+)", out, flags=re.MULTILINE)[0], "two different losses were shown"
 
 
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "poseidon", "completion", "bash"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert b"Traceback" not in process.stderr.read()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
