@@ -71,6 +71,38 @@ def unknown_name(what: str, seen: str, known: list[str] | tuple[str, ...]) -> Co
     return ConfigError(f"unknown {what} {seen!r}{meant} known: {', '.join(sorted(known))}")
 
 
+EXTRAS = {
+    "pyroute2": ("pyroute2", "lab"),
+    "matplotlib": ("matplotlib", "lab"),
+    "google": ("protobuf", "caffe"),
+    "lmdb": ("lmdb", "caffe"),
+    "h5py": ("h5py", "caffe"),
+    "cv2": ("opencv-python-headless", "caffe"),
+    "PIL": ("pillow", "caffe"),
+    "scipy": ("scipy", "caffe"),
+    "tensorflow": ("tensorflow-cpu", "tensorflow"),
+    "keras": ("keras", "tensorflow"),
+    "jax": ("jax", "jax"),
+    "lightning": ("lightning", "trainers"),
+    "accelerate": ("accelerate", "trainers"),
+    "mlxtend": ("mlxtend", "examples"),
+    "sklearn": ("scikit-learn", "examples"),
+}
+"""Modules of optional packages: the package, and the extra that brings it."""
+
+
+def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return the error for a module of an optional package; None if the module is none of these."""
+    found = EXTRAS.get((error.name or "").partition(".")[0])
+    if found is None:
+        return None
+    package, extra = found
+    return ConfigError(
+        f"this needs the package {package}, which is not installed; the extra {extra!r} brings it: "
+        f"pip install '.[{extra}]' in the checkout, or pip install {package}"
+    )
+
+
 def describe(error: BaseException) -> str:
     """Return an error's text; with its kind, unless it was raised on purpose."""
     return str(error) if isinstance(error, PoseidonError) else f"{type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from made_runs import make_run
 from poseidon.cli.main import main
 from poseidon.launch.local import run_workers
 
@@ -28,6 +29,16 @@ def test_quickstart_gives_the_same_accuracy_with_one_worker(capfd: pytest.Captur
     assert float(one[1]) > 70
     shown = re.findall(r"loss ([\d.]+)$", progress, flags=re.MULTILINE)
     assert shown[-1] == re.findall(r"^1 .*% +([\d.]+)", out, flags=re.MULTILINE)[0], "two different losses were shown"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "poseidon", "status", str(make_run(tmp_path / "run")), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert b"Traceback" not in process.stderr.read()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 import argparse
+import json
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import poseidon
 from poseidon.cli import main as cli
-from poseidon.errors import ConfigError, WorkerLostError
+from poseidon.cli.parser import suggest
+from poseidon.errors import EXTRAS, ConfigError, WorkerLostError
 
 
 class Command(ModuleType):
@@ -131,3 +135,54 @@ def test_a_command_is_loaded_only_when_asked_for(command: Command, monkeypatch: 
     monkeypatch.setattr("poseidon.cli.main.importlib.import_module", load)
     cli.main(["greet", "ape"])
     assert loaded == ["poseidon.launch.greet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["greet", "you", "--statsu", "3"], "did you mean --status?"),
+        (["lab", "statis"], "did you mean status?"),
+        (["lab", "up", "--machins=3"], "did you mean --machines?"),
+        (["completion", "bsh"], "did you mean bash?"),
+        (["run", "--nprc", "2", "train.py"], "did you mean --nproc?"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_named(
+    words: list[str], meant: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.rstrip().endswith(meant)
+    assert command.names == []
+
+
+def test_nothing_is_suggested_for_what_is_far_from_everything() -> None:
+    assert suggest("unrecognized arguments: --zzzzz x", ["--status", "--machines"]) == ""
+    assert suggest("the following arguments are required: model", ["--model"]) == ""
+
+
+def test_a_missing_package_is_named_with_its_extra(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command.error = ModuleNotFoundError("No module named 'google'", name="google.protobuf")
+    assert cli.main(["greet", "you"]) == 1
+    said = capsys.readouterr().err
+    assert "the package protobuf, which is not installed; the extra 'caffe' brings it" in said
+    command.error = ModuleNotFoundError("No module named 'mine'", name="mine")
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["greet", "you"])
+
+
+def test_extras_are_those_of_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRAS.values():
+        assert any(re.match(rf"{package}\b", line) for line in project["optional-dependencies"][extra]), (
+            package,
+            extra,
+        )
+
+
+@pytest.mark.parametrize("words", [["plan", "lenet", "--json"], ["simulate", "lenet", "--machines", "2", "--json"]])
+def test_json_prints(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--device-gflops", "100"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from poseidon.errors import PoseidonError, unknown_name
+from poseidon.cli.parser import CommandParser
+from poseidon.errors import PoseidonError, missing_package, unknown_name
 from poseidon.job import closing
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -65,14 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     module_name, summary = COMMANDS[name]
     try:
         command = importlib.import_module(module_name)
-        subparser = argparse.ArgumentParser(prog=f"poseidon {name}", description=summary)
+        subparser = CommandParser(prog=f"poseidon {name}", description=summary)
         command.add_arguments(subparser)
-        return int(command.run(subparser.parse_args(arguments[1:])))
+        status = int(command.run(subparser.parse_args(arguments[1:])))
+        sys.stdout.flush()
+        return status
     except PoseidonError as error:
         if os.environ.get("POSEIDON_TRACEBACK"):
             traceback.print_exc()
         print(f"poseidon {name}: {error}", file=sys.stderr)
         return error.exit_status
+    except ModuleNotFoundError as error:
+        known = missing_package(error)
+        if known is None:
+            raise
+        print(f"poseidon {name}: {known}", file=sys.stderr)
+        return known.exit_status
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). What is still buffered must go somewhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"poseidon {name}: interrupted", file=sys.stderr)
         return 130

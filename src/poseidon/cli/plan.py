@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems = ", ".join(SYSTEMS)
     parser.add_argument("--system", default="poseidon", help=f"what is predicted, of: {systems} (default: poseidon)")
     parser.add_argument(
-        "--json", type=Path, help="also write the plan and the prediction to this file; -: print that, and nothing else"
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="print plan and prediction as JSON, and nothing else; with a FILE: also write them there",
     )
 
 

@@ -135,6 +135,11 @@ def _train(args: argparse.Namespace, workers: int, result: Path) -> dict[str, fl
     # Threads that spin while they wait would make one worker crawl on a machine that is busy with something else.
     status = run_workers(command, workers, {"OMP_WAIT_POLICY": "passive", **os.environ})
     if status != 0:
-        raise PoseidonError(f"training with {workers} worker(s) ended with status {status}; its output above says why")
+        error = PoseidonError(
+            f"training with {workers} worker(s) ended with status {status}; its output above says why"
+        )
+        if status > 128:  # a signal ended it, and maybe was meant for all
+            error.exit_status = status
+        raise error
     data: dict[str, float] = json.loads(result.read_text())
     return data

@@ -53,7 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     uneven.add_argument("--seed", type=int, default=0, help="of the random delays")
     uneven.add_argument("--steps", type=int, help="simulated steps (default: 5; 30 with --straggle or --consistency)")
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--json", type=Path, help="write all figures to this file; -: print them, and nothing else")
+    out.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="print all figures as JSON, and nothing else; with a FILE: write them there",
+    )
     out.add_argument("--picture", type=Path, help="write speedup curves to this PNG file")
     out.add_argument(
         "--timeline", type=Path, help="write the timeline of device and network card there to this PNG file"

@@ -78,7 +78,10 @@ def open_netlink() -> IPRoute:
     try:
         from pyroute2 import IPRoute
     except ImportError:
-        raise ConfigError("the lab needs pyroute2: pip install pyroute2") from None
+        raise ConfigError(
+            "the lab needs pyroute2, which the extra 'lab' brings: pip install '.[lab]' in the checkout, "
+            "or pip install pyroute2"
+        ) from None
     return IPRoute()
 
 

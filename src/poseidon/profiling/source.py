@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import statistics
@@ -132,9 +133,11 @@ def load_model(name: str, batch: int) -> tuple[Any, Any]:
         return network.model, network.batch(batch)[0]
     module_name, _, attribute = name.partition(":")
     if not attribute:
+        near = difflib.get_close_matches(name, zoo.names(), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"{name!r} is neither module:callable nor a .prototxt nor a profile's .json nor in the zoo; the zoo has "
-            f"{', '.join(zoo.names())}"
+            f"{meant}{name!r} is neither module:callable nor a .prototxt nor a profile's .json nor in the zoo; "
+            f"the zoo has {', '.join(zoo.names())}"
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
