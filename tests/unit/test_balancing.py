@@ -177,15 +177,13 @@ def test_waits_are_no_work_and_what_the_device_has_to_do_is(monkeypatch: pytest.
     began = clock.begin_wait("a mean")
     clock.end_wait("a mean", began)
     assert settled == [True]
-    (worker,) = workers = [Worker(0, 0, 1.0)]
+    worker, _ = workers = [Worker(0, 0, 1.0), Worker(1, 0, 1.0)]
     monkeypatch.setattr(balancing, "keep_clock", lambda: clock)
-    enter = _start(monkeypatch, workers)
-    enter(worker)
+    _start(monkeypatch, workers)(worker)
     worker.go_on(9)
-    clock.waited("a mean", 0.0, 40.0)
+    clock.waited("a mean", 0.0, 20.0)
     worker.go_on(9)
-    laps = worker.balancer._laps
-    assert laps.take() == pytest.approx((BATCH * 1.0 - 40.0) / BATCH)
+    assert worker.balancer._laps.take() == pytest.approx((30 * 1.0 - 20.0) / 30)
 
 
 def test_a_program_that_does_not_weight_unequal_shares_is_told_once(

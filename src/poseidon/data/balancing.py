@@ -122,11 +122,13 @@ class Balancer:
             self._has_exchanged = True
             if not is_weighted:
                 self._warn_of_weights()
+        if self._team is None:
+            return
         # The first batch of a pass takes as long as its loader needs to start.
         self._laps.add(samples, self._since[0] - began - (self._since[1] - waited), is_usual and not self._is_first)
         self._is_first = False
         self._largest = max(self._largest, samples)
-        if self._team is not None and len(self._laps) >= EVERY:
+        if len(self._laps) >= EVERY:
             with self._lock:
                 self._tell(self._team)
 
