@@ -1,10 +1,10 @@
 """Machines of different speeds in one job: how much of their summed speed is reached, with and without ``--balance``.
 
-Usage: python benchmarks/balance.py [--speeds 1,1,0.5,0.25] [--steps 100] [--modes wrapper,distribute]
+Usage: python benchmarks/balance.py [--speeds 1,1,0.5,0.25] [--steps 60] [--modes wrapper,distribute]
 
 Workers on this machine train a small model in double precision. Each sample takes ``--sample-ms`` divided by the
 worker's speed, a third of it in forward and the rest in backward; the processor stays free meanwhile, so a few cores
-are enough. The speed is that of the last half of the steps. Beside it torch's DistributedDataParallel with equal
+are enough. The speed is that of the last third of the steps. Beside it torch's DistributedDataParallel with equal
 shares. At the end, the parameters of every run are compared with those of one worker alone.
 """
 
@@ -37,9 +37,9 @@ def main() -> int:
     """Run all systems one after the other; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speeds", default="1,1,0.5,0.25", help="of the workers, relative to each other")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=128, help="samples per step of all workers together")
-    parser.add_argument("--sample-ms", type=float, default=8.0, help="of a worker of speed 1")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=256, help="samples per step of all workers together")
+    parser.add_argument("--sample-ms", type=float, default=6.0, help="of a worker of speed 1")
     parser.add_argument("--modes", default="wrapper,distribute")
     parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -141,7 +141,7 @@ def work(options: argparse.Namespace) -> None:
     step, used, share, began = 0, 0, 0, 0.0
     while step < options.steps:
         for x, y in sampler.over(loader):
-            if step == options.steps // 2:
+            if step == options.steps * 2 // 3:
                 used, began = 0, time.perf_counter()
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y) * sampler.weight

@@ -68,7 +68,6 @@ class Worker:
     def __init__(self, rank: int, ahead: int, pace_s: float) -> None:
         self.rank = rank
         self.balancer = Balancer(None)
-        self.balancer._has_exchanged = True
         self.dealt: list[tuple[int, ...]] = []
         self.now_s = 0.0
         self.used = 0
@@ -97,8 +96,10 @@ class Worker:
 
 def _start(monkeypatch: pytest.MonkeyPatch, workers: Sequence[Worker]) -> Callable[[Worker], None]:
     """Let the workers meet; return how to make one of them the process under way."""
-    room, clock, here = Room(len(workers)), SimpleNamespace(), [workers[0]]
+    room, clock, here, steps = Room(len(workers)), SimpleNamespace(), [workers[0]], StepClock(0.0)
+    steps.steps = 1
     clock.monotonic = lambda: here[0].now_s
+    monkeypatch.setattr(balancing, "keep_clock", lambda: steps)
     monkeypatch.setattr(balancing, "time", clock)
     monkeypatch.setattr(balancing, "Team", lambda _group: PretendTeam(room, here[0].rank))
     monkeypatch.setattr(
@@ -177,23 +178,22 @@ def test_waits_are_no_work_and_what_the_device_has_to_do_is(monkeypatch: pytest.
     began = clock.begin_wait("a mean")
     clock.end_wait("a mean", began)
     assert settled == [True]
-    (worker,) = workers = [Worker(0, 0, 1.0)]
+    worker, _ = workers = [Worker(0, 0, 1.0), Worker(1, 0, 1.0)]
+    _start(monkeypatch, workers)(worker)
     monkeypatch.setattr(balancing, "keep_clock", lambda: clock)
-    enter = _start(monkeypatch, workers)
-    enter(worker)
     worker.go_on(9)
-    clock.waited("a mean", 0.0, 40.0)
+    clock.waited("a mean", 0.0, 20.0)
     worker.go_on(9)
-    laps = worker.balancer._laps
-    assert laps.take() == pytest.approx((BATCH * 1.0 - 40.0) / BATCH)
+    assert worker.balancer._laps.take() == pytest.approx((30 * 1.0 - 20.0) / 30)
 
 
 def test_a_program_that_does_not_weight_unequal_shares_is_told_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     clock, workers = StepClock(0.0), [Worker(0, 0, 1.0), Worker(1, 0, 3.0)]
-    monkeypatch.setattr(balancing, "keep_clock", lambda: clock)
     enter = _start(monkeypatch, workers)
+    clock.steps = 1
+    monkeypatch.setattr(balancing, "keep_clock", lambda: clock)
     for number in range(60):
         for worker in workers:
             enter(worker)
@@ -211,13 +211,13 @@ def test_without_exchanges_of_ours_shares_stay_equal_and_that_is_said(
 ) -> None:
     workers = [Worker(0, 0, 1.0), Worker(1, 0, 3.0)]
     enter = _start(monkeypatch, workers)
+    monkeypatch.setattr(balancing, "keep_clock", lambda: StepClock(0.0))
     for worker in workers * 40:
-        worker.balancer._has_exchanged = False
         enter(worker)
         worker.go_on(99)
     assert set(workers[0].dealt) == {(30, 30)}
     (warning,) = recwarn
-    assert "balance: shares stay equal, because Poseidon does not exchange the gradients" in str(warning.message)
+    assert "balance: shares stay as they are, since Poseidon has exchanged no gradients" in str(warning.message)
 
 
 def test_bounds_that_cannot_hold_a_batch_are_refused() -> None:

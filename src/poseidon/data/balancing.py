@@ -48,10 +48,8 @@ class Balancer:
         self._lock = threading.RLock()
         self._team: Team | None = None
         self._has_warned = False
-        self._has_exchanged = False
-        """Whether gradients were exchanged by Poseidon: other waits for workers cannot be told from work."""
         self._in_vain = 0
-        """How often there was nothing to tell, because they were not."""
+        """How often there was nothing to tell."""
         self._closing: weakref.finalize[..., Balancer] | None = None
         self._reset()
         live_on(self)
@@ -118,15 +116,15 @@ class Balancer:
         """
         began, waited, steps = self._since
         self._restart_lap()
-        if self._since[2] > steps:
-            self._has_exchanged = True
-            if not is_weighted:
-                self._warn_of_weights()
+        if self._since[2] > steps and not is_weighted:
+            self._warn_of_weights()
+        if self._team is None:
+            return
         # The first batch of a pass takes as long as its loader needs to start.
         self._laps.add(samples, self._since[0] - began - (self._since[1] - waited), is_usual and not self._is_first)
         self._is_first = False
         self._largest = max(self._largest, samples)
-        if self._team is not None and len(self._laps) >= EVERY:
+        if len(self._laps) >= EVERY:
             with self._lock:
                 self._tell(self._team)
 
@@ -149,12 +147,12 @@ class Balancer:
             self._settle()
         assert self._balance is not None
         pace_s = self._laps.take()
-        if not self._has_exchanged:
+        if not self._since[2]:  # waits in exchanges that are not Poseidon's cannot be told from work
             pace_s, self._in_vain = 0.0, self._in_vain + 1
             if self._in_vain == MOST_IN_VAIN:
                 self._warn(
-                    "shares stay equal, because Poseidon does not exchange the gradients and so cannot tell work from "
-                    "waits; use poseidon.DistributedDataParallel or poseidon.distribute"
+                    "shares stay as they are, since Poseidon has exchanged no gradients so far and cannot tell work "
+                    "from waits; use poseidon.DistributedDataParallel or poseidon.distribute"
                 )
         words = [*self._report(pace_s), self.handed, self._dealt, digest(self._balance.shares)]
         self._pending = self._dealt + AHEAD, team.start_gather(words)

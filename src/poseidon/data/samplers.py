@@ -268,6 +268,8 @@ class ElasticSampler(Position, Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; data that would be dealt otherwise than before are refused."""
         super().load_state_dict(state)
+        if "seen" not in state:  # as earlier versions have saved it
+            self._seen = cut_epoch(self._length, self.batch_size, self._most, self._drops_last)[self.done]
         self._recut()
 
     def _take_place(self) -> None:
