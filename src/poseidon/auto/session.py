@@ -11,8 +11,9 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -191,10 +192,25 @@ def _alone(patches: Patches) -> Iterator[None]:
     for name in hidden:
         del os.environ[name]
     patches.wrap(dist, "init_process_group", _refuse_group)
+    patches.wrap(dist, "is_initialized", lambda original: _is_ours() and original())
+    for name in ("get_rank", "get_world_size"):
+        patches.wrap(dist, name, _ask_group)
     try:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def _is_ours() -> bool:
+    """Whether a patched function of torch was called by this package or torch, and not by the script's libraries."""
+    frame = sys._getframe(3)  # beyond this, the patch and its wrapper
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in ("poseidon", "torch")
+
+
+def _ask_group(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    if not _is_ours():
+        raise ValueError("Default process group has not been initialized: this script runs as if alone (--auto).")
+    return original(*args, **kwargs)
 
 
 def _refuse_group(*_: object, **__: object) -> None:
