@@ -31,7 +31,6 @@ ALL = (
     ("trl_sft.py", "1"),
     ("trl_sft.py", "2", "bf16"),
     ("trl_sft.py", "2", "lora"),
-    ("trl_sft.py", "1", "packed"),
     ("lightning_fit.py",),
     ("lightning_fit.py", "accumulate", "middle"),
     ("accelerate_loop.py",),

@@ -1,4 +1,4 @@
-# TRL's SFTTrainer with a tokenizer made on the spot: trl_sft.py ACCUMULATED [lora] [packed] [bf16]
+# TRL's SFTTrainer with a tokenizer made on the spot: trl_sft.py ACCUMULATED [lora] [bf16]
 import sys
 
 from datasets import Dataset
@@ -46,12 +46,10 @@ trainer = SFTTrainer(
         learning_rate=4.0 if adapters else 0.2,
         optim="sgd",
         bf16="bf16" in more,
-        packing="packed" in more,
         max_length=32,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        gradient_checkpointing="checkpointed" in more,
     ),
     train_dataset=made(48, 1),
     eval_dataset=made(20, 2),

@@ -23,7 +23,7 @@ from poseidon.auto.files import Overlay
 from poseidon.auto.frameworks import Frameworks
 from poseidon.auto.gradients import TorchGradients
 from poseidon.auto.loaders import Loaders
-from poseidon.auto.losses import SameLoss
+from poseidon.auto.losses import SameLoss, tell_of_own_losses
 from poseidon.auto.output import silence
 from poseidon.auto.owners import Census
 from poseidon.auto.private.moving import move_between_disks
@@ -110,6 +110,8 @@ def _install(
     usage.install(patches)
     if same_loss is not None:
         same_loss.install(patches)
+    else:
+        tell_of_own_losses(patches, step, report)
     loaders.install(patches)
     if options.evaluation != "full":
         SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
