@@ -117,7 +117,7 @@ STRANGERS = (
     Stranger("compiled.py", words=("loss",)),
     Stranger("plateau_by_training.py", "refused", says="--same-loss"),
     Stranger("by_functions.py", "refused", words=("grad",), says="no backward followed"),
-    Stranger("by_functions.py", "refused", words=("func",), says="no backward followed"),
+    Stranger("by_functions.py", "told", words=("func",), says="nothing was averaged"),
 )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from poseidon.auto.step import ScriptStep
@@ -113,7 +114,8 @@ def tell_of_own_losses(patches: Patches, step: ScriptStep, report: ScriptReport)
     """Say, when a script first reads the loss of its part of a batch, whose number that is."""
 
     def read(original: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        if step.is_dealt and tensor.grad_fn is not None and not _is_called_by_us():
+        is_seen = step.is_dealt and not torch.compiler.is_compiling()
+        if is_seen and tensor.grad_fn is not None and not _is_called_by_us():
             report.say(
                 "a loss that the script reads, and other numbers that it computes from training batches, are those of "
                 "this worker's part (--same-loss: losses are the workers' mean)"

@@ -81,8 +81,8 @@ class Usage:
         handed = HandedBatch(source, share, tuple(map(weakref.ref, tensors)), samples, values, is_alive)
         if samples == 1 and share.is_dealt and share.portion is not None and share.portion.samples > 1:
             self._report.say(
-                "a loader joins the samples of a batch into one row: where they see each other in it (attention that is "
-                "not masked), --batch total is not exact"
+                "a loader joins the samples of a batch into one row: where they see each other in it (attention "
+                "without a mask), --batch total is not exact"
             )
         self._put_away(source)
         if torch.is_grad_enabled():
