@@ -249,7 +249,8 @@ class Engines:
         return owner
 
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._step.is_forked:
+        # A forward that torch.compile is tracing must not trace our work: the engine then comes before backward.
+        if torch.is_grad_enabled() and not self._step.is_forked and not torch.compiler.is_compiling():
             self._attach_pending()
 
     def _stop_waiting(self) -> None:

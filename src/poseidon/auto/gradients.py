@@ -8,6 +8,7 @@ script sets itself in ``optimizer.step()``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from poseidon.auto.averaging import are_alike, average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import SameLoss
+from poseidon.auto.mixing import find_mixing
 from poseidon.auto.reductions import Counts, describe, pack, read_terms, weigh
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
@@ -32,6 +34,9 @@ from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.team.team import Team
+
+_LOOKS = 20
+"""How often to look where samples meet, in batches of one size: a term may join the loss later."""
 
 
 class TorchGradients:
@@ -58,6 +63,8 @@ class TorchGradients:
         self._is_total = options.batch == "total"
         self._reads_losses = self._is_total and options.loss == "auto"
         self._counts = Counts()
+        self._looked: Counter[tuple[int, int]] = Counter()
+        """How often graphs were searched, by the number of losses and of samples."""
         self._loss_weight: float | None = None
         """Factor of the last loss, if it is not the step's."""
         self._rate = float(team.size) if options.scale_lr else 1.0
@@ -189,9 +196,12 @@ class TorchGradients:
         """Scale the terms of a loss that are not means over samples. Collective, if a batch was divided."""
         self._loss_weight = None
         portion = self._step.portion
-        if portion is None or not self._reads_losses:
+        if portion is None or not self._is_total:
             return []
         losses = [output for output in outputs if isinstance(output, Tensor)]
+        self._say_what_mixes(losses, portion.samples)
+        if not self._reads_losses:
+            return []
         terms = read_terms(losses[0], portion.samples, portion.total) if len(losses) == 1 else []
         rows = self._team.gather_ints(pack(terms, portion.real), "what the loss is a mean over")
         factors = weigh(terms, rows, portion, self._counts)
@@ -204,6 +214,19 @@ class TorchGradients:
             if self._step.weight and factor != self._step.weight:
                 handles.append(term.node.register_prehook(_scaling(factor / self._step.weight)))
         return handles
+
+    def _say_what_mixes(self, losses: Sequence[Tensor], samples: int) -> None:
+        """Say where samples meet, so that no weights make the parts of a batch what the whole is."""
+        key = (len(losses), samples)
+        self._looked[key] += 1
+        if self._looked[key] > _LOOKS:
+            return
+        for loss in losses:
+            for finding in find_mixing(loss, samples):
+                self._report.say(
+                    f"{finding}: with a batch divided between workers this is not what one machine computes, so "
+                    "--batch total is not exact here"
+                )
 
     def _weighted(self, outputs: Sequence[Any], given: Any) -> Any:
         weight = self._step.weight
@@ -229,7 +252,11 @@ class TorchGradients:
 
 
 def _scaling(factor: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
-    return lambda gradients: tuple(None if gradient is None else gradient * factor for gradient in gradients)
+    def scale(gradient: Tensor) -> Tensor:
+        # A part without any target divides by none; its gradient is then no number, and counts nothing.
+        return gradient * factor if factor else torch.zeros_like(gradient)
+
+    return lambda gradients: tuple(None if gradient is None else scale(gradient) for gradient in gradients)
 
 
 def _scaled(output: Tensor, grad: Tensor | None, weight: float) -> Tensor | None:

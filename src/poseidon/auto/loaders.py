@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from poseidon.auto.engines import Engines
 from poseidon.auto.losses import END, PASS, SameLoss
 from poseidon.auto.passes import BatchShare, LoaderPass, PassPurpose, find_miscount
 from poseidon.auto.usage import Usage
+from poseidon.engine.outputs import tensors_in
 from poseidon.errors import MismatchError
 from poseidon.following.naming import find_name, find_place, is_called_by_keras, is_fetched_ahead
 from poseidon.following.options import AutoOptions
@@ -98,6 +100,14 @@ class LoaderDeal:
         assert self.batch is not None
         start, stop = self.dealer.bounds(self.batch)
         return stop - start if self.divides else self.batch
+
+    def weigh(self, share: BatchShare, batch: Any) -> BatchShare:
+        """Weigh a full batch that a loader process has cut, which cannot say what it is of the script's batch."""
+        if not (share.is_dealt and self.is_apart and self.divides and self.batch):
+            return share
+        samples = next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
+        is_full = samples == self.local_batch()
+        return replace(share, weight=samples * self.dealer.size / self.batch) if is_full else share
 
 
 class DealtSampler:
@@ -303,7 +313,7 @@ class Loaders:
 
     def hand_over(self, deal: LoaderDeal, now: LoaderPass, batch: Any, delivery: weakref.ref[Delivery]) -> None:
         """Note that the script gets a batch."""
-        share = now.hand_over()
+        share = deal.weigh(now.hand_over(), batch)
         if share.is_dealt:
             self.streams.part()
             self._engines.look_for_strangers()

@@ -9,10 +9,12 @@ something else is an error on all of them, at once, instead of a wait that never
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from poseidon.auto.step import ScriptStep
@@ -106,6 +108,27 @@ class SameLoss:
         if len(self._losses) > _KEPT:
             del self._losses[next(iter(self._losses))]
         return loss
+
+
+def tell_of_own_losses(patches: Patches, step: ScriptStep, report: ScriptReport) -> None:
+    """Say, when a script first reads the loss of its part of a batch, whose number that is."""
+
+    def read(original: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        is_seen = step.is_dealt and not torch.compiler.is_compiling()
+        if is_seen and tensor.grad_fn is not None and not _is_called_by_us():
+            report.say(
+                "a loss that the script reads, and other numbers that it computes from training batches, are those of "
+                "this worker's part (--same-loss: losses are the workers' mean)"
+            )
+        return original(tensor)
+
+    for name in ("item", "__float__"):
+        patches.wrap(Tensor, name, read)
+
+
+def _is_called_by_us() -> bool:
+    frame = sys._getframe(3)  # beyond this, the function above and the patch
+    return str(frame.f_globals.get("__name__", "")).startswith("poseidon.")
 
 
 def find_difference(rows: Sequence[Sequence[int]]) -> str | None:

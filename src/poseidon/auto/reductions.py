@@ -12,31 +12,37 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-_PASSING = {
+PASSING = {
     "AddBackward0",
+    "AddBackward1",
     "AliasBackward0",
     "CatBackward0",
     "CloneBackward0",
     "NegBackward0",
     "ReshapeAliasBackward0",
+    "RsubBackward0",
+    "RsubBackward1",
     "SelectBackward0",
     "SqueezeBackward0",
     "SqueezeBackward1",
     "StackBackward0",
     "SubBackward0",
+    "SubBackward1",
     "ToCopyBackward0",
     "UnsqueezeBackward0",
     "ViewBackward0",
 }
 """Operations on single values that pass a gradient on."""
-_ELEMENTWISE = _PASSING | {"AbsBackward0", "DivBackward0", "ExpBackward0", "MulBackward0", "PowBackward0", "TBackward0"}
+_ELEMENTWISE = PASSING | {"AbsBackward0", "DivBackward0", "ExpBackward0", "MulBackward0", "PowBackward0", "TBackward0"}
 _PRODUCTS = ("Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mkldnn", "Mm", "Mv")
 _MEAN, _SUM = 1, 2
 """torch's numbers for reductions."""
+_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0")
 _FEW = 200
 """Nodes to look at for one loss."""
 _SURE = 8
@@ -66,6 +72,12 @@ class LossTerm:
     def form(self) -> int:
         """A number for what workers must have in common."""
         return 1 + self.is_sum + 2 * (self.count is not None)
+
+
+class _Divisor(NamedTuple):
+    value: float
+    is_measured: bool
+    """Whether the script computed it as a tensor."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,8 @@ def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Por
             factor = (term.count or 0.0) * portion.real * portion.workers / total
         else:
             factor = portion.real * portion.workers if term.is_sum else portion.weight
+        if math.isclose(factor, portion.weight):
+            factor = portion.weight
         # Of a single sample nobody can tell it from a factor of 1, so that another worker must have more.
         is_times = term.is_times_samples and is_alike and all(row[2 * number] & _TIMES for row in rows)
         if is_times and (portion.samples > 1 or portion.total > portion.workers):
@@ -155,7 +169,7 @@ def describe(term: LossTerm, factor: float, portion: Portion) -> str:
 
 
 def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
-    waiting: list[tuple[Any, tuple[int, ...], tuple[float, ...]]] = [(node, (), ())]
+    waiting: list[tuple[Any, tuple[int, ...], tuple[_Divisor, ...]]] = [(node, (), ())]
     for _ in range(_FEW):
         if not waiting:
             return
@@ -165,15 +179,15 @@ def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
         if name.startswith(("MulBackward", "DivBackward")) and len(children) == 1:
             number = _constant(node)
             if number is not None and name.startswith("Div"):
-                divisors = (*divisors, float(number))
+                divisors = (*divisors, _Divisor(float(number), _is_measured(node)))
             elif isinstance(number, int):  # a batch's size is one; most weights of losses are not
                 factors = (*factors, number)
             waiting.append((children[0], factors, divisors))
-        elif name in _PASSING or _joins_terms(node, samples):
+        elif name in PASSING or joins_terms(node, samples):
             waiting += [(child, factors, divisors) for child in children]
         elif (term := _term(node, samples)) is not None:
             if term.is_sum:
-                yield _divided(term, divisors, _sizes(node), samples, total)
+                yield _divided(term, divisors, sizes_of(node), samples, total)
             else:
                 yield replace(term, is_times_samples=any(factor == samples != total for factor in factors))
 
@@ -181,42 +195,56 @@ def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
 def _term(node: Any, samples: int) -> LossTerm | None:
     """Return what a node reduces; None: it is no reduction, or not one over samples."""
     reduction = getattr(node, "_saved_reduction", None)
-    sizes = _sizes(node)
+    sizes = sizes_of(node)
     if reduction == _MEAN and hasattr(node, "_saved_total_weight"):
         return LossTerm(node, count=float(node._saved_total_weight))
     if reduction == _MEAN or node.name() == "MeanBackward0":
-        return LossTerm(node)
-    if not (reduction == _SUM or node.name() in ("SumBackward0", "SumBackward1")) or not sizes:
+        # The elements may be chosen by a mask, so that workers have different numbers of them.
+        is_chosen = reduction == _MEAN or has_samples(node, samples)
+        return LossTerm(node, count=float(math.prod(sizes)) if sizes and is_chosen else None)
+    if not (reduction == _SUM or node.name() in _SUMS) or not sizes:
         return None
     before = _reduced_before(node, samples)
     if before is None and sizes[0] % samples and samples not in sizes:
         return None
-    is_over_samples = before != "MeanBackward1" and _has_samples(node, samples)
+    is_over_samples = before != "MeanBackward1" and has_samples(node, samples)
     return LossTerm(node, is_sum=True) if is_over_samples else None
 
 
-def _divided(term: LossTerm, divisors: Sequence[float], sizes: Sequence[int], samples: int, total: int) -> LossTerm:
+def _divided(term: LossTerm, divisors: Sequence[_Divisor], sizes: Sequence[int], samples: int, total: int) -> LossTerm:
     """Note by what a sum is divided, and whether that is a number of its own samples or tokens."""
     products = {math.prod(sizes[: place + 1]) for place in range(len(sizes))} | {samples}
-    for divisor in divisors:
+    for divisor, is_measured in divisors:
+        # Constants of a script are numbers; a whole number in a tensor was counted, perhaps over several batches.
+        if is_measured and divisor == int(divisor):
+            return replace(term, count=0.0 if divisor == 1 and _is_masked_out(term.node) else divisor)
         # The size of the whole batch is a constant of the script, unless workers differ.
         is_constant = divisor == total != samples
         if not is_constant and (divisor in products or (divisor == int(divisor) and 1 < divisor <= sizes[0])):
             return replace(term, count=divisor)
-    return replace(term, count=divisors[0], is_count=False) if divisors else term
+    return replace(term, count=divisors[0].value, is_count=False) if divisors else term
 
 
-def _joins_terms(node: Any, samples: int) -> bool:
+def _is_masked_out(node: Any) -> bool:
+    """Whether a sum is over nothing but zeros: scripts then divide by one instead of none."""
+    inner = node.next_functions[0][0]
+    if inner is None or not inner.name().startswith("MulBackward"):
+        return False
+    masks = [getattr(inner, name, None) for name in ("_saved_self", "_saved_other")]
+    return any(isinstance(mask, Tensor) and not mask.requires_grad and not mask.any() for mask in masks)
+
+
+def joins_terms(node: Any, samples: int) -> bool:
     """Whether a node adds up or averages several terms of a loss, each a single value."""
     if node.name() not in ("SumBackward0", "MeanBackward0"):
         return False
-    sizes = _sizes(node)
+    sizes = sizes_of(node)
     child = node.next_functions[0][0]
     is_joint = child is not None and child.name() in ("StackBackward0", "CatBackward0")
     return not sizes or (is_joint and tuple(sizes) != (samples,) and len(sizes) == 1)
 
 
-def _has_samples(node: Any, samples: int) -> bool:
+def has_samples(node: Any, samples: int) -> bool:
     """Whether what is summed was computed from samples, and not from parameters alone, as a penalty is.
 
     Samples enter where a parameter is multiplied with something that needs no gradient, or looked up in. Penalties are
@@ -249,7 +277,7 @@ def _reduced_before(node: Any, samples: int) -> str | None:
         inner = children[0]
         name = inner.name()
         if name in ("MeanBackward1", "SumBackward1"):
-            sizes, axes = _sizes(inner), getattr(inner, "_saved_dim", ())
+            sizes, axes = sizes_of(inner), getattr(inner, "_saved_dim", ())
             axes = [axes] if isinstance(axes, int) else list(axes)
             # An axis counted from the end is stored as a huge number.
             first = {0, (1 << 64) - len(sizes), -len(sizes)}
@@ -266,10 +294,13 @@ def _other_sizes(node: Any) -> Sequence[int]:
     return tuple(saved.shape) if isinstance(saved, Tensor) else ()
 
 
-def _sizes(node: Any) -> Sequence[int]:
+def sizes_of(node: Any) -> Sequence[int]:
+    """Return the sizes of what a node reduces."""
     if hasattr(node, "_saved_self_sym_sizes"):
         return tuple(node._saved_self_sym_sizes)
     saved = getattr(node, "_saved_self", None)
+    if not isinstance(saved, Tensor):
+        saved = getattr(node, "_saved_tensor", None)
     return tuple(saved.shape) if isinstance(saved, Tensor) else ()
 
 
@@ -280,6 +311,16 @@ def _constant(node: Any) -> int | float | None:
     if isinstance(saved, Tensor):
         saved = saved.item() if saved.numel() == 1 else None
     return saved if isinstance(saved, int | float) else None
+
+
+def _is_measured(node: Any) -> bool:
+    """Whether a divisor is a tensor of the script's, and not a number, which torch keeps as a tensor too."""
+    saved = getattr(node, "_saved_other", None)
+    if not isinstance(saved, Tensor):
+        return False
+    # Numbers do not promote a type.
+    small = torch.float16 if saved.is_floating_point() else torch.int8
+    return torch.result_type(torch.ones((), dtype=small, device=saved.device), saved) != small
 
 
 def _bits(value: float) -> int:

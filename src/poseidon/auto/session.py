@@ -11,8 +11,9 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,7 +23,7 @@ from poseidon.auto.files import Overlay
 from poseidon.auto.frameworks import Frameworks
 from poseidon.auto.gradients import TorchGradients
 from poseidon.auto.loaders import Loaders
-from poseidon.auto.losses import SameLoss
+from poseidon.auto.losses import SameLoss, tell_of_own_losses
 from poseidon.auto.output import silence
 from poseidon.auto.owners import Census
 from poseidon.auto.private.moving import move_between_disks
@@ -109,6 +110,8 @@ def _install(
     usage.install(patches)
     if same_loss is not None:
         same_loss.install(patches)
+    else:
+        tell_of_own_losses(patches, step, report)
     loaders.install(patches)
     if options.evaluation != "full":
         SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
@@ -191,10 +194,25 @@ def _alone(patches: Patches) -> Iterator[None]:
     for name in hidden:
         del os.environ[name]
     patches.wrap(dist, "init_process_group", _refuse_group)
+    patches.wrap(dist, "is_initialized", lambda original: _is_ours() and original())
+    for name in ("get_rank", "get_world_size"):
+        patches.wrap(dist, name, _ask_group)
     try:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def _is_ours() -> bool:
+    """Whether a patched function of torch was called by this package or torch, and not by the script's libraries."""
+    frame = sys._getframe(3)  # beyond this, the patch and its wrapper
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in ("poseidon", "torch")
+
+
+def _ask_group(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    if not _is_ours():
+        raise ValueError("Default process group has not been initialized: this script runs as if alone (--auto).")
+    return original(*args, **kwargs)
 
 
 def _refuse_group(*_: object, **__: object) -> None:

@@ -79,6 +79,11 @@ class Usage:
         samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         values = sum(tensor.numel() for tensor in tensors)
         handed = HandedBatch(source, share, tuple(map(weakref.ref, tensors)), samples, values, is_alive)
+        if samples == 1 and share.is_dealt and share.portion is not None and share.portion.samples > 1:
+            self._report.say(
+                "a loader joins the samples of a batch into one row: where they see each other in it (attention "
+                "without a mask), --batch total is not exact"
+            )
         self._put_away(source)
         if torch.is_grad_enabled():
             self._handed.append(handed)
@@ -218,4 +223,7 @@ def _start(tensor: Tensor | None) -> int:
     """Return where a tensor's data begins, or 0 if it has none."""
     if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
         return 0
-    return tensor.data_ptr()
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # torch.func's wrappers have no data of their own
+        return 0

@@ -81,7 +81,8 @@ def _trainable(path: str, module: nn.Module, ignored: Collection[str]) -> Iterat
 
 
 def _kind(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Kind:
-    weight = getattr(module, "weight", None)
+    # A parametrised weight is computed when it is read, and a spectral norm then takes another step: look, do not read.
+    weight = module._parameters.get("weight")
     if weight is None or not parameters or parameters[0] is not weight or not weight.is_floating_point():
         return "dense"
     # Exactly these classes: a subclass may use its weight in some other way.

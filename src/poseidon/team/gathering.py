@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from poseidon.errors import ConfigError, PoseidonError, WireError, WorkerLostError
+from poseidon.errors import ConfigError, MismatchError, PoseidonError, WireError, WorkerLostError
 from poseidon.job.limits import reach_limit
 from poseidon.job.secret import find_secret
 from poseidon.job.settings import SECRET, SECRET_FILE
@@ -47,7 +47,15 @@ class PendingGather:
 
     def __call__(self, what: str) -> list[list[int]]:
         """Wait for and return the integers, by rank."""
-        return [list(struct.unpack(f"<{self._count}q", data)) for data in self._receive(what)]
+        rows = self._receive(what)
+        for rank, data in enumerate(rows):
+            if len(data) != 8 * self._count:
+                raise MismatchError(
+                    f"worker {rank} is elsewhere in the script: this worker waits for {what} ({self._count} numbers), "
+                    f"and worker {rank} sent {len(data) // 8}. Do the workers decide by numbers of their own, such as "
+                    "the loss of their part of the data? With --auto, --same-loss lets them read the same loss"
+                )
+        return [list(struct.unpack(f"<{self._count}q", data)) for data in rows]
 
 
 def start_gather_bytes(team: Team, data: bytes) -> Callable[[str], list[bytes]]:

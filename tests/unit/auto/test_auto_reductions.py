@@ -47,6 +47,12 @@ LOSSES: dict[str, Loss] = {
     "weighted": lambda w, x, y, n: 6.0 * (x @ w).square().mean(),
     "embedded": lambda w, x, y, n: F.embedding(y % 4, w).square().sum(),
     "products": lambda w, x, y, n: (w[0] * x[:, :1] * n[:, None]).sum(),
+    "chosen": lambda w, x, y, n: (x @ w)[n > 2].square().mean(),
+    "chosen targets": lambda w, x, y, n: F.mse_loss((x @ w)[y >= 0], torch.ones(int((y >= 0).sum()), CLASSES).double()),
+    "masked": lambda w, x, y, n: ((x @ w).square().sum(1) * (n > 6)).sum() / (n > 6).sum().clamp(min=1),
+    "dot": lambda w, x, y, n: torch.dot((x @ w).square().mean(1), n) / n.sum(),
+    "all but": lambda w, x, y, n: 1 - (x @ w).sum(),
+    "without some": lambda w, x, y, n: torch.nanmean(torch.where((n > 2)[:, None], x @ w, torch.nan)),
     "by time": lambda w, x, y, n: (x @ w).t().square().sum(),
 }
 
@@ -99,3 +105,15 @@ def test_workers_with_other_graphs_weigh_by_samples() -> None:
     terms = read_terms(F.cross_entropy(X[:6] @ w, LABELS[:6]), 6, 12)
     rows = [pack(terms, 1.0), pack([], 1.0)]
     assert weigh(terms, rows, portion, Counts()) == [1.0]
+
+
+def test_tokens_counted_over_several_batches_are_a_count_even_if_equal_on_all_workers() -> None:
+    # As Hugging Face's Trainer divides: by a tensor, of all batches of a step.
+    w = WEIGHT.clone().requires_grad_()
+    portion, window = Portion(6, ROWS, 6, 2), 4
+    terms = read_terms(
+        F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / torch.tensor(6 * window), 6, ROWS
+    )
+    assert weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()) == [1.0]
+    terms = read_terms(F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / (6 * window), 6, ROWS)
+    assert weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()) == [2.0]  # a number is a constant of the script
