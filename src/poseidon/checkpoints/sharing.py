@@ -168,11 +168,9 @@ def send_state(
         new = view_of(rows, piece)
         kind, data = _PLAIN, new
         if old is not None and old.description == description:
-            change = encode_change(view_of(old.rows, piece), new, tensors[piece.tensor].dtype.itemsize)
-            if not change:
-                kind, data = _SAME, memoryview(b"")
-            elif len(change) < new.nbytes:
-                kind, data = _CHANGE, memoryview(change)
+            change = encode_change(view_of(old.rows, piece), new)
+            if change is not None:
+                kind, data = (_CHANGE if change else _SAME), memoryview(change)
         head = _HEAD.pack(data.nbytes, 0 if kind == _SAME else zlib.crc32(new), kind)
         under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number), memoryview(head)))
         if kind != _SAME:
@@ -208,7 +206,7 @@ def receive_state(
         else:
             change = bytearray(size)
             team.result(team.mail.expect(delivery.sender, tag, memoryview(change)), WHAT)
-            apply_change(place, change, _itemsize(description, piece))
+            apply_change(place, change)
         if zlib.crc32(place) != check:
             raise MismatchError(f"a piece of {WHAT} from rank {delivery.sender} is not what it should be")
         came += size
@@ -225,10 +223,3 @@ def _interleave(parts: Sequence[tuple[Delivery, Sequence[Piece]]]) -> list[tuple
     """Return the pieces of several deliveries, a piece of each at a time."""
     longest = max((len(pieces) for _, pieces in parts), default=0)
     return [(delivery, pieces[turn]) for turn in range(longest) for delivery, pieces in parts if turn < len(pieces)]
-
-
-def _itemsize(description: Description, piece: Piece) -> int:
-    import torch
-
-    dtype: Any = getattr(torch, description[piece.tensor][0])
-    return int(dtype.itemsize)
