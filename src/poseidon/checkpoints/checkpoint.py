@@ -48,7 +48,7 @@ from poseidon.checkpoints.states import (
     state_of,
 )
 from poseidon.checkpoints.writing import CheckpointWriter
-from poseidon.errors import ConfigError, WorkerLostError
+from poseidon.errors import ConfigError, MismatchError, WorkerLostError
 from poseidon.job.elastic import ElasticJob, this_job
 from poseidon.job.limits import time_limit
 from poseidon.launch.stopping import Stopping
@@ -287,10 +287,19 @@ class Checkpoint:
             for name, part in self._own.items():
                 part.load_state_dict(copy_over(kept.own[name], None))
         kept.own = copy_over({name: part.state_dict() for name, part in self._own.items()}, kept.own)
+        self._verify_others()
+
+    def _verify_others(self) -> None:
+        """See that workers also agree on distributed models that no part holds: they did not come with the state."""
         for member in living_on():
-            # What no part holds did not come with the state.
             if isinstance(member, nn.Module) and not any(holds(part, member) for part in self._parts.values()):
-                member.verify_replicas()
+                try:
+                    member.verify_replicas()
+                except MismatchError as error:
+                    raise MismatchError(
+                        f"checkpoint: a distributed model is not among its parts ({', '.join(self._parts)}), and a "
+                        f"worker that joined has another one; name every model in the checkpoint ({error})"
+                    ) from None
 
     def _keep(self, done: int) -> None:
         """Keep everything as it is after a complete step."""

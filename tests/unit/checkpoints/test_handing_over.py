@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import poseidon
 from poseidon.checkpoints import ahead as ahead_module
 from poseidon.checkpoints import layout
 from poseidon.checkpoints.ahead import StateDoor, dealt, fetch_ahead
@@ -18,6 +21,7 @@ from poseidon.checkpoints.changes import BLOCK, apply_change, encode_change
 from poseidon.checkpoints.layout import cut, describe_tensors, flatten, lift, lower, make_room, shape_rows, view_of
 from poseidon.checkpoints.memory import StepMemory
 from poseidon.checkpoints.sharing import Standing, plan_deliveries
+from poseidon.checkpoints.states import holds
 
 HERE = "127.0.0.1"
 
@@ -279,3 +283,31 @@ def test_everybody_who_lacks_it_gets_every_part_from_one_who_has_it(seed: int) -
                 assert standings[one.sender].lent[each.token] == one.place
                 assert one.place in each.complete
                 assert one.places == each.places
+
+
+def test_a_worker_that_waits_for_others_saves_what_it_keeps_when_it_is_asked_to_end(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with poseidon.Checkpoint(tmp_path, model=model) as checkpoint:
+        checkpoint.values["best"] = 0.5
+        checkpoint._keep(7)
+        checkpoint._end_if_asked()  # nobody has asked
+        signal.raise_signal(signal.SIGINT)
+        with torch.no_grad():
+            kept = model.weight.clone()
+            model.weight.zero_()  # the step that was interrupted
+        with pytest.raises(SystemExit) as ended:
+            checkpoint._end_if_asked()
+        assert ended.value.code == 128 + signal.SIGINT
+    with poseidon.Checkpoint(tmp_path, model=model) as checkpoint:
+        assert checkpoint.resume() == 7
+        assert checkpoint.values == {"best": 0.5}
+    assert torch.equal(model.weight, kept)
+
+
+def test_which_parts_hold_a_distributed_model() -> None:
+    inner = torch.nn.Linear(2, 2)
+    wrapped = poseidon.DistributedDataParallel(inner)
+    around = torch.nn.Sequential(wrapped)
+    assert all(holds(part, wrapped) for part in (inner, wrapped, around, torch.nn.Sequential(inner)))
+    assert not holds(torch.nn.Linear(2, 2), wrapped)
+    assert not holds(torch.optim.SGD(inner.parameters(), 0.1), wrapped)
