@@ -20,7 +20,7 @@ from poseidon.checkpoints.ahead import StateDoor, dealt, fetch_ahead
 from poseidon.checkpoints.changes import BLOCK, apply_change, encode_change
 from poseidon.checkpoints.layout import cut, describe_tensors, flatten, lift, lower, make_room, shape_rows, view_of
 from poseidon.checkpoints.memory import StepMemory
-from poseidon.checkpoints.sharing import Standing, plan_deliveries
+from poseidon.checkpoints.sharing import Stock, plan_consignments
 from poseidon.checkpoints.states import holds
 
 HERE = "127.0.0.1"
@@ -240,15 +240,13 @@ def test_a_stranger_gets_nothing(secret: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_who_sends_what() -> None:
     # Nobody has copied anything: both holders send a half to each.
-    plan = plan_deliveries([Standing(5), Standing(5), Standing(4), Standing(-1)])
+    plan = plan_consignments([Stock(5), Stock(5), Stock(4), Stock(-1)])
     assert {(each.receiver, each.place, each.places, each.is_change) for each in plan} == {
         (2, 0, 2, False), (2, 1, 2, False), (3, 0, 2, False), (3, 1, 2, False),
     }  # fmt: skip
     assert {each.sender for each in plan if each.receiver == 2} == {0, 1}
     # A joiner has copied from three, of which one is gone and one was a step behind.
-    plan = plan_deliveries(
-        [Standing(7, lent={"t": 1}), Standing(6, lent={"t": 2}), Standing(-1, "t", 3, (0, 1, 2)), Standing(7)]
-    )
+    plan = plan_consignments([Stock(7, lent={"t": 1}), Stock(6, lent={"t": 2}), Stock(-1, "t", 3, (0, 1, 2)), Stock(7)])
     joiner = {each.place: each for each in plan if each.receiver == 2}
     assert joiner.keys() == {0, 1, 2}
     assert (joiner[1].sender, joiner[1].is_change) == (0, True)
@@ -262,25 +260,25 @@ def test_everybody_who_lacks_it_gets_every_part_from_one_who_has_it(seed: int) -
     chance = random.Random(seed)
     count = chance.randint(2, 6)
     tokens = [f"t{rank}" for rank in range(count)]
-    standings = []
+    stocks = []
     for rank in range(count):
         has_ahead = chance.random() < 0.5
         places = chance.randint(1, 4) if has_ahead else 0
         complete = tuple(place for place in range(places) if chance.random() < 0.7)
         lent = {token: chance.randrange(4) for token in tokens if chance.random() < 0.4}
         step = chance.choice([-1, 3, 4])
-        standings.append(Standing(step, tokens[rank] if has_ahead else "", places, complete, lent))
-    plan = plan_deliveries([Standing.read(each.facts()) for each in standings])
-    newest = max(each.step for each in standings)
-    for rank, each in enumerate(standings):
+        stocks.append(Stock(step, tokens[rank] if has_ahead else "", places, complete, lent))
+    plan = plan_consignments([Stock.read(each.facts()) for each in stocks])
+    newest = max(each.step for each in stocks)
+    for rank, each in enumerate(stocks):
         mine = [one for one in plan if one.receiver == rank]
         assert bool(mine) == (each.step < newest)
         if mine:
             assert sorted(one.place for one in mine) == [*range(mine[0].places)]
         for one in mine:
-            assert standings[one.sender].step == newest
+            assert stocks[one.sender].step == newest
             if one.is_change:
-                assert standings[one.sender].lent[each.token] == one.place
+                assert stocks[one.sender].lent[each.token] == one.place
                 assert one.place in each.complete
                 assert one.places == each.places
 
