@@ -152,6 +152,8 @@ class Notes:
             elif kind == "enter":
                 self.trained.add(name)
                 self.entered.append((int(words[0]), int(words[1]), float(words[2])))
+                # An epoch may end with the last step, and nobody comes to note that.
+                self.furthest = max(self.furthest, int(words[1]))
             elif kind == "end":
                 self.ends[name] = words[0]
 

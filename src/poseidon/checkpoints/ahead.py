@@ -27,7 +27,7 @@ from torch import Tensor
 from poseidon import files
 from poseidon.checkpoints.layout import (
     Description,
-    Piece,
+    StatePiece,
     cut,
     describe_tensors,
     flatten,
@@ -93,7 +93,7 @@ class Ahead:
         return sum(row.nbytes for row in self.rows)
 
 
-def dealt(pieces: Sequence[Piece], place: int, places: int) -> list[Piece]:
+def dealt(pieces: Sequence[StatePiece], place: int, places: int) -> list[StatePiece]:
     """Return the pieces that one of several workers sends."""
     return list(pieces[place::places])
 

@@ -33,7 +33,7 @@ from poseidon import files
 from poseidon.checkpoints.ahead import Ahead, StateDoor, copy_ahead, open_door
 from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
-from poseidon.checkpoints.sharing import HandedOver, Standing, hand_over
+from poseidon.checkpoints.sharing import HandedOver, Stock, hand_over
 from poseidon.checkpoints.states import (
     RandomState,
     Stateful,
@@ -48,7 +48,7 @@ from poseidon.checkpoints.states import (
     state_of,
 )
 from poseidon.checkpoints.writing import CheckpointWriter
-from poseidon.errors import ConfigError, WorkerLostError
+from poseidon.errors import ConfigError, MismatchError, WorkerLostError
 from poseidon.job.elastic import ElasticJob, this_job
 from poseidon.job.limits import time_limit
 from poseidon.launch.stopping import Stopping
@@ -254,17 +254,17 @@ class Checkpoint:
         # Used once: what an interrupted hand-over leaves is of no step.
         ahead, self._ahead = self._ahead, None
         lent = {} if self._door is None else self._door.lent
-        mine = Standing.of(kept, ahead, lent)
-        standings = [mine] if team is None else [Standing.read(one) for one in team.gather_json(mine.facts())]
-        newest = max(each.step for each in standings)
+        mine = Stock.of(kept, ahead, lent)
+        stocks = [mine] if team is None else [Stock.read(one) for one in team.gather_json(mine.facts())]
+        newest = max(each.step for each in stocks)
         self._saved_step = None  # a joiner knows of no save, and saving is collective
         if newest < 0:  # nobody has begun
             done = self.resume()
             self._keep(done)
             return done
         own = None if kept is None else kept.own
-        if team is not None and any(each.step < newest for each in standings):
-            kept, self.handed = hand_over(team, standings, kept, ahead, lent, self._hand_out)
+        if team is not None and any(each.step < newest for each in stocks):
+            kept, self.handed = hand_over(team, stocks, kept, ahead, lent, self._hand_out)
         assert kept is not None
         self._take_over(kept, is_new=own is None)
         if kept is not self._memory.kept:
@@ -287,10 +287,19 @@ class Checkpoint:
             for name, part in self._own.items():
                 part.load_state_dict(copy_over(kept.own[name], None))
         kept.own = copy_over({name: part.state_dict() for name, part in self._own.items()}, kept.own)
+        self._verify_others()
+
+    def _verify_others(self) -> None:
+        """See that workers also agree on distributed models that no part holds: they did not come with the state."""
         for member in living_on():
-            # What no part holds did not come with the state.
             if isinstance(member, nn.Module) and not any(holds(part, member) for part in self._parts.values()):
-                member.verify_replicas()
+                try:
+                    member.verify_replicas()
+                except MismatchError as error:
+                    raise MismatchError(
+                        f"checkpoint: a distributed model is not among its parts ({', '.join(self._parts)}), and a "
+                        f"worker that joined has another one; name every model in the checkpoint ({error})"
+                    ) from None
 
     def _keep(self, done: int) -> None:
         """Keep everything as it is after a complete step."""

@@ -17,7 +17,7 @@ Description = list[tuple[str, list[int]]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """A part of one tensor's bytes."""
 
     number: int
@@ -54,13 +54,13 @@ def describe_tensors(tensors: Sequence[Tensor]) -> Description:
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
 
 
-def cut(description: Description) -> list[Piece]:
+def cut(description: Description) -> list[StatePiece]:
     """Return the pieces of tensors, the same on all workers."""
-    pieces: list[Piece] = []
+    pieces: list[StatePiece] = []
     for number, (dtype, shape) in enumerate(description):
         size = math.prod(shape) * getattr(torch, dtype).itemsize
         for start in range(0, size, PIECE_BYTES):
-            pieces.append(Piece(len(pieces), number, start, min(start + PIECE_BYTES, size)))
+            pieces.append(StatePiece(len(pieces), number, start, min(start + PIECE_BYTES, size)))
     return pieces
 
 
@@ -84,7 +84,7 @@ def shape_rows(rows: Sequence[Tensor], description: Description) -> list[Tensor]
     ]
 
 
-def view_of(rows: Sequence[Tensor], piece: Piece) -> memoryview:
+def view_of(rows: Sequence[Tensor], piece: StatePiece) -> memoryview:
     """Return a piece's bytes in host memory: those of the rows, or a copy if they are on a device."""
     row = rows[piece.tensor][piece.start : piece.stop]
     return row.cpu().numpy().data

@@ -22,7 +22,7 @@ from poseidon.checkpoints.changes import apply_change, encode_change
 from poseidon.checkpoints.folder import read
 from poseidon.checkpoints.layout import (
     Description,
-    Piece,
+    StatePiece,
     cut,
     describe_tensors,
     flatten,
@@ -47,7 +47,7 @@ WHAT = "the state of the last complete step"
 
 
 @dataclass(frozen=True)
-class Standing:
+class Stock:
     """What a worker has when a new epoch begins."""
 
     step: int
@@ -60,7 +60,7 @@ class Standing:
     """What it has lent: its place, by the borrower's token."""
 
     @classmethod
-    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent]) -> Standing:
+    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent]) -> Stock:
         """Return what a worker has."""
         places = {token: each.place for token, each in lent.items()}
         step = -1 if kept is None else kept.step
@@ -69,7 +69,7 @@ class Standing:
         return cls(step, ahead.token, ahead.places, tuple(sorted(ahead.complete)), places)
 
     @classmethod
-    def read(cls, facts: Mapping[str, Any]) -> Standing:
+    def read(cls, facts: Mapping[str, Any]) -> Stock:
         """Return what another worker has told with :meth:`facts`."""
         return cls(**{**facts, "complete": tuple(facts["complete"])})
 
@@ -91,7 +91,7 @@ class HandedOver:
 
 
 @dataclass(frozen=True)
-class Delivery:
+class Consignment:
     """One worker sends one part of the state to another."""
 
     sender: int
@@ -102,27 +102,27 @@ class Delivery:
     """The receiver has an earlier state of this part, and the sender knows which."""
 
 
-def plan_deliveries(standings: Sequence[Standing]) -> list[Delivery]:
+def plan_consignments(stocks: Sequence[Stock]) -> list[Consignment]:
     """Return who sends what to whom, the same on all workers. Pure."""
-    newest = max(each.step for each in standings)
-    holders = [rank for rank, each in enumerate(standings) if each.step == newest]
+    newest = max(each.step for each in stocks)
+    holders = [rank for rank, each in enumerate(stocks) if each.step == newest]
     found = []
-    for receiver, each in enumerate(standings):
+    for receiver, each in enumerate(stocks):
         if each.step == newest:
             continue
-        known = {standings[rank].lent[each.token]: rank for rank in holders if each.token in standings[rank].lent}
+        known = {stocks[rank].lent[each.token]: rank for rank in holders if each.token in stocks[rank].lent}
         places = each.places if any(place in known for place in each.complete) else len(holders)
         for place in range(places):
             is_change = places == each.places and place in each.complete and place in known
             # Not all begin with the same one.
             sender = known[place] if is_change else holders[(place + receiver) % len(holders)]
-            found.append(Delivery(sender, receiver, place, places, is_change))
+            found.append(Consignment(sender, receiver, place, places, is_change))
     return found
 
 
 def hand_over(
     team: Team,
-    standings: Sequence[Standing],
+    stocks: Sequence[Stock],
     kept: Kept | None,
     ahead: Ahead | None,
     lent: Mapping[str, Lent],
@@ -133,20 +133,20 @@ def hand_over(
     ``hand_out`` gives everybody the bytes of one worker.
     """
     began = time.monotonic()
-    newest = max(each.step for each in standings)
-    source = next(rank for rank, each in enumerate(standings) if each.step == newest)
-    deliveries = plan_deliveries(standings)
+    newest = max(each.step for each in stocks)
+    source = next(rank for rank, each in enumerate(stocks) if each.step == newest)
+    consignments = plan_consignments(stocks)
     if kept is not None and kept.step == newest:
         rest, tensors = lift(kept.parts)
         description = describe_tensors(tensors)
         state = {"step": newest, "parts": rest, "values": kept.values, "description": description}
         hand_out(as_bytes(state) if team.rank == source else b"", "", source)
-        by_rank = {rank: lent[each.token] for rank, each in enumerate(standings) if each.token in lent}
-        send_state(team, deliveries, tensors, description, by_rank)
+        by_rank = {rank: lent[each.token] for rank, each in enumerate(stocks) if each.token in lent}
+        send_state(team, consignments, tensors, description, by_rank)
         return kept, None
     received = read(hand_out(b"", "", source), f"the state of step {newest} of rank {source}")
     described: Description = received["description"]
-    rows, came = receive_state(team, deliveries, described, ahead)
+    rows, came = receive_state(team, consignments, described, ahead)
     parts = lower(received["parts"], shape_rows(rows, described))
     took_s = time.monotonic() - began
     facts = HandedOver(0 if ahead is None else ahead.size, 0.0 if ahead is None else ahead.took_s, came, took_s)
@@ -155,7 +155,7 @@ def hand_over(
 
 def send_state(
     team: Team,
-    deliveries: Sequence[Delivery],
+    consignments: Sequence[Consignment],
     tensors: Sequence[Tensor],
     description: Description,
     lent: Mapping[int, Lent],
@@ -163,20 +163,18 @@ def send_state(
     """Send this worker's part of a state; ``lent`` is what it has lent, by receiver."""
     channel, rows, pieces = team.mail.new_channel(), flatten(tensors), cut(description)
     under_way: deque[Future[None]] = deque()
-    for delivery, piece in _order(deliveries, pieces, team.rank):
-        old = lent.get(delivery.receiver) if delivery.is_change else None
+    for consignment, piece in _order(consignments, pieces, team.rank):
+        old = lent.get(consignment.receiver) if consignment.is_change else None
         new = view_of(rows, piece)
         kind, data = _PLAIN, new
         if old is not None and old.description == description:
-            change = encode_change(view_of(old.rows, piece), new, tensors[piece.tensor].dtype.itemsize)
-            if not change:
-                kind, data = _SAME, memoryview(b"")
-            elif len(change) < new.nbytes:
-                kind, data = _CHANGE, memoryview(change)
+            change = encode_change(view_of(old.rows, piece), new)
+            if change is not None:
+                kind, data = (_CHANGE if change else _SAME), memoryview(change)
         head = _HEAD.pack(data.nbytes, 0 if kind == _SAME else zlib.crc32(new), kind)
-        under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number), memoryview(head)))
+        under_way.append(team.mail.send(consignment.receiver, Tag(channel, 2 * piece.number), memoryview(head)))
         if kind != _SAME:
-            under_way.append(team.mail.send(delivery.receiver, Tag(channel, 2 * piece.number + 1), data))
+            under_way.append(team.mail.send(consignment.receiver, Tag(channel, 2 * piece.number + 1), data))
         while len(under_way) > _UNDER_WAY:
             team.result(under_way.popleft(), WHAT)
     for future in under_way:
@@ -184,51 +182,48 @@ def send_state(
 
 
 def receive_state(
-    team: Team, deliveries: Sequence[Delivery], description: Description, ahead: Ahead | None
+    team: Team, consignments: Sequence[Consignment], description: Description, ahead: Ahead | None
 ) -> tuple[list[Tensor], int]:
     """Return the rows of bytes of a state that others send, and how many bytes came."""
     channel, pieces = team.mail.new_channel(), cut(description)
     is_known = ahead is not None and ahead.description == description
     rows = ahead.rows if ahead is not None and is_known else make_room(description)
-    mine = [each for each in deliveries if each.receiver == team.rank]
+    mine = [each for each in consignments if each.receiver == team.rank]
     coming = []
-    for delivery, piece in _interleave([(each, dealt(pieces, each.place, each.places)) for each in mine]):
+    for consignment, piece in _interleave([(each, dealt(pieces, each.place, each.places)) for each in mine]):
         room = bytearray(_HEAD.size)
-        future = team.mail.expect(delivery.sender, Tag(channel, 2 * piece.number), memoryview(room))
-        coming.append((delivery, piece, room, future))
+        future = team.mail.expect(consignment.sender, Tag(channel, 2 * piece.number), memoryview(room))
+        coming.append((consignment, piece, room, future))
     came = 0
-    for delivery, piece, room, future in coming:
+    for consignment, piece, room, future in coming:
         team.result(future, WHAT)
         size, check, kind = _HEAD.unpack(room)
         if kind == _SAME:
             continue
         place, tag = view_of(rows, piece), Tag(channel, 2 * piece.number + 1)
         if kind == _PLAIN:
-            team.result(team.mail.expect(delivery.sender, tag, place), WHAT)
+            team.result(team.mail.expect(consignment.sender, tag, place), WHAT)
         else:
             change = bytearray(size)
-            team.result(team.mail.expect(delivery.sender, tag, memoryview(change)), WHAT)
-            apply_change(place, change, _itemsize(description, piece))
+            team.result(team.mail.expect(consignment.sender, tag, memoryview(change)), WHAT)
+            apply_change(place, change)
         if zlib.crc32(place) != check:
-            raise MismatchError(f"a piece of {WHAT} from rank {delivery.sender} is not what it should be")
+            raise MismatchError(f"a piece of {WHAT} from rank {consignment.sender} is not what it should be")
         came += size
     return rows, came
 
 
-def _order(deliveries: Sequence[Delivery], pieces: Sequence[Piece], sender: int) -> list[tuple[Delivery, Piece]]:
+def _order(
+    consignments: Sequence[Consignment], pieces: Sequence[StatePiece], sender: int
+) -> list[tuple[Consignment, StatePiece]]:
     """Return what one worker sends, in the order in which it does."""
-    mine = [each for each in deliveries if each.sender == sender]
+    mine = [each for each in consignments if each.sender == sender]
     return _interleave([(each, dealt(pieces, each.place, each.places)) for each in mine])
 
 
-def _interleave(parts: Sequence[tuple[Delivery, Sequence[Piece]]]) -> list[tuple[Delivery, Piece]]:
-    """Return the pieces of several deliveries, a piece of each at a time."""
+def _interleave(parts: Sequence[tuple[Consignment, Sequence[StatePiece]]]) -> list[tuple[Consignment, StatePiece]]:
+    """Return the pieces of several consignments, a piece of each at a time."""
     longest = max((len(pieces) for _, pieces in parts), default=0)
-    return [(delivery, pieces[turn]) for turn in range(longest) for delivery, pieces in parts if turn < len(pieces)]
-
-
-def _itemsize(description: Description, piece: Piece) -> int:
-    import torch
-
-    dtype: Any = getattr(torch, description[piece.tensor][0])
-    return int(dtype.itemsize)
+    return [
+        (consignment, pieces[turn]) for turn in range(longest) for consignment, pieces in parts if turn < len(pieces)
+    ]

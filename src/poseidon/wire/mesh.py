@@ -234,6 +234,8 @@ class Mesh:
         # If this process ended now, the answer to a heartbeat on its way here would be a reset, which may overtake.
         deadline = time.monotonic() + LINGER_S
         while any(peer.is_leaving for peer in self._peers.values()) and time.monotonic() < deadline:
+            if epoch_is_over():  # the connections are cut, and somebody may be gone
+                return
             time.sleep(_LINGER_LOOK_S)
 
     def _receive(self, rank: int, number: int, wait: _Wait) -> bytes:
