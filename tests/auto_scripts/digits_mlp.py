@@ -4,6 +4,8 @@ import torch.nn as nn
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
+# Libraries ask this, and would save on one worker only.
+assert not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
 torch.manual_seed(0)
 digits = load_digits()
 x = torch.tensor(digits.data, dtype=torch.float32) / 16

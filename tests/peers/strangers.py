@@ -115,6 +115,7 @@ STRANGERS = (
     Stranger("stream_in_processes.py"),
     Stranger("compiled.py", words=("model",)),
     Stranger("compiled.py", words=("loss",)),
+    Stranger("compiled.py", "told", words=("sum",), says="cannot be read from its graph"),
     Stranger("plateau_by_training.py", "refused", says="--same-loss"),
     Stranger("by_functions.py", "refused", words=("grad",), says="no backward followed"),
     Stranger("by_functions.py", "told", words=("func",), says="nothing was averaged"),

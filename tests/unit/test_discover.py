@@ -238,3 +238,10 @@ def test_transformers_own_linear_layer_is_known_by_its_full_name_alone() -> None
     kind = type("Conv1D", (Conv,), {"__module__": "transformers.pytorch_utils"})
     (unit,) = find_units(kind())
     assert (unit.spec.kind, unit.is_transposed) == ("linear", True)
+
+
+def test_looking_for_units_does_not_advance_a_spectral_norm() -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    before = [buffer.clone() for buffer in layer.buffers()]
+    assert {unit.spec.kind for unit in find_units(layer)} == {"dense"}
+    assert all(torch.equal(buffer, old) for buffer, old in zip(layer.buffers(), before, strict=True))

@@ -250,7 +250,10 @@ class Engines:
 
     def _before_forward(self, *_: Any) -> None:
         # A forward that torch.compile is tracing must not trace our work: the engine then comes before backward.
-        if torch.is_grad_enabled() and not self._step.is_forked and not torch.compiler.is_compiling():
+        # Asked first: what cannot be traced ends the trace, and then all below is compiled by itself.
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() and not self._step.is_forked:
             self._attach_pending()
 
     def _stop_waiting(self) -> None:

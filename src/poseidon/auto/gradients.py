@@ -204,6 +204,11 @@ class TorchGradients:
             return []
         terms = read_terms(losses[0], portion.samples, portion.total) if len(losses) == 1 else []
         rows = self._team.gather_ints(pack(terms, portion.real), "what the loss is a mean over")
+        if not terms:
+            self._report.say(
+                "what a loss is a mean over cannot be read from its graph (compiled, or no single number): it counts "
+                "as a mean over samples (--loss sum takes all losses for sums)"
+            )
         factors = weigh(terms, rows, portion, self._counts)
         if factors and len(set(factors)) == 1:
             self._loss_weight = factors[0]
