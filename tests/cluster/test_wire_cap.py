@@ -14,10 +14,14 @@ CAP_MBIT = 200
 @pytest.mark.parametrize("encrypt", ["0", "1"])
 def test_a_cap_is_kept_at_the_interface(encrypt, tmp_path):
     script = str(Path(__file__).with_name("wire_cap_job.py"))
+    command = [sys.executable, script, encrypt, str(CAP_MBIT), str(tmp_path)]
+    rates = []
     with Lab(machines=3, rate="1gbit") as lab:
-        command = [sys.executable, script, encrypt, str(CAP_MBIT), str(tmp_path)]
-        result = Job(lab, command, JobOptions(timeout_s=60)).run()
-    assert result.status == 0, result.reason
-    rate = json.loads((tmp_path / encrypt).read_text())
-    assert rate == pytest.approx(CAP_MBIT * 1e6, rel=0.05)
-    print(f"{rate / 1e6:.1f} Mbit/s")
+        # A cap must never let more through; that it lets enough through shows when nothing else is in the way.
+        while len(rates) < 3 and max(rates, default=0) < 0.95 * CAP_MBIT:
+            result = Job(lab, command, JobOptions(timeout_s=60)).run()
+            assert result.status == 0, result.reason
+            rates.append(json.loads((tmp_path / encrypt).read_text()) / 1e6)
+            assert rates[-1] < 1.05 * CAP_MBIT
+    assert max(rates) >= 0.95 * CAP_MBIT, rates
+    print(f"{max(rates):.1f} Mbit/s")

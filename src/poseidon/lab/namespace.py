@@ -21,6 +21,7 @@ CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19
+MNT_DETACH = 2
 HOSTS = "/etc/hosts"
 
 HOW_TO_GET_PERMISSION = (
@@ -91,16 +92,21 @@ def _unshare_mounts(hosts: str) -> int:
     if _libc().unshare(CLONE_NEWNS) != 0:
         raise _system_error("make a namespace of mounts")
     _mount("none", "/", MS_REC | MS_SLAVE)
-    with tempfile.NamedTemporaryFile("w") as file:
-        file.write(hosts)
-        file.flush()
-        os.fchmod(file.fileno(), 0o644)
-        _mount(file.name, HOSTS, MS_BIND)
+    with tempfile.TemporaryDirectory() as folder:
+        # On a file system of its own the file lives as long as the namespace. Nothing can be mounted over a file that
+        # was removed, and programs inside may want a /etc/hosts of their own.
+        _mount("none", folder, 0, "tmpfs")
+        file = Path(folder, "hosts")
+        file.write_text(hosts)
+        file.chmod(0o644)
+        _mount(str(file), HOSTS, MS_BIND)
+        if _libc().umount2(folder.encode(), MNT_DETACH) != 0:
+            raise _system_error(f"unmount {folder}")
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _mount(source: str, target: str, flags: int) -> None:
-    if _libc().mount(source.encode(), target.encode(), None, flags, None) != 0:
+def _mount(source: str, target: str, flags: int, kind: str = "") -> None:
+    if _libc().mount(source.encode(), target.encode(), kind.encode() or None, flags, None) != 0:
         raise _system_error(f"mount {target}")
 
 
