@@ -9,7 +9,9 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
+
+from poseidon.observe.frames import calls_of
 
 _INPUT = re.compile(
     r"/torch/utils/data/|/poseidon/(?:data|auto/dealing|auto/batches|caffe/io/)|/datasets/|/webdataset/"
@@ -21,28 +23,21 @@ _OURS = str(Path(__file__).parents[1])
 
 def place_of(thread: int) -> str:
     """Return where a thread is: ``input``, ``optimizer``, or the innermost line of the user's own program."""
-    frame: FrameType | None = sys._current_frames().get(thread)
     line = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if _INPUT.search(name):
+    for call in calls_of(thread):
+        if _INPUT.search(call.path):
             return "input"
-        if _OPTIMIZER.search(name):
+        if _OPTIMIZER.search(call.path):
             return "optimizer"
-        if not line and not name.startswith((*_LIBRARIES, _OURS, "<")):
-            line = f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+        if not line and not call.path.startswith((*_LIBRARIES, _OURS, "<")):
+            line = f"{Path(call.path).name}:{call.line} in {call.name}"
     return line or "a library"
 
 
 def stack_of(thread: int, most: int = 14) -> list[str]:
     """Return the innermost calls of a thread, outermost first."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    lines: list[str] = []
-    while frame is not None and len(lines) < most:
-        lines.append(f"{frame.f_code.co_filename[-160:]}:{frame.f_lineno} in {frame.f_code.co_name[:40]}")
-        frame = frame.f_back
-    return lines[::-1]
+    calls = calls_of(thread)[:most]
+    return [f"{call.path[-160:]}:{call.line} in {call.name[:40]}" for call in reversed(calls)]
 
 
 class Vitals:

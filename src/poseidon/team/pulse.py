@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import sys
 import time
 from pathlib import Path
-from types import FrameType
+
+from poseidon.observe.frames import calls_of
 
 BUSY_SHARE = 0.02
 """Of a processor: what waiting threads take is far less."""
@@ -53,15 +54,13 @@ def waiting_call(thread: int) -> tuple[str, int]:
 
     This sees collectives of torch.distributed too that a script calls itself.
     """
-    frame: FrameType | None = sys._current_frames().get(thread)
-    while frame is not None and _STANDARD.search(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None or not _WAITS.search(frame.f_code.co_filename):
+    calls = calls_of(thread)
+    while calls and _STANDARD.search(calls[0].path):
+        del calls[0]
+    waits = list(itertools.takewhile(lambda call: _WAITS.search(call.path), calls))
+    if not waits:
         return "", 0
     # The outermost call of the same kind: what the script called. torch wraps its functions, to log their times.
-    name = frame.f_code.co_name
-    while frame.f_back is not None and _WAITS.search(frame.f_back.f_code.co_filename):
-        frame = frame.f_back
-        name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
-    kind = "torch.distributed" if "/torch/distributed/" in frame.f_code.co_filename else "Poseidon"
-    return f"{name}() of {kind}", id(frame) & 0xFFFFFF
+    name = next((call.name for call in reversed(waits) if call.name != "wrapper"), waits[0].name)
+    kind = "torch.distributed" if "/torch/distributed/" in waits[-1].path else "Poseidon"
+    return f"{name}() of {kind}", waits[-1].number & 0xFFFFFF
