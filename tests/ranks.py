@@ -241,6 +241,9 @@ def _run(job: _Job, rank: int, env: Mapping[str, str], pipe: Connection) -> None
         # Nobody may come to its end while another one is still connecting.
         dist.barrier()
         _send(pipe, True, function(*args))
+        # What the test has dropped closes itself, and with it goes what is still on its way to slower ranks. In a cycle
+        # of references it would not, and ending at once would cut it off.
+        gc.collect()
     except BaseException:
         _send(pipe, False, traceback.format_exc())
     finally:
