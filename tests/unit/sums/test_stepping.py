@@ -27,7 +27,7 @@ from poseidon.sums.host import host_adders
 from poseidon.sums.means import DeviceMeans, HostMeans, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
-from poseidon.sums.stepping import StepAdder, StepThread
+from poseidon.sums.stepping import StepAdder, StepJob, StepThread, take_step
 from poseidon.sums.touched import TouchedRows, rows_in_chunk
 from poseidon.wire.formats import find_format
 from poseidon.wire.memory import MemoryNetwork, MemoryTransport, make_memory_network
@@ -44,11 +44,8 @@ class AtOnce(StepThread):
     def __init__(self) -> None:
         self.lane = contextlib.nullcontext
 
-    def put(self, priority: float, job: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            fail(error)
+    def put(self, priority: float, job: StepJob) -> None:
+        take_step([job])
 
 
 class StepWorker:
