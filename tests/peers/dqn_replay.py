@@ -1,4 +1,4 @@
-# In the manner of deep Q-learning with a loader: the agent plays between batches, an iterable dataset draws from memory.
+# In the manner of deep Q-learning with a loader: the agent plays between batches, which are drawn from its memory.
 import random
 from collections import deque, namedtuple
 

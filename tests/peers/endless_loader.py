@@ -70,12 +70,11 @@ class Prefetcher:
         return len(self.loader)
 
     def __iter__(self):
-        first = True
+        batch = None
         for following in self.loader:
-            following = [one.clone() for one in following]
-            if not first:
+            if batch is not None:
                 yield batch
-            first, batch = False, following
+            batch = [one.clone() for one in following]
         yield batch
 
 

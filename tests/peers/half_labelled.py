@@ -1,4 +1,4 @@
-# In the manner of FixMatch: labelled and unlabelled loaders together, confident guesses only, an average as the teacher.
+# In the manner of FixMatch: labelled and unlabelled batches together, confident guesses only, an average as teacher.
 import copy
 
 import torch

@@ -1,4 +1,4 @@
-# In the manner of GraphSAGE: a loader of node numbers whose collate function gathers neighbours, so tensors of any size.
+# In the manner of GraphSAGE: a loader of node numbers whose collate function gathers neighbours: tensors of any size.
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -129,7 +129,7 @@ class Engines:
         self._owner_of: weakref.WeakKeyDictionary[Optimizer, GradientOwner] = weakref.WeakKeyDictionary()
         self._unowned: GradientOwner | None = None
         self._pending: list[GradientOwner] = []
-        self._buffers = Buffers(team)
+        self._buffers = Buffers(team, report)
         self._cluster: Cluster | None = None
         self._waiting_for_forward: RemovableHandle | None = None
 

@@ -101,7 +101,11 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
                 yield NORMALISED
             waiting += [_Visit(child, _BELOW) for child in children]
             continue
-        if visit.where == _ABOVE and id(node) not in searched and (own := find_sample_losses(node, samples)) is not None:
+        if (
+            visit.where == _ABOVE
+            and id(node) not in searched
+            and (own := find_sample_losses(node, samples)) is not None
+        ):
             searched.update(map(id, own.others))
             waiting += [_Visit(child, _ABOVE) for child in own.others]
             waiting += [_Visit(source, _BELOW) for source in own.sources]
@@ -187,6 +191,8 @@ def _axes(node: Any, count: int) -> Sequence[int]:
 def _axis(sizes: Sequence[int], samples: int) -> int | None:
     """Return which axis has the samples, as far as sizes tell."""
     found = [axis for axis, size in enumerate(sizes) if size == samples]
+    if found and found[0] and sizes[0] and sizes[0] % samples == 0:
+        return None  # samples may be joined along the first axis, and another has as many by chance
     if len(found) == 1:
         return found[0]
     return 0 if not found and sizes and sizes[0] and sizes[0] % samples == 0 else None

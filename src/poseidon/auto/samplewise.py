@@ -6,13 +6,14 @@ batch (``for scores, target in zip(logits, targets)``), and that is how it is kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 ADDING = {"AddBackward0", "AliasBackward0", "CloneBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0"}
 """Operations of which a chain of additions consists."""
-_SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0", "UnsafeSplitBackward0"}
+_GIVING = ("Addmm", "Linear", "Mm", "UnsafeView", "View")
+"""What gives a row for each sample; stacks and transposed tensors may have something else along their first axis."""
 _FEW = 100
 """Nodes to look at below one summand."""
 _MANY = 400
@@ -69,20 +70,29 @@ def _takings(node: Any, samples: int) -> Iterator[tuple[int, Any]]:
         if (id(inner), output) in known:
             continue
         known.add((id(inner), output))
-        name = inner.name()
         source = inner.next_functions[0][0] if inner.next_functions else None
-        if name in _SPLITTING and source is not None and len(inner._input_metadata) == samples:
-            yield output, source
-        elif name == "SelectBackward0" and source is not None and _is_of_samples(inner, samples):
-            yield inner._saved_index % samples, source
+        if source is not None and (number := _taken(inner, output, source, samples)) is not None:
+            yield number, source
         else:
             waiting += [(child, number) for child, number in inner.next_functions if child is not None]
 
 
-def _is_of_samples(node: Any, samples: int) -> bool:
-    """Whether one of a batch's samples is selected, and nothing that is left could be its samples."""
-    sizes = tuple(node._saved_self_sym_sizes)
-    return node._saved_dim == 0 and sizes[0] == samples and samples not in sizes[1:]
+def _taken(node: Any, output: int, source: Any, samples: int) -> int | None:
+    """Return which of a batch's samples an output of a node is; None: it is no single one."""
+    name = node.name()
+    if name == "SelectBackward0":
+        number, count = node._saved_index % samples, node._saved_self_sym_sizes[0]
+    elif name == "UnbindBackward0" or (name == "SplitBackward0" and node._saved_split_size == 1):
+        number, count = output, len(node._input_metadata)
+    else:
+        return None
+    if node._saved_dim != 0 or count != samples:
+        return None
+    shape = node._input_metadata[0].shape
+    rest = shape[1:] if name == "SplitBackward0" else shape
+    # One of as many time steps, or heads, has an axis of samples left.
+    is_doubtful = len(rest) > 0 and rest[0] == samples and not source.name().startswith(_GIVING)
+    return None if is_doubtful else number
 
 
 def _is_scaled_sum(node: Any) -> bool:
@@ -93,5 +103,5 @@ def _is_scaled_sum(node: Any) -> bool:
 
 
 def _is_single(node: Any) -> bool:
-    known = getattr(node, "_input_metadata", None)
-    return bool(known) and all(size == 1 for size in known[0].shape)
+    known: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return len(known) == 1 and all(size == 1 for size in known[0].shape)
