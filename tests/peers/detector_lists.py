@@ -17,7 +17,7 @@ def scenes(count, seed):
     for i in range(count):
         height, width = 8 + 2 * (i % 3), 8 + 2 * (i % 4)
         image = torch.randn(3, height, width, generator=g)
-        boxes = torch.rand(i % 4, 4, generator=g)  # some images are empty
+        boxes = torch.rand(i % 4 + (norm == "boxes"), 4, generator=g)  # some images are empty
         labels = torch.randint(1, 3, (len(boxes),), generator=g)
         rows.append((image, {"boxes": boxes, "labels": labels, "image_id": i}))
     return rows

@@ -1,5 +1,7 @@
-# In the manner of translation tutorials: buckets by length, packed sequences, attention, teacher forcing now and then.
+# In the manner of translation tutorials: buckets by length, packed sequences, attention, teacher forcing now and then,
+# decided for each batch or each token: seq2seq_buckets.py {batch,token}
 import random
+import sys
 
 import torch
 import torch.nn as nn
@@ -80,10 +82,13 @@ class Seq2Seq(nn.Module):
         encoded, hidden = self.encoder(source, lengths)
         mask = (torch.arange(len(source)) < lengths[:, None]).bool()
         token, logits = target[0], []
+        is_forced = random.random() < teacher_forcing
         for t in range(1, len(target)):
             step, hidden = self.decoder(token, hidden, encoded, mask)
             logits.append(step)
-            token = target[t] if random.random() < teacher_forcing else step.argmax(1)
+            if sys.argv[1] == "token":
+                is_forced = random.random() < teacher_forcing
+            token = target[t] if is_forced else step.argmax(1)
         return torch.stack(logits)
 
 
