@@ -1,4 +1,6 @@
-# A loop with Accelerate: evaluation first and after each epoch, accumulation, clipping.
+# A loop with Accelerate: evaluation first and after each epoch, accumulation, clipping: accelerate_loop.py [kept]
+import sys
+
 import torch
 from accelerate import Accelerator
 from peer_data import Numbered, points, save
@@ -35,4 +37,7 @@ for _ in range(3):
             optimizer.zero_grad()
             steps += 1
     losses.append(evaluate())
+if "kept" in sys.argv:
+    accelerator.save_state("kept", safe_serialization=True)
+    accelerator.save_model(model, "model")
 save(accelerator.unwrap_model(model), steps, losses)

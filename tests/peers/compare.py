@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ DISTRIBUTED = (
 WRITING = (
     ("hf_trainer.py", "classes", "1", "kept"),
     ("hf_trainer.py", "words", "2", "lora", "kept"),
+    ("lightning_fit.py", "accumulate", "kept"),
+    ("accelerate_loop.py", "kept"),
+    ("timm_loop.py",),
 )
 """Scripts that write checkpoints: worker 0's are those of a plain run, and nobody else's are there."""
 IN_A_FOLDER = """
@@ -141,8 +145,6 @@ def check_distributed(words: tuple[str, ...], folder: Path) -> None:
 
 def check_files(words: tuple[str, ...], folder: Path) -> None:
     """Compare the files that a script leaves on 2 workers, and their weights, with those of its plain run."""
-    from safetensors.torch import load_file
-
     script = [str(HERE / words[0]), *words[1:]]
     plain, ours = folder / "plain", folder / "ours"
     plain.mkdir()
@@ -152,13 +154,34 @@ def check_files(words: tuple[str, ...], folder: Path) -> None:
     shutil.rmtree(ours / "runs")  # the launcher's own
     names, found = (sorted(str(path.relative_to(at)) for path in at.rglob("*")) for at in (plain, ours))
     assert found == names, f"files differ: {set(found) ^ set(names)}"
-    weights = [name for name in names if name.endswith(".safetensors")]
+    weights = [name for name in names if name.endswith((".safetensors", ".ckpt", ".bin", ".pt", ".tar"))]
+    weights = [name for name in weights if name != "result.pt"]  # has the samples that worker 0 has seen
     assert weights, names
     for name in weights:
-        torch.testing.assert_close(load_file(ours / name), load_file(plain / name), rtol=2e-5, atol=2e-5)
+        one, other = (dict(_tensors(_load(at / name))) for at in (ours, plain))
+        assert one.keys() == other.keys(), f"{name}: {one.keys() ^ other.keys()}"
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
     print(
         f"{' '.join(words)}: {len(names)} files of 2 workers are those of one, {len(weights)} with weights", flush=True
     )
+
+
+def _load(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=False)
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the tensors with values of what was saved, with their names; generators' states are worker 0's own."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _tensors(inner, f"{name}/{key}")
+    elif isinstance(value, list | tuple):
+        for key, inner in enumerate(value):
+            yield from _tensors(inner, f"{name}/{key}")
 
 
 def main(chosen: list[str]) -> int:

@@ -1,8 +1,9 @@
-# Lightning: lightning_fit.py [accumulate] [middle]; sanity steps as by default
+# Lightning: lightning_fit.py [accumulate] [middle] [kept]; sanity steps as by default
 import sys
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from peer_data import Numbered, points, save
 from torch.utils.data import DataLoader
 
@@ -33,7 +34,8 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     devices=1,
     logger=False,
-    enable_checkpointing=False,
+    enable_checkpointing="kept" in sys.argv,
+    callbacks=[ModelCheckpoint("kept", monitor="val_loss", save_top_k=2, save_last=True)] if "kept" in sys.argv else [],
     enable_progress_bar=False,
     enable_model_summary=False,
     accumulate_grad_batches=2 if "accumulate" in sys.argv else 1,

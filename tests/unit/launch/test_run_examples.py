@@ -77,6 +77,24 @@ def test_the_pods_run_a_command_that_exists() -> None:
     assert all(command.startswith('"poseidon", "run"') for found in commands for command in found)
 
 
+def test_the_templates_are_what_their_readers_expect() -> None:
+    yaml = pytest.importorskip("yaml")
+    runtime, job = yaml.safe_load_all((PODS / "trainjob.yaml").read_text())
+    assert (runtime["kind"], job["kind"]) == ("ClusterTrainingRuntime", "TrainJob")
+    assert runtime["apiVersion"] == job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert "torch" in runtime["spec"]["mlPolicy"], "the policy that sets the PET_ variables"
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert node["name"] == container["name"] == "node"
+    assert container["command"][:2] == ["poseidon", "run"]
+    (operated,) = yaml.safe_load_all((PODS / "pytorchjob.yaml").read_text())
+    assert operated["kind"] == "PyTorchJob"
+    sky = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    assert sky["num_nodes"] > 1
+    assert "poseidon run" in sky["run"]
+
+
 def test_skypilot_gives_each_machine_its_place() -> None:
     """Runs the template's commands with SkyPilot's variables, and `poseidon` replaced by a look at the environment."""
     text = (EXAMPLES / "skypilot.yaml").read_text()
