@@ -68,7 +68,8 @@ class Checkpoint:
 
     ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
     taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is, and of
-    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for each worker without being named.
+    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for
+    each worker without being named.
 
     Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
 

@@ -53,7 +53,7 @@ def load_into(part: Any, state: Any) -> None:
 
 
 def parts_that_differ(parts: Mapping[str, Any]) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-    """Return what to save besides ``parts``, for all workers alike and for each its own, where a model takes local steps.
+    """Return what else to save where a model takes local steps: for all workers alike, and for each its own.
 
     Then optimizers and all else differ between workers, too. These states are loaded after those of ``parts``.
     """

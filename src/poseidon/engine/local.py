@@ -193,6 +193,11 @@ class LocalUpdates(Policy):
 
     # What the wrapper and the front end call.
 
+    def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:  # noqa: ARG002 - as in the contract
+        """Begin a round from parameters that were loaded, before a forward changes buffers."""
+        if self.rounds is not None and self.rounds.is_stale:
+            self._carefully(self.rounds.take_loaded)
+
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Start an exchange of gradients; called during the warm-up only."""
         assert self._engine is not None
@@ -228,9 +233,10 @@ class LocalUpdates(Policy):
     def step(self) -> None:
         """Update this worker's parameters, and exchange what is due."""
         self._check_failure()
-        self._take_step()
         engine, rounds = self._engine, self.rounds
         assert rounds is not None
+        rounds.take_loaded()
+        self._take_step()
         if self.is_warming_up:
             self.steps += 1
             if self.steps == self._warmup_steps:
@@ -287,6 +293,7 @@ class LocalUpdates(Policy):
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and not self._knows_amp:
             unscale(optimizer)
+            optimizer.found_inf = None
             if found_inf.item():
                 return  # a GradScaler skips this step; it counts as one, or workers would exchange after different ones
         plain_step(self.plain)(optimizer)
