@@ -145,10 +145,8 @@ class _Narrow:
         is_apart = waiter is not None and device.type == "cuda"
         self.waiter = waiter if is_apart else None
         self.stream = torch.cuda.Stream(device) if is_apart else None
-        held = [
-            torch.empty(one.shape, device="cpu", pin_memory=True) if is_apart else one
-            for one in (self.left, self.right)
-        ]
+        both = self.left, self.right
+        held = [torch.empty(one.shape, device="cpu", pin_memory=True) if is_apart else one for one in both]
         self.host_left, self.host_right = (one.numpy() for one in held)
         self._held_left, self._held_right = held
 

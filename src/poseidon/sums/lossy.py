@@ -240,4 +240,5 @@ def _round_up(values: Array) -> Array:
     """Return the bits of the nearest bf16 that is no smaller, of positive values."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     with np.errstate(over="ignore"):
-        return ((bits + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+        rounded: Array = ((bits + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+    return rounded
