@@ -53,11 +53,15 @@ class LossyTeam:
         """Return what every worker has in place of its part."""
         values = [part.copy() for part in parts]
         futures = [s.start(v, self.slot, number) for s, v in zip(self.servers, values, strict=True)]
-        while self.network.step():
-            pass
+        self.deliver()
         for future in futures:
             _result(future)
         return values
+
+    def deliver(self) -> None:
+        """Let all messages arrive."""
+        while self.network.step():
+            pass
 
 
 def _result(future: Future[Any]) -> None:
@@ -157,7 +161,6 @@ def test_a_payload_of_another_encoding_is_refused() -> None:
     ours.servers[1].start(values[1], slot, 0)
     future = ours.servers[0].start(values[0], slot, 0)
     with pytest.raises(FrameError, match="sent chunk 0 of slot 0 in encoding 6; the slot allows BF16"):
-        while ours.network.step():
-            pass
+        ours.deliver()
     with pytest.raises(ServerError, match="in encoding 6"):
         future.result(timeout=0)
