@@ -68,11 +68,13 @@ class LossyState:
 
 def find_lossy(parts: Mapping[str, Any]) -> dict[str, LossyState]:
     """Return the lossy states of the distributed models among a program's parts, by the names they are saved as."""
-    found = {}
+    found: dict[str, LossyState] = {}
     for name, part in parts.items():
-        inner = _plain(part)
-        if isinstance(inner, nn.Module) and getattr(inner, "is_lossy", False) and hasattr(inner, "lossy_state_dict"):
-            found[f"{name}, lossy"] = LossyState(inner)
+        for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if getattr(module, "is_lossy", False) is True and hasattr(module, "lossy_state_dict"):
+                # Alike for a compiled model and the one inside.
+                inside = path.replace("_orig_mod", "").strip(".")
+                found[f"{name}.{inside}, lossy" if inside else f"{name}, lossy"] = LossyState(module)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +211,12 @@ def test_a_hook_of_the_users_and_loss_exclude_each_other() -> None:
 
 def _hook(state: object, bucket: Any) -> Any:
     raise NotImplementedError
+
+
+def test_the_documentation_lists_them() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    table = text.partition("<!-- lossy routes -->")[2].partition("<!-- end of lossy routes -->")[0]
+    rows = [f"| `{route.name}` | {route.summary} |" for route in lossy_routes(read_lossy("int8"))]
+    assert table.split("\n")[3:-1] == rows
+    for route in lossy_routes(read_lossy("int8")):
+        assert (route.is_lossy, route.uses_wire, route.queue, route.is_offered(CLUSTER)) == (True, True, None, False)
