@@ -33,6 +33,7 @@ from poseidon.engine.options import Options
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import LossyChoice
 from poseidon.planning.planner import Plan
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.team import Team
@@ -128,9 +129,11 @@ class Engines:
         streams: Streams,
         report: ScriptReport,
         local: LocalSteps | None = None,
+        lossy: LossyChoice | None = None,
     ) -> None:
         self._team = team
         self._local = local
+        self._lossy = lossy
         self._census = census
         self._step = step
         self._streams = streams
@@ -308,7 +311,8 @@ class Engines:
         check_same_model(team, describe(holding.named()))
         take_over(team, holding_tensors(holding.loose, holding.roots))
         device = parameters[0].device
-        engine = assemble_engine(holding.units, team, device, Options(allow_unused=True), self._cluster)
+        options = Options(allow_unused=True, lossy=self._lossy)
+        engine = assemble_engine(holding.units, team, device, options, self._cluster)
         if self._cluster is None and engine.cluster.source == "measured":
             self._cluster = engine.cluster
         owner.front_ends.append(AutoFrontEnd(engine, holding))
@@ -334,4 +338,6 @@ class Engines:
 
 def _say_routes(plan: Plan) -> str:
     counts = Counter(plan.routes.values())
-    return "layers travel by " + ", ".join(f"{route} ({count})" for route, count in sorted(counts.items()))
+    lossy = {entry.route for entry in plan.entries if entry.is_lossy}
+    said = [f"{route} ({count}{', lossy' if route in lossy else ''})" for route, count in sorted(counts.items())]
+    return "layers travel by " + ", ".join(said)

@@ -1,7 +1,7 @@
 """``--local H``: an unmodified script takes local steps, and its workers exchange parameters every H steps.
 
-Every optimizer has rounds of its own (``engine/rounds.py``). All workers run the same script, so whatever it does with a
-model as a whole, it does at the same point everywhere: before an evaluation, and before ``state_dict()``, the workers
+Every optimizer has rounds of its own (``engine/rounds.py``). All workers run the same script, so whatever it does with
+a model as a whole, it does at the same point everywhere: before an evaluation, and before ``state_dict()``, the workers
 exchange what is left of a round, so that decisions and files come from one model.
 """
 
