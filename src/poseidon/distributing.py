@@ -70,6 +70,8 @@ class WrapperOptions(TypedDict, total=False):
     """Under local: steps that a worker takes while a fragment is under way."""
     mix: float
     """Under local: share of its own weights that a worker keeps when a fragment arrives ``overlap`` steps later."""
+    compress: str | None
+    """Under local: let changes travel as "bf16" or "int8", with error feedback; None: exactly."""
 
 
 def distribute(
@@ -168,7 +170,7 @@ class RelaxedDataParallel(DistributedDataParallel):
         return self._relaxed.losses
 
 
-_LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix")
+_LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix", "compress")
 
 
 def _refuse_local_options(consistency: str, sync_every: object, options: Mapping[str, Any]) -> None:
