@@ -311,6 +311,11 @@ class LocalDataParallel(DistributedDataParallel):
 
     def checkpoint_parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a checkpoint saves besides the shared parameters: for all workers alike, and for each its own."""
+        if not self._local.schedule.every:
+            raise UnsupportedError(
+                f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint, whose steps all workers count '
+                "alike; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
+            )
         return {"rounds": _RoundsState(self)}, {"weights": _OwnState(self)}
 
     def _after_forward(self, outputs: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import poseidon
 from auto_runs import launch
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.following.options import AutoOptions
 from ranks import RankError, run_ranks
 
@@ -79,6 +79,14 @@ def test_other_numbers_of_workers_and_plain_torch_go_on_from_the_shared_paramete
         assert all(torch.equal(agreed[name], shared[name]) for name in shared if shared[name].is_floating_point())
     assert all(torch.equal(three[2][1][name], value) for name, value in three[2][2].items()), "a new one begins there"
     assert not _same(three[0][1], three[1][1]), "the others go on with what is their own"
+
+
+def test_checkpoints_refuse_exchanges_by_time(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, optimizer = poseidon.distribute(model, optimizer, consistency="local", sync_every="3s")
+    with pytest.raises(UnsupportedError, match='sync_every="3s" with poseidon.Checkpoint'):
+        poseidon.Checkpoint(tmp_path, model=wrapped, optimizer=optimizer)
 
 
 def test_elastic_jobs_refuse_what_is_under_way() -> None:

@@ -47,7 +47,7 @@ class Landed(Protocol):
         """Wait until the means are in place."""
 
 
-class Alone:
+class AveragingAlone:
     """The averaging of a single worker: its own values are the mean."""
 
     size = 1
@@ -103,7 +103,7 @@ class LocalRounds:
         self.is_stale = False
         """Set when somebody has loaded parameters: before anything changes them, a round must begin from them."""
         self._kept = kept
-        self._averaging: Averaging = Alone()
+        self._averaging: Averaging = AveragingAlone()
         self._step = 0
         """Steps since the first of a round that all workers began alike."""
         self._since = [0] * len(parts)
