@@ -51,8 +51,8 @@ def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model and its optimizer, on all workers."""
     model = make_model(name)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    if mode == "distribute":
-        return poseidon.distribute(model, optimizer)
+    if mode in ("distribute", "server"):
+        return poseidon.distribute(model, optimizer, update="server" if mode == "server" else "worker")
     return poseidon.DistributedDataParallel(model), optimizer
 
 
@@ -67,7 +67,8 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--notes", type=Path, required=True)
-    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute"])
+    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute", "server"])
+    parser.add_argument("--replicas", type=int, default=1, help="of each shard, with --mode server")
     parser.add_argument("--model", default="mlp", choices=INPUTS)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=120)
@@ -119,7 +120,7 @@ def main() -> None:
                 time.sleep(arguments.pause)
         notes.write(f"finished {epoch} {step}\n")
 
-    with poseidon.Checkpoint(arguments.save, **parts) as checkpoint:
+    with poseidon.Checkpoint(arguments.save, replicas=arguments.replicas, **parts) as checkpoint:
         checkpoint.run(train)
     final = model.module.state_dict()
     torch.save(final, arguments.notes / f"final-{number}.pt")

@@ -35,6 +35,9 @@ class Work:
     workers: int = 4
     least: int = 1
     mode: str = "wrapper"
+    """Or ``distribute``, or ``server``: where the owners take the steps."""
+    replicas: int = 1
+    """Of each owner's state."""
     model: str = "mlp"
     epochs: int = 6
     samples: int = 120
@@ -54,7 +57,13 @@ class Work:
     def arguments(self, notes: Path) -> list[str]:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
-        given |= {"model": self.model, "pause": self.pause_s, "pace": self.pace_s, "notes": notes}
+        given |= {
+            "replicas": self.replicas,
+            "model": self.model,
+            "pause": self.pause_s,
+            "pace": self.pace_s,
+            "notes": notes,
+        }
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from poseidon.attaching import Attachable, BackwardTurns
+from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
@@ -307,6 +308,11 @@ class DistributedDataParallel(Attachable):
             self._release()
             self._engine = self._front_end = self._team = self._buffer_sync = None
 
+    @property
+    def sharded(self) -> Sharded | None:
+        """What knows the state that one worker alone has; None: every worker has everything."""
+        return self._policy.sharded
+
     def leave_epoch(self, error: BaseException) -> None:
         """Stop exchanging with workers of which some are lost; what they did not finish is dropped."""
         team, engine = self._team, self._engine
@@ -337,7 +343,7 @@ class DistributedDataParallel(Attachable):
     def _check_lasting(self, process_group: dist.ProcessGroup | None) -> None:
         problem = ""
         if not self._policy.is_lasting:
-            problem = 'update="server" and consistency="ssp" or "asp" keep state that is lost with its worker'
+            problem = 'consistency="ssp" and "asp" keep state in tables, which is lost with its worker'
         elif process_group is not None and process_group is not dist.group.WORLD:
             problem = "a process_group of its own cannot be made again without a lost worker"
         if problem:

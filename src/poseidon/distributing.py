@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from poseidon.api import DistributedDataParallel
+from poseidon.engine.lasting import LastingUpdates
 from poseidon.engine.optimizers import check_max_norm, check_optimizer
 from poseidon.engine.relaxed import RelaxedUpdates
-from poseidon.engine.served import ServedUpdates
 from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster
@@ -101,7 +101,7 @@ def distribute(
         if options.get("routes"):
             raise ConfigError(f'update="server" decides how gradients travel; routes={options["routes"]!r} cannot')
         served: Any = options
-        return DistributedDataParallel(model, policy=ServedUpdates(optimizer, max_grad_norm), **served), optimizer
+        return DistributedDataParallel(model, policy=LastingUpdates(optimizer, max_grad_norm), **served), optimizer
     if consistency == "bsp":
         # Saves a copy of each gradient: only the update reads it, straight from its bucket.
         exact: Any = {"gradient_as_bucket_view": True, **options}

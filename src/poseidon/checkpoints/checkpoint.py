@@ -16,6 +16,7 @@ everything as it was after the last complete step, which every worker keeps in m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import signal
@@ -33,6 +34,8 @@ from poseidon import files
 from poseidon.checkpoints.ahead import Ahead, StateDoor, copy_ahead, open_door
 from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
+from poseidon.checkpoints.replicas import Replicator, find_sources, hand_on, sharded_members
+from poseidon.checkpoints.shards import Dealt
 from poseidon.checkpoints.sharing import HandedOver, Stock, hand_over
 from poseidon.checkpoints.states import (
     RandomState,
@@ -74,6 +77,8 @@ class Checkpoint:
     A checkpoint is written after every ``every`` steps or ``every_s`` seconds, and the newest ``keep`` stay. A worker
     that gets SIGTERM or SIGINT first completes the step, on all workers, and saves; then all end with the status of
     that signal (``on_signal=False`` leaves signals alone).
+
+    In an elastic job with ``update="server"``, what one worker alone has is also kept on ``replicas`` other machines.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Checkpoint:
         every_s: float | None = None,
         keep: int = 3,
         on_signal: bool = True,
+        replicas: int = 1,
         per_worker: Mapping[str, Stateful] | None = None,
         timeout_s: float | None = None,
         **parts: Stateful,
@@ -91,6 +97,7 @@ class Checkpoint:
         _check_amount("every", every, 1)
         _check_amount("every_s", every_s, 0.0)
         _check_amount("keep", keep, 1)
+        _check_amount("replicas", replicas, 1)
         if not parts:
             raise ConfigError(
                 "checkpoint: nothing to save; name what to save, such as model=model, optimizer=optimizer"
@@ -112,6 +119,7 @@ class Checkpoint:
         self._choose_writer()
         self._job = this_job()
         self._memory = StepMemory()
+        self._replicator = Replicator(replicas)
         self._door: StateDoor | None = None
         self._ahead: Ahead | None = None
         """What a joiner has copied before it takes its seat."""
@@ -198,9 +206,10 @@ class Checkpoint:
                         done = self._change(job, lost)
                         lost = None
                     elif done < 0:
-                        done = self.resume()
-                        self._keep(done)
+                        done = self._begin()
                     train(done)
+                    for part in sharded_members().values():
+                        part.complete()  # while its owners are there
                     # Together: somebody whose last step was interrupted needs those who have completed it.
                     if self._team is not None:
                         self._team.gather_ints([0], "all workers to finish")
@@ -243,7 +252,9 @@ class Checkpoint:
         assert self._stopping is not None
         self._stopping.number = 0  # obeyed
         kept = self._memory.kept
-        if kept is not None and self._folder is not None:
+        if kept is not None and kept.dealt and self._folder is not None:
+            self._warn([f"step {kept.step} is not saved: this worker has only its own part of it, and ends alone"])
+        elif kept is not None and self._folder is not None:
             state = {"step": kept.step, "values": kept.values, "parts": kept.parts, "workers": [kept.own]}
             self._folder.write(kept.step, host_copy(state))
         raise SystemExit(128 + number)
@@ -254,24 +265,57 @@ class Checkpoint:
         # Used once: what an interrupted hand-over leaves is of no step.
         ahead, self._ahead = self._ahead, None
         lent = {} if self._door is None else self._door.lent
-        mine = Stock.of(kept, ahead, lent)
+        staged = self._replicator.staged
+        mine = Stock.of(kept, ahead, lent, staged)
         stocks = [mine] if team is None else [Stock.read(one) for one in team.gather_json(mine.facts())]
         newest = max(each.step for each in stocks)
         self._saved_step = None  # a joiner knows of no save, and saving is collective
+        self._replicator.forget()
         if newest < 0:  # nobody has begun
-            done = self.resume()
-            self._keep(done)
-            return done
+            return self._begin()
+        dealt = {member: Dealt(*each) for member, *each in next(one.dealt for one in stocks if one.step == newest)}
+        holdings = [[each[1:] for each in stock.shards if each[0] == newest] for stock in stocks]
+        sources, lost = find_sources(dealt, holdings)
+        if lost:
+            return self._begin_without(lost, newest, dealt)
+        shards = [] if kept is None or kept.step != newest else kept.shards
+        if staged is not None and staged.step == newest:
+            shards = staged.shards
         own = None if kept is None else kept.own
         if team is not None and any(each.step < newest for each in stocks):
             kept, self.handed = hand_over(team, stocks, kept, ahead, lent, self._hand_out)
         assert kept is not None
         self._take_over(kept, is_new=own is None)
+        hand_on(team, sources, shards)
+        kept.shards, kept.dealt = shards, dealt
         if kept is not self._memory.kept:
             self._memory.adopt(kept)
+        self._replicator.staged = None
         if self._door is not None:
             self._door.settle()
         return newest
+
+    def _begin(self) -> int:
+        """Resume from disk, or begin. Collective; returns the number of steps done."""
+        done = self.resume()
+        self._keep(done)
+        return done
+
+    def _begin_without(self, lost: list[tuple[int, int]], newest: int, dealt: Mapping[int, Dealt]) -> int:
+        """Go on from a checkpoint on disk, since a part of the last complete step is gone. Collective."""
+        what = ", ".join(f"shard {number} of {dealt[member].shards}" for member, number in lost)
+        gone = f"{what} of the optimizer's state after step {newest} is lost, with the worker that owned it and its"
+        for part in self._parts.values():
+            forget_step(part)
+        done = self.resume()
+        if not done:
+            raise ConfigError(
+                f"checkpoint: {gone} replicas, and no checkpoint was saved; save some (every=) or keep more replicas "
+                f"(replicas={self._replicator.count + 1})"
+            )
+        self._warn([f"{gone} replicas; the job goes on from the checkpoint of step {done}"])
+        self._keep(done)
+        return done
 
     def _take_over(self, kept: Kept, is_new: bool) -> None:
         """Go on from a state; of a joiner, or of a worker that was a step behind, it gets what is its own."""
@@ -307,10 +351,18 @@ class Checkpoint:
             finish = getattr(part, "finish_step", None)
             if finish is not None:
                 finish()
-        parts = {name: state_of(part) for name, part in self._parts.items()}
-        own = {name: part.state_dict() for name, part in self._own.items()}
-        # Not before: until here a lost worker may still interrupt.
-        self._memory.keep(done, parts, own, self.values)
+        assert self._job is not None
+        epoch = 0 if self._job.seat is None else self._job.seat.epoch
+        before = self._memory.kept
+        staged = self._replicator.stage(self._team, epoch, done, before)
+        with contextlib.ExitStack() as stack:
+            for each in sharded_members().values():
+                stack.enter_context(each.as_is())
+            parts = {name: state_of(part) for name, part in self._parts.items()}
+            own = {name: part.state_dict() for name, part in self._own.items()}
+            # Not before: until here a lost worker may still interrupt.
+            self._memory.keep(done, parts, own, self.values, staged.shards, staged.dealt)
+        self._replicator.recycle(before)
 
     def step(self, done: int) -> None:
         """Say that ``done`` steps are complete: saves if that is due, and ends the program if asked to. Collective."""

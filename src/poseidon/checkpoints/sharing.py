@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,7 @@ from poseidon.checkpoints.layout import (
     view_of,
 )
 from poseidon.checkpoints.memory import Kept
+from poseidon.checkpoints.replicas import Staged
 from poseidon.checkpoints.states import as_bytes
 from poseidon.errors import MismatchError
 from poseidon.team.mail import Tag
@@ -58,20 +59,29 @@ class Stock:
     complete: tuple[int, ...] = ()
     lent: Mapping[str, int] = field(default_factory=dict)
     """What it has lent: its place, by the borrower's token."""
+    shards: tuple[tuple[int, int, int, int], ...] = ()
+    """Of states that are spread over workers: step, model, number and epoch..."""
+    dealt: tuple[tuple[int, int, int], ...] = ()
+    """... and for each such model, after the step in its memory: the epoch, and how many shards there are."""
 
     @classmethod
-    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent]) -> Stock:
+    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent], staged: Staged | None) -> Stock:
         """Return what a worker has."""
         places = {token: each.place for token, each in lent.items()}
-        step = -1 if kept is None else kept.step
+        generations = [] if kept is None else [(kept.step, kept.shards)]
+        generations += [] if staged is None else [(staged.step, staged.shards)]
+        shards = tuple((step, each.member, each.number, each.epoch) for step, some in generations for each in some)
+        dealt = () if kept is None else tuple((member, *each) for member, each in kept.dealt.items())
+        mine = cls(-1 if kept is None else kept.step, lent=places, shards=shards, dealt=dealt)
         if ahead is None:
-            return cls(step, lent=places)
-        return cls(step, ahead.token, ahead.places, tuple(sorted(ahead.complete)), places)
+            return mine
+        return replace(mine, token=ahead.token, places=ahead.places, complete=tuple(sorted(ahead.complete)))
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Stock:
         """Return what another worker has told with :meth:`facts`."""
-        return cls(**{**facts, "complete": tuple(facts["complete"])})
+        rows = {name: tuple(tuple(each) for each in facts[name]) for name in ("shards", "dealt")}
+        return cls(**{**facts, **rows, "complete": tuple(facts["complete"])})
 
     def facts(self) -> dict[str, Any]:
         """Return this as plain data."""
