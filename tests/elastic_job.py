@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -76,8 +77,15 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds per sample of a fast worker; others take more")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--die", default="", help="which worker is killed before the training, and where: 1:model")
     arguments = parser.parse_args()
     launched = os.environ.get("RANK", "0")
+
+    def come_to(place: str) -> None:
+        if arguments.die == f"{launched}:{place}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    come_to("init")
     poseidon.init()
     job = this_job()
     number = f"{launched}-{os.getpid()}"
@@ -87,7 +95,9 @@ def main() -> None:
     inputs = torch.randn(arguments.samples, *INPUTS[arguments.model], generator=generator, dtype=torch.float64)
     targets = inputs.flatten(1).mean(1, keepdim=True).mul(3).tanh()
     dataset = TensorDataset(torch.arange(arguments.samples), inputs, targets)
+    come_to("model")
     model, optimizer = build(arguments.model, arguments.mode)
+    come_to("checkpoint")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
     sampler = poseidon.data.ElasticSampler(dataset, arguments.batch, seed=3)
     loader = DataLoader(dataset, batch_sampler=sampler)
@@ -121,6 +131,7 @@ def main() -> None:
         notes.write(f"finished {epoch} {step}\n")
 
     with poseidon.Checkpoint(arguments.save, replicas=arguments.replicas, **parts) as checkpoint:
+        come_to("run")
         checkpoint.run(train)
     final = model.module.state_dict()
     torch.save(final, arguments.notes / f"final-{number}.pt")

@@ -46,6 +46,8 @@ class Work:
     replacements: int = 0
     """How many lost workers come back."""
     kinds: tuple[str, ...] = ("kill", "kill", "stop", "pause", "leave", "two", "during")
+    die: str = ""
+    """A worker and where in its program it is killed before it trains, such as ``1:model``."""
     pace_s: float = 0.0
     """Seconds per sample of a fast worker, with ``--balance``; 0: all workers are equal."""
 
@@ -57,13 +59,8 @@ class Work:
     def arguments(self, notes: Path) -> list[str]:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
-        given |= {
-            "replicas": self.replicas,
-            "model": self.model,
-            "pause": self.pause_s,
-            "pace": self.pace_s,
-            "notes": notes,
-        }
+        given |= {"model": self.model, "pause": self.pause_s, "pace": self.pace_s, "notes": notes}
+        given |= {"replicas": self.replicas, "die": self.die}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 

@@ -50,7 +50,7 @@ from poseidon.surface import (
     warn_of_broadcast_buffers,
 )
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.epochs import live_on
+from poseidon.team.epochs import live_on, outlives
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -151,7 +151,12 @@ class DistributedDataParallel(Attachable):
         self.process_group = process_group
         if process_group is None and dist.is_initialized():
             self.process_group = dist.group.WORLD
-        self._connect(process_group, init_sync)
+        try:
+            self._connect(process_group, init_sync)
+        except Exception as error:
+            if not outlives(error):
+                raise
+            self._connect(process_group, init_sync, is_alone=True)
         if static_graph and find_unused_parameters:
             warnings.warn(
                 "You passed find_unused_parameters=true to DistributedDataParallel, with static_graph the first "
@@ -346,6 +351,8 @@ class DistributedDataParallel(Attachable):
             problem = 'consistency="ssp" and "asp" keep state in tables, which is lost with its worker'
         elif process_group is not None and process_group is not dist.group.WORLD:
             problem = "a process_group of its own cannot be made again without a lost worker"
+        elif dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+            problem = "NCCL's operations cannot be interrupted; let poseidon.init() make the process group without it"
         if problem:
             raise UnsupportedError(f"in an elastic job (--nodes, --nproc MIN:MAX): {problem}; leave it out")
 
@@ -369,19 +376,19 @@ class DistributedDataParallel(Attachable):
                 )
         return parameters[0].device
 
-    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
+    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool, is_alone: bool = False) -> None:
         units = find_units(self.module, self._ignored)
         if self._policy.serves:
             # Where a layer is compiled, it cannot hand its gradient over.
             keeps_tied = not has_compiled_parts(self.module)
             units = [only_dense(unit, keeps_tied) for unit in units]
         check_overrides([unit.spec for unit in units], self._routes, standard_routes())
-        if self._policy.uses_engine and self._has_company(process_group):
+        if self._policy.uses_engine and not is_alone and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
             try:
                 self._start_exchange(team, units, init_sync)
             except BaseException:
-                self._team = None
+                self._team = self._engine = self._buffer_sync = None
                 team.close()
                 raise
         self._policy.connect(self.module, self._engine)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_play import Notes, Round, Work, check, train_alone
+from elastic_play import JOB, Notes, OneMachine, Round, Work, check, train_alone
 from nightly import amount, only
 
-CASES = amount([("distribute", 0.0)], [(mode, pace_s) for mode in ("wrapper", "distribute") for pace_s in (0.0, 0.01)])
+MODES = ("wrapper", "distribute", "server")
+CASES = amount([("distribute", 0.0), ("server", 0.0)], [(mode, pace_s) for mode in MODES for pace_s in (0.0, 0.01)])
 """With a pace, workers differ in speed, and share batches by it."""
 
 
@@ -18,14 +19,32 @@ def test_no_step_and_no_sample_is_lost_with_workers(tmp_path: Path, mode: str, p
     work = Work(workers=3, mode=mode, epochs=3, kinds=("kill", "leave", "during"), pace_s=pace_s)
     expected = train_alone(work, tmp_path / "alone")
     # With these seeds one worker is killed and one leaves, in either order.
-    outcome = Round(work, tmp_path / "round", {"wrapper": 1, "distribute": 2}[mode]).play(limit_s=150)
+    outcome = Round(work, tmp_path / "round", {"wrapper": 1, "distribute": 2, "server": 2}[mode]).play(limit_s=150)
     assert outcome.faults
     assert not outcome.problems + check(tmp_path / "round", work, expected), (tmp_path / "round" / "output").read_text()
     assert max(entry[0] for entry in Notes(tmp_path / "round").entered) >= 1
 
 
+@pytest.mark.parametrize("place", amount(["model"], ["init", "model", "checkpoint", "run"]))
+def test_one_that_is_killed_before_the_training_does_not_take_the_others_along(tmp_path: Path, place: str) -> None:
+    # The first one: it also has the store where the others meet.
+    work = Work(workers=3, mode="distribute", epochs=1, pause_s=0.0, die=f"0:{place}")
+    expected = train_alone(work, tmp_path / "alone")
+    folder = tmp_path / "round"
+    folder.mkdir()
+    with (folder / "output").open("w") as output:
+        job = OneMachine().start(work, [str(JOB), *work.arguments(folder)], output)
+        try:
+            assert job.wait(100) == 0, (folder / "output").read_text()
+        finally:
+            job.kill()
+            job.wait()
+    assert not check(folder, work, expected), (folder / "output").read_text()
+    assert len(Notes(folder).ends) == 2
+
+
 @only
-@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+@pytest.mark.parametrize("mode", ["wrapper", "distribute", "server"])
 def test_one_that_joins_copies_the_state_while_the_others_train(tmp_path: Path, mode: str) -> None:
     work = Work(workers=2, mode=mode, epochs=40, replacements=1, kinds=("kill",))
     expected = train_alone(work, tmp_path / "alone")

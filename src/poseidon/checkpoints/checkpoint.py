@@ -55,14 +55,12 @@ from poseidon.errors import ConfigError, MismatchError, WorkerLostError
 from poseidon.job.elastic import ElasticJob, this_job
 from poseidon.job.limits import time_limit
 from poseidon.launch.stopping import Stopping
-from poseidon.team.epochs import enter_next_epoch, living_on
+from poseidon.team.epochs import enter_next_epoch, is_interruption, living_on, outlives
 from poseidon.team.team import Team
 
 _PIECE_BYTES = 4 << 20
 _MOST_CHANGES = 20
 """So often in a row may the workers of an epoch fail to meet."""
-_NEWS_S = 10.0
-"""How long to wait for the launcher to say that an epoch is over, when a collective of torch's has failed."""
 
 
 class Checkpoint:
@@ -114,9 +112,7 @@ class Checkpoint:
         self._parts = parts
         self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState()}
         self._timeout_s = time_limit(timeout_s)
-        self._team = self._gather_team()
-        self._writer: CheckpointWriter | None = None
-        self._choose_writer()
+        self._team: Team | None = None
         self._job = this_job()
         self._memory = StepMemory()
         self._replicator = Replicator(replicas)
@@ -135,8 +131,16 @@ class Checkpoint:
         self._saved_at = time.monotonic()
         self._is_checked = False
         there = [] if self._folder is None else [one.step for one in self._folder.saved()]
-        self._others = there if self._team is None else self._team.gather_json(there)[0]
+        self._others = there
         """Steps of the checkpoints that rank 0 found; empty once they are known to be this job's."""
+        try:
+            self._team = self._gather_team()
+            self._others = there if self._team is None else self._team.gather_json(there)[0]
+        except Exception as error:
+            if not outlives(error):
+                raise
+        self._writer: CheckpointWriter | None = None
+        self._choose_writer()
 
     def _gather_team(self) -> Team | None:
         return Team(None, self._timeout_s) if dist.is_initialized() and dist.get_world_size() > 1 else None
@@ -199,6 +203,8 @@ class Checkpoint:
             if job.seat is None:
                 self._ahead = copy_ahead(job)
                 lost = WorkerLostError("this worker joins a job that is under way")
+            elif job.is_over:
+                lost = WorkerLostError("a worker was lost before the training began")
             self._door = open_door(job, self._memory)
             while True:
                 try:
@@ -215,7 +221,7 @@ class Checkpoint:
                         self._team.gather_ints([0], "all workers to finish")
                     return
                 except Exception as error:
-                    if not _is_interruption(job, error):
+                    if not is_interruption(job, error):
                         raise
                     lost = error.with_traceback(None)  # with it goes what the interrupted step holds
                     lost.__context__ = lost.__cause__ = None
@@ -238,7 +244,7 @@ class Checkpoint:
                 self._choose_writer()
                 return self._share()
             except Exception as failure:
-                if attempt >= _MOST_CHANGES or not _is_interruption(job, failure):
+                if attempt >= _MOST_CHANGES or not is_interruption(job, failure):
                     raise
                 error = failure.with_traceback(None)
                 error.__context__ = error.__cause__ = None
@@ -272,7 +278,7 @@ class Checkpoint:
         self._saved_step = None  # a joiner knows of no save, and saving is collective
         self._replicator.forget()
         if newest < 0:  # nobody has begun
-            return self._begin()
+            return self._begin() or self._begin_alike()
         dealt = {member: Dealt(*each) for member, *each in next(one.dealt for one in stocks if one.step == newest)}
         holdings = [[each[1:] for each in stock.shards if each[0] == newest] for stock in stocks]
         sources, lost = find_sources(dealt, holdings)
@@ -300,6 +306,18 @@ class Checkpoint:
         done = self.resume()
         self._keep(done)
         return done
+
+    def _begin_alike(self) -> int:
+        """Let all workers have the objects of rank 0, since they were made apart. Collective."""
+        team, kept = self._team, self._memory.kept
+        assert kept is not None
+        if team is not None:
+            stocks = [Stock(0 if rank == 0 else -1) for rank in range(team.size)]
+            given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {}, self._hand_out)
+            given.own = kept.own
+            self._take_over(given, is_new=False)
+            self._memory.adopt(given)
+        return 0
 
     def _begin_without(self, lost: list[tuple[int, int]], newest: int, dealt: Mapping[int, Dealt]) -> int:
         """Go on from a checkpoint on disk, since a part of the last complete step is gone. Collective."""
@@ -351,8 +369,7 @@ class Checkpoint:
             finish = getattr(part, "finish_step", None)
             if finish is not None:
                 finish()
-        assert self._job is not None
-        epoch = 0 if self._job.seat is None else self._job.seat.epoch
+        epoch = 0 if self._job is None or self._job.seat is None else self._job.seat.epoch
         before = self._memory.kept
         staged = self._replicator.stage(self._team, epoch, done, before)
         with contextlib.ExitStack() as stack:
@@ -505,17 +522,6 @@ class Checkpoint:
         if self._rank == 0:
             for problem in problems:
                 warnings.warn(f"checkpoint: {problem}", stacklevel=3)
-
-
-def _is_interruption(job: ElasticJob, error: BaseException) -> bool:
-    """Return whether an exception means that workers were lost, and not that the program is wrong."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, WorkerLostError):
-            return True
-        found = found.__cause__ or found.__context__
-    # torch's collectives fail with a plain RuntimeError, maybe before the launcher has noticed.
-    return job.is_over or (isinstance(error, RuntimeError | OSError) and job.wait_for_end(_NEWS_S))
 
 
 def _check_amount(name: str, value: float | None, least: float) -> None:
