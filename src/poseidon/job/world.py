@@ -177,6 +177,7 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
         has_nccl = torch.cuda.is_available() and job is None
         try:
             _make_group(world, backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo"), timeout_s)
+            break
         except Exception:
             # A worker of an elastic job may be lost before all have met; then the others meet without it.
             if job is None or not is_first or not job.wait_for_end(NEWS_S):
