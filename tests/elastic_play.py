@@ -196,7 +196,7 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
 def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters after a training without workers or faults."""
     folder.mkdir()
-    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0"]
+    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0", "--die", ""]
     # As many threads as a worker has.
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     (path,) = folder.glob("final-*.pt")
