@@ -32,11 +32,10 @@ from torch import nn
 
 from poseidon import files
 from poseidon.checkpoints.ahead import Ahead, StateDoor, copy_ahead, open_door
-from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
+from poseidon.checkpoints.folder import CheckpointFolder, read
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
-from poseidon.checkpoints.replicas import Replicator, find_sources, hand_on, sharded_members
-from poseidon.checkpoints.shards import Dealt
-from poseidon.checkpoints.sharing import HandedOver, Stock, hand_over
+from poseidon.checkpoints.replicas import Replicator, hand_on, sharded_members
+from poseidon.checkpoints.sharing import Agreement, HandedOver, Stock, agree, hand_out, hand_over
 from poseidon.checkpoints.states import (
     RandomState,
     Stateful,
@@ -58,7 +57,6 @@ from poseidon.launch.stopping import Stopping
 from poseidon.team.epochs import enter_next_epoch, is_interruption, living_on, outlives
 from poseidon.team.team import Team
 
-_PIECE_BYTES = 4 << 20
 _MOST_CHANGES = 20
 """So often in a row may the workers of an epoch fail to meet."""
 
@@ -177,7 +175,7 @@ class Checkpoint:
             except ConfigError as error:
                 problem = str(error)
         state = read(
-            self._hand_out(held, problem, source),
+            hand_out(self._team, held, problem, source),
             f"the checkpoint of step {everybody[source]['step']} of rank {source}",
         )
         self._load(state)
@@ -274,26 +272,22 @@ class Checkpoint:
         staged = self._replicator.staged
         mine = Stock.of(kept, ahead, lent, staged)
         stocks = [mine] if team is None else [Stock.read(one) for one in team.gather_json(mine.facts())]
-        newest = max(each.step for each in stocks)
+        agreed = agree(stocks)
+        newest = agreed.newest
         self._saved_step = None  # a joiner knows of no save, and saving is collective
         self._replicator.forget()
-        if newest < 0:  # nobody has begun
+        if newest < 0:
             return self._begin() or self._begin_alike()
-        dealt = {member: Dealt(*each) for member, *each in next(one.dealt for one in stocks if one.step == newest)}
-        holdings = [[each[1:] for each in stock.shards if each[0] == newest] for stock in stocks]
-        sources, lost = find_sources(dealt, holdings)
-        if lost:
-            return self._begin_without(lost, newest, dealt)
-        shards = [] if kept is None or kept.step != newest else kept.shards
-        if staged is not None and staged.step == newest:
-            shards = staged.shards
+        if agreed.lost:
+            return self._begin_without(agreed)
+        shards = agreed.shards_of(kept, staged)
         own = None if kept is None else kept.own
         if team is not None and any(each.step < newest for each in stocks):
-            kept, self.handed = hand_over(team, stocks, kept, ahead, lent, self._hand_out)
+            kept, self.handed = hand_over(team, stocks, kept, ahead, lent)
         assert kept is not None
         self._take_over(kept, is_new=own is None)
-        hand_on(team, sources, shards)
-        kept.shards, kept.dealt = shards, dealt
+        hand_on(team, agreed.sources, shards)
+        kept.shards, kept.dealt = shards, dict(agreed.dealt)
         if kept is not self._memory.kept:
             self._memory.adopt(kept)
         self._replicator.staged = None
@@ -313,16 +307,16 @@ class Checkpoint:
         assert kept is not None
         if team is not None:
             stocks = [Stock(0 if rank == 0 else -1) for rank in range(team.size)]
-            given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {}, self._hand_out)
+            given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {})
             given.own = kept.own
             self._take_over(given, is_new=False)
             self._memory.adopt(given)
         return 0
 
-    def _begin_without(self, lost: list[tuple[int, int]], newest: int, dealt: Mapping[int, Dealt]) -> int:
+    def _begin_without(self, agreed: Agreement) -> int:
         """Go on from a checkpoint on disk, since a part of the last complete step is gone. Collective."""
-        what = ", ".join(f"shard {number} of {dealt[member].shards}" for member, number in lost)
-        gone = f"{what} of the optimizer's state after step {newest} is lost, with the worker that owned it and its"
+        what = ", ".join(f"shard {number} of {agreed.dealt[member].shards}" for member, number in agreed.lost)
+        gone = f"{what} of the optimizer's state after step {agreed.newest} is lost, with its owner and its"
         for part in self._parts.values():
             forget_step(part)
         done = self.resume()
@@ -475,25 +469,6 @@ class Checkpoint:
         flags = [] if self._pending is None else self._pending("the workers' agreement on a checkpoint")
         self._pending = self._team.start_gather([number, int(is_late)])
         return [row[0] for row in flags], bool(flags) and bool(flags[0][1])
-
-    def _hand_out(self, content: bytes, problem: str, source: int) -> bytes | memoryview:
-        """Return the bytes that ``source`` has. Collective."""
-        team = self._team
-        if team is None:
-            if problem:
-                raise ConfigError(problem)
-            return content
-        told = team.gather_json({"size": len(content), "problem": problem})[source]
-        if told["problem"]:
-            raise ConfigError(f"rank {source}: {told['problem']}")
-        if told["size"] > files.memory_bytes():
-            raise ConfigError(f"the checkpoint of rank {source} has {told['size']} bytes, more than this machine has")
-        held = memoryview(content if team.rank == source else bytearray(told["size"]))
-        # All at once: while one is passed on, the next comes.
-        pieces = [team.start_broadcast(held[piece], source) for piece in pieces_of(len(held), _PIECE_BYTES)]
-        for future in itertools.chain.from_iterable(pieces):
-            team.result(future, "a checkpoint")
-        return held
 
     def _load(self, state: Mapping[str, Any]) -> None:
         stored = state["parts"]
