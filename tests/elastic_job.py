@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds per sample of a fast worker; others take more")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--every", type=int, help="steps between two checkpoints")
     parser.add_argument("--die", default="", help="which worker is killed before the training, and where: 1:model")
     arguments = parser.parse_args()
     launched = os.environ.get("RANK", "0")
@@ -130,7 +131,8 @@ def main() -> None:
                 time.sleep(arguments.pause)
         notes.write(f"finished {epoch} {step}\n")
 
-    with poseidon.Checkpoint(arguments.save, replicas=arguments.replicas, **parts) as checkpoint:
+    saved = {"every": arguments.every, "replicas": arguments.replicas}
+    with poseidon.Checkpoint(arguments.save, **saved, **parts) as checkpoint:
         come_to("run")
         checkpoint.run(train)
     final = model.module.state_dict()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from elastic_play import JOB, Notes, OneMachine, Round, Work, check, train_alone
+from elastic_play import JOB, TOLERANCE, Notes, OneMachine, Round, Work, check, send, train_alone
 from nightly import amount, only
 
 MODES = ("wrapper", "distribute", "server")
@@ -41,6 +45,40 @@ def test_one_that_is_killed_before_the_training_does_not_take_the_others_along(t
             job.wait()
     assert not check(folder, work, expected), (folder / "output").read_text()
     assert len(Notes(folder).ends) == 2
+
+
+@only
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_shard_that_is_lost_with_its_replica_comes_from_disk_or_is_named(tmp_path: Path, is_saved: bool) -> None:
+    work = Work(workers=3, mode="server", epochs=3)
+    expected, folder = train_alone(work, tmp_path / "alone"), tmp_path / "round"
+    folder.mkdir()
+    words = [str(JOB), *work.arguments(folder), *(["--save", str(tmp_path / "saved"), "--every", "4"] * is_saved)]
+    with (folder / "output").open("w") as output:
+        job = OneMachine().start(work, words, output)
+        try:
+            while Notes(folder).furthest < 6 and job.poll() is None:
+                time.sleep(0.1)
+            # The owner of a shard, and the next one, which has its replica.
+            for name, pid in Notes(folder).pids.items():
+                if name.split("-")[0] in ("0", "1"):
+                    send(pid, signal.SIGKILL)
+            status = job.wait(100)
+        finally:
+            job.kill()
+            job.wait()
+    said = (folder / "output").read_text()
+    if not is_saved:
+        assert status == 1
+        assert re.search(
+            r"shard 0 of 3 of the optimizer's state after step \d+ is lost, with its owner and its replicas", said
+        )
+        return
+    assert status == 0, said
+    assert re.search(r"replicas; the job goes on from the checkpoint of step (4|8)", said)
+    (path,) = folder.glob("final-*.pt")
+    final = torch.load(path)
+    assert all(torch.allclose(final[name], value, rtol=0, atol=TOLERANCE) for name, value in expected.items())
 
 
 @only
