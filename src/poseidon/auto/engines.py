@@ -32,6 +32,7 @@ from poseidon.engine.options import Options
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import LossyChoice
 from poseidon.planning.planner import Plan
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.team import Team
@@ -119,8 +120,17 @@ class GradientOwner:
 class Engines:
     """The engines of all optimizers, in order of creation."""
 
-    def __init__(self, team: Team, census: Census, step: ScriptStep, streams: Streams, report: ScriptReport) -> None:
+    def __init__(
+        self,
+        team: Team,
+        census: Census,
+        step: ScriptStep,
+        streams: Streams,
+        report: ScriptReport,
+        lossy: LossyChoice | None = None,
+    ) -> None:
         self._team = team
+        self._lossy = lossy
         self._census = census
         self._step = step
         self._streams = streams
@@ -283,7 +293,8 @@ class Engines:
         check_same_model(team, describe(holding.named()))
         take_over(team, holding_tensors(holding.loose, holding.roots))
         device = parameters[0].device
-        engine = assemble_engine(holding.units, team, device, Options(allow_unused=True), self._cluster)
+        options = Options(allow_unused=True, lossy=self._lossy)
+        engine = assemble_engine(holding.units, team, device, options, self._cluster)
         if self._cluster is None and engine.cluster.source == "measured":
             self._cluster = engine.cluster
         owner.front_ends.append(AutoFrontEnd(engine, holding))
@@ -306,4 +317,6 @@ class Engines:
 
 def _say_routes(plan: Plan) -> str:
     counts = Counter(plan.routes.values())
-    return "layers travel by " + ", ".join(f"{route} ({count})" for route, count in sorted(counts.items()))
+    lossy = {entry.route for entry in plan.entries if entry.is_lossy}
+    said = [f"{route} ({count}{', lossy' if route in lossy else ''})" for route, count in sorted(counts.items())]
+    return "layers travel by " + ", ".join(said)

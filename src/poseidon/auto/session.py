@@ -100,7 +100,7 @@ def _install(
     seed = team.gather_ints([seed], "the seed")[0][0]
     streams, step = Streams(world.rank, seed), ScriptStep()
     census = Census()
-    engines = Engines(team, census, step, streams, report)
+    engines = Engines(team, census, step, streams, report, options.lossy)
     usage = Usage(step, report)
     same_loss = SameLoss(team, step, report) if options.same_loss else None
     gradients = TorchGradients(team, engines, usage, step, streams, report, options, same_loss)
@@ -132,9 +132,10 @@ def describe(size: int, options: AutoOptions, seed: int) -> str:
     rate = f"learning rates times {size}" if options.scale_lr else "learning rates as they are"
     writers = {"first": "worker 0's", "each": "everybody's"}
     files = writers["each" if options.files == "shared" else "first"]
+    lossy = "" if options.lossy is None else f"; gradients are lossy, as asked for ({options.lossy})"
     return (
         f"{size} workers, seed {seed}; {batch}; {rate}; evaluation: {options.evaluation}; "
-        f"{writers[options.output]} output, {files} files"
+        f"{writers[options.output]} output, {files} files{lossy}"
     )
 
 

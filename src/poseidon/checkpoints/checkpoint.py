@@ -22,7 +22,7 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
 from poseidon.checkpoints.replicas import Replicator, hand_on, sharded_members
 from poseidon.checkpoints.sharing import Agreement, HandedOver, Stock, agree, hand_out, hand_over
 from poseidon.checkpoints.states import (
+    LossyState,
     RandomState,
     Stateful,
     as_bytes,
     check_part,
     check_readable,
+    find_lossy,
     forget_step,
     from_bytes,
     holds,
@@ -66,7 +68,8 @@ class Checkpoint:
 
     ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
     taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is. The
-    random numbers of Python, NumPy and torch are saved for each worker without being named.
+    random numbers of Python, NumPy and torch are saved for each worker without being named, and so is what a model
+    distributed with ``lossy`` keeps.
 
     Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
 
@@ -108,7 +111,7 @@ class Checkpoint:
         self._every = every
         self._every_s = every_s
         self._parts = parts
-        self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState()}
+        self._own: dict[str, Any] = {**(per_worker or {}), **find_lossy(parts), "random numbers": RandomState()}
         self._timeout_s = time_limit(timeout_s)
         self._team: Team | None = None
         self._job = this_job()
@@ -477,13 +480,24 @@ class Checkpoint:
             load_into(part, stored[name])
         self.values = dict(state["values"])
         workers = state["workers"]
+        self._deal_lossy(workers)
         if self._rank < len(workers):
             for name, part in self._own.items():
-                if name in workers[self._rank]:
+                if name in workers[self._rank] and not isinstance(part, LossyState):
                     part.load_state_dict(workers[self._rank][name])
         else:
             # A worker that was not there: its own random numbers, which must not be another's.
             torch.manual_seed(torch.initial_seed() + int(state["step"]) * 65537 + self._rank)
+
+    def _deal_lossy(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Let each worker have what it kept itself; of other numbers of workers, some have several shares or none."""
+        size = 1 if self._team is None else self._team.size
+        for name, part in self._own.items():
+            if isinstance(part, LossyState):
+                part.load_shares([one[name] for one in workers[self._rank :: size] if name in one])
+                if len(workers) != size and name in workers[0]:
+                    fate = "dealt to {size}; its sum stays" if size > 1 else "dropped: one worker loses nothing"
+                    self._warn([f"{name}: what {len(workers)} workers kept is {fate.format(size=size)}"])
 
     def _check_names(self, stored: Mapping[str, Any], step: int) -> None:
         missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())

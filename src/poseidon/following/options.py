@@ -10,6 +10,7 @@ from typing import Literal
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.job.limits import time_limit
 from poseidon.launch.auto_options import AUTO_OPTIONS, BATCHES, EVALUATIONS, FILES, LOSSES, WRITERS
+from poseidon.planning.lossy import LossyChoice, read_lossy
 
 USAGE = "python -m poseidon.auto [options] script.py [arguments] | -m module [arguments]"
 
@@ -38,6 +39,8 @@ class AutoOptions:
     """Names of loaders that every worker reads as a whole."""
     deal: tuple[str, ...] = ()
     """Names of loaders that are dealt out whenever gradients are on."""
+    lossy: LossyChoice | None = None
+    """How much the gradients of PyTorch models may lose; None: nothing."""
     timeout_s: float | None = None
     """How long to wait for another worker; None: ``POSEIDON_TIMEOUT``."""
 
@@ -100,6 +103,7 @@ def options_of(known: argparse.Namespace) -> AutoOptions:
         output=known.output,
         whole=_names(known.whole),
         deal=_names(known.deal),
+        lossy=read_lossy(known.lossy, known.rank, known.density, known.block_size),
         timeout_s=known.timeout,
     )
 
