@@ -54,6 +54,8 @@ def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     if mode in ("distribute", "server"):
         return poseidon.distribute(model, optimizer, update="server" if mode == "server" else "worker")
+    if mode == "local":
+        return poseidon.distribute(model, optimizer, consistency="local", sync_every=4, outer="nesterov")
     return poseidon.DistributedDataParallel(model), optimizer
 
 
@@ -68,7 +70,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--notes", type=Path, required=True)
-    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute", "server"])
+    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute", "server", "local"])
     parser.add_argument("--replicas", type=int, default=1, help="of each shard, with --mode server")
     parser.add_argument("--model", default="mlp", choices=INPUTS)
     parser.add_argument("--epochs", type=int, default=2)
@@ -129,6 +131,8 @@ def main() -> None:
                 checkpoint.step(step)
                 notes.write(f"done {epoch} {step}\n")
                 time.sleep(arguments.pause)
+        if arguments.mode == "local":
+            model.synchronize()
         notes.write(f"finished {epoch} {step}\n")
 
     saved = {"every": arguments.every, "replicas": arguments.replicas}

@@ -361,7 +361,10 @@ class DistributedDataParallel(Attachable):
     def _check_lasting(self, process_group: dist.ProcessGroup | None) -> None:
         problem = ""
         if not self._policy.is_lasting:
-            problem = 'consistency="ssp" and "asp" keep state in tables, which is lost with its worker'
+            problem = (
+                'consistency="ssp" and "asp" keep state in tables, which is lost with its worker, and so is what local '
+                "steps with an overlap, or by time, have under way"
+            )
         elif process_group is not None and process_group is not dist.group.WORLD:
             problem = "a process_group of its own cannot be made again without a lost worker"
         elif dist.is_initialized() and "nccl" in str(dist.get_backend_config()):

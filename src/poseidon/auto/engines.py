@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poseidon.auto.averaging import take_over
 from poseidon.auto.buffers import Buffers
+from poseidon.auto.local import LocalSteps
 from poseidon.auto.owners import Census, Holding, find_holding, find_roots, holding_tensors
 from poseidon.auto.step import ScriptStep
 from poseidon.engine.assemble import assemble_engine
@@ -127,9 +128,11 @@ class Engines:
         step: ScriptStep,
         streams: Streams,
         report: ScriptReport,
+        local: LocalSteps | None = None,
         lossy: LossyChoice | None = None,
     ) -> None:
         self._team = team
+        self._local = local
         self._lossy = lossy
         self._census = census
         self._step = step
@@ -162,6 +165,10 @@ class Engines:
                 owner.close()
         self._owners = [owner for owner in self._owners if not owner.is_gone]
         return self._owners
+
+    def is_ours(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is none of the script's."""
+        return self._local is not None and self._local.owns(optimizer)
 
     def owner_of(self, optimizer: Optimizer) -> GradientOwner:
         """Return the owner that represents an optimizer. Collective the first time, when it is created."""
@@ -199,12 +206,17 @@ class Engines:
             self._attach_pending(has_graph=True)
         for owner in self.living():
             for front_end in owner.front_ends:
-                front_end.engine.arm(True, self._step.values)
+                front_end.engine.arm(not self._is_local(owner), self._step.values)
+
+    def _is_local(self, owner: GradientOwner) -> bool:
+        """Whether the gradients of an owner stay with their worker."""
+        return self._local is not None and owner.optimizer is not None
 
     def end_backward(self) -> bool:
         """Complete the running exchanges, copy worker 0's buffers, return whether gradients are fresh. Collective."""
         roots: list[nn.Module] = []
         for owner in self.living():
+            owner.is_fresh |= self._is_local(owner)
             for front_end in owner.front_ends:
                 had_plan = front_end.engine.plan is not None
                 if not front_end.finish():
@@ -220,12 +232,18 @@ class Engines:
         """Count a step and, now and then, compare the replicas before it. Collective."""
         owner.is_fresh = False
         owner.steps += 1
+        if self._is_local(owner):
+            for front_end in owner.front_ends:
+                front_end.engine.pass_step()
+            return
         if owner.steps in _COMPARED_STEPS or owner.steps % max(_COMPARED_STEPS) == 0:
             self._compare(owner.named())
 
     def verify(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same parameters. Collective."""
         gc.collect()
+        if self._local is not None:
+            self._local.synchronize()
         self._compare([pair for owner in self.living() for pair in owner.named()])
 
     def close(self) -> None:
@@ -298,10 +316,13 @@ class Engines:
         if self._cluster is None and engine.cluster.source == "measured":
             self._cluster = engine.cluster
         owner.front_ends.append(AutoFrontEnd(engine, holding))
-        engine.arm(True, self._step.values)
-        self._report.say(
-            f"{owner.label}: {holding.describe()}, taken from worker 0; gradients are averaged during backward"
-        )
+        optimizer = None if owner.optimizer is None else owner.optimizer()
+        is_local = self._local is not None and optimizer is not None
+        engine.arm(not is_local, self._step.values)
+        fate = "each worker takes steps of its own" if is_local else "gradients are averaged during backward"
+        self._report.say(f"{owner.label}: {holding.describe()}, taken from worker 0; {fate}")
+        if self._local is not None and optimizer is not None:
+            self._local.attach(optimizer, engine, holding)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ from poseidon.checkpoints.states import (
     holds,
     host_copy,
     load_into,
+    parts_that_differ,
     state_of,
 )
 from poseidon.checkpoints.writing import CheckpointWriter
@@ -67,9 +68,9 @@ class Checkpoint:
     """Saves and restores everything that a training program needs to go on. Construction is collective.
 
     ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
-    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is. The
-    random numbers of Python, NumPy and torch are saved for each worker without being named, and so is what a model
-    distributed with ``lossy`` keeps.
+    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is, and of
+    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for
+    each worker without being named, and so is what a model distributed with ``lossy`` keeps.
 
     Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
 
@@ -110,8 +111,12 @@ class Checkpoint:
         self._folder = None if folder is None else CheckpointFolder(folder, keep)
         self._every = every
         self._every_s = every_s
-        self._parts = parts
-        self._own: dict[str, Any] = {**(per_worker or {}), **find_lossy(parts), "random numbers": RandomState()}
+        shared, own = parts_that_differ(parts)
+        self._parts = {**parts, **shared}
+        self._extra = frozenset(shared)
+        """Parts that the checkpoint of a run without local steps lacks: then a round begins with what it has."""
+        lossy = find_lossy(parts)
+        self._own: dict[str, Any] = {**(per_worker or {}), **lossy, "random numbers": RandomState(), **own}
         self._timeout_s = time_limit(timeout_s)
         self._team: Team | None = None
         self._job = this_job()
@@ -477,7 +482,8 @@ class Checkpoint:
         stored = state["parts"]
         self._check_names(stored, int(state["step"]))
         for name, part in self._parts.items():
-            load_into(part, stored[name])
+            if name in stored:
+                load_into(part, stored[name])
         self.values = dict(state["values"])
         workers = state["workers"]
         self._deal_lossy(workers)
@@ -500,7 +506,8 @@ class Checkpoint:
                     self._warn([f"{name}: what {len(workers)} workers kept is {fate.format(size=size)}"])
 
     def _check_names(self, stored: Mapping[str, Any], step: int) -> None:
-        missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())
+        missing = sorted(self._parts.keys() - stored.keys() - self._extra)
+        unknown = sorted(stored.keys() - self._parts.keys())
         if missing:
             has = ", ".join(sorted(stored))
             raise ConfigError(f"the checkpoint of step {step} has no {', '.join(missing)}; it has {has}")

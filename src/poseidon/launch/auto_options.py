@@ -13,6 +13,7 @@ EVALUATIONS = ("full", "first", "shard")
 LOSSES = ("auto", "mean", "sum")
 FILES = ("private", "python", "shared")
 WRITERS = ("first", "each")
+OUTERS = ("average", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ AUTO_OPTIONS = (
     AutoOption("--eval", "with --auto: who computes outputs in evaluation", "full", EVALUATIONS),
     AutoOption("--loss", "with --auto: how the loss combines the samples of a batch", "auto", LOSSES),
     AutoOption("--same-loss", "with --auto: a loss that the script reads is the workers' mean", is_flag=True),
+    AutoOption("--local", "with --auto: let workers exchange parameters every H steps only", type=int, metavar="H"),
+    AutoOption("--outer", "with --auto --local: what is done with their mean change", "average", OUTERS),
     AutoOption("--lossy", "with --auto: let gradients lose something, to send fewer bytes", choices=LOSSY),
     AutoOption("--rank", "with --lossy lowrank: columns of the factors (4)", type=int, metavar="R"),
     AutoOption("--density", "with --lossy topk: the share of values that travels (0.01)", type=float, metavar="D"),
