@@ -133,6 +133,35 @@ SYSTEMS: dict[str, Wrap] = {
     "poseidon-distribute": _poseidon_distribute,
 }
 
+SHORT = {
+    **{kind: f"poseidon-distribute:lossy={kind}" for kind in ("bf16", "int8", "topk")},
+    "lowrank": f"poseidon-distribute:lossy=lowrank:rank={POWERSGD_RANK}",
+    "local": "poseidon-distribute:consistency=local:sync_every=25:outer=nesterov",
+    "ssp": "poseidon-distribute:consistency=ssp:staleness=auto",
+}
+"""Short names of Poseidon's modes that are not exact; further options replace those given here."""
+
+
+@dataclass(frozen=True)
+class SystemTraits:
+    """What a comparison must know of a system before it runs."""
+
+    is_exact: bool
+    """Every step uses the mean of all workers' gradients."""
+    is_drifting: bool
+    """Workers may be at different steps, so the loss depends on time."""
+    period: int
+    """Steps after which its traffic repeats."""
+
+
+def traits_of(name: str) -> SystemTraits:
+    """Return what a system's name and options say about it."""
+    system, options = _read_system(name)
+    consistency = options.get("consistency", "bsp")
+    is_lossy = system in ("ddp-bf16", "ddp-powersgd") or bool(options.get("lossy"))
+    period = options.get("sync_every", 1) if consistency == "local" else 1
+    return SystemTraits(not is_lossy and consistency == "bsp", consistency in ("ssp", "asp"), int(period))
+
 
 def check_system(name: str, device: str) -> None:
     """Raise unless there is a system of this name, and it runs on this kind of device."""
@@ -146,8 +175,11 @@ def check_system(name: str, device: str) -> None:
 def _read_system(text: str) -> tuple[str, dict[str, Any]]:
     """Return the system and its options from ``SYSTEM[:OPTION=VALUE...]``, such as ``poseidon:bucket_cap_mb=8``."""
     name, *words = text.split(":")
+    if name in SHORT:
+        name, *usual = SHORT[name].split(":")
+        words = usual + words
     if name not in SYSTEMS:
-        raise unknown_name("system", name, list(SYSTEMS))
+        raise unknown_name("system", name, [*SYSTEMS, *SHORT])
     options: dict[str, Any] = {}
     for word in words:
         key, is_given, value = word.partition("=")
@@ -171,9 +203,14 @@ def make_trainer(
     precision: str = "float32",
 ) -> Trainer:
     """Return a system's training loop for a network already on its device."""
-    system, options = _read_system(name)
-    module, stepper = SYSTEMS[system](network.model, OPTIMIZERS[optimizer](network.model), options)
+    module, stepper = wrap(name, network.model, OPTIMIZERS[optimizer](network.model))
     return Trainer(network, module, stepper, *batch, precision)
+
+
+def wrap(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer as a system wraps them."""
+    system, options = _read_system(name)
+    return SYSTEMS[system](model, optimizer, options)
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

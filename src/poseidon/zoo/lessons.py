@@ -62,7 +62,7 @@ def make_lesson(name: str, seed: int = 0, *, tiny: bool = False) -> Lesson:
 
 
 def _text(tiny: bool) -> Lesson:
-    """The next character of Python's language reference; a transformer of 5.4 million parameters."""
+    """Return the next character of Python's language reference; a transformer of 5.4 million parameters."""
     corpus = load_corpus()
     context, head_size = (16, 2) if tiny else (64, 16)
     task = NextToken(len(corpus.characters), context)
@@ -75,11 +75,11 @@ def _text(tiny: bool) -> Lesson:
     def draw(size: int, generator: torch.Generator) -> Batch:
         return cut(corpus.training, torch.randint(len(corpus.training) - context, (size,), generator=generator))
 
-    starts = torch.linspace(0, len(corpus.validation) - context - 1, 64 if tiny else 256).long()
+    starts = torch.linspace(0, len(corpus.validation) - context - 1, 64 if tiny else 128).long()
     return Lesson(
         Network("text", model, task),
         draw,
-        tuple(cut(corpus.validation, part) for part in starts.split(16)),
+        tuple(cut(corpus.validation, part) for part in starts.split(4 if tiny else 8)),
         lambda net: torch.optim.AdamW(net.parameters(), 3e-3 if tiny else 1e-3, betas=(0.9, 0.95)),
         batch=2,
         source=f"Python's language reference, {len(corpus.training):,} characters ({corpus.digest})",
@@ -87,7 +87,7 @@ def _text(tiny: bool) -> Lesson:
 
 
 def _digits(tiny: bool) -> Lesson:
-    """LeNet on handwritten digits."""
+    """Return LeNet on handwritten digits."""
     images, digits = load_digits()
 
     def draw(size: int, generator: torch.Generator) -> Batch:
@@ -106,7 +106,7 @@ def _digits(tiny: bool) -> Lesson:
 
 
 def _clicks(tiny: bool) -> Lesson:
-    """A recommender whose clicks follow from hidden weights of its rows and dense features; made data."""
+    """Return a recommender whose clicks follow from hidden weights of its rows and dense features; made data."""
     network = zoo.build("dlrm", width=0.02 if tiny else 0.25)
     draw = learnable_clicks(network.task)
     unseen = torch.Generator().manual_seed(1)
