@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from poseidon.engine.served import ServedUpdates
 from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.staleness import Prospect
 from poseidon.wire.settings import WireSettings
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def distribute(
     optimizer: Optimizer,
     *,
     consistency: str = "bsp",
-    staleness: int = 0,
+    staleness: int | Literal["auto"] = 0,
     max_grad_norm: float | None = None,
     update: str = "worker",
     **options: Unpack[WrapperOptions],
@@ -71,7 +72,8 @@ def distribute(
 
     With ``"ssp"`` a worker may be ``staleness`` steps ahead of the slowest, with ``"asp"`` any number: workers do not
     wait for a straggler within that bound, a worker that dies is reported while the others continue, and replicas
-    differ by the updates they have not seen yet. ``engine/relaxed.py`` describes these steps. After the first step each
+    differ by the updates they have not seen yet. ``staleness="auto"`` is chosen from the spread of the workers' step
+    times, after 20 steps and again every 100. ``engine/relaxed.py`` describes these steps. After the first step each
     worker keeps its own buffers (running statistics), and ``close()`` waits for the other workers, which may need the
     parameters stored here.
 
@@ -89,9 +91,11 @@ def distribute(
     check_max_norm(max_grad_norm)
     if consistency not in ("bsp", "ssp", "asp"):
         raise unknown_name("consistency", consistency, ("bsp", "ssp", "asp"))
-    if staleness < 0 or (staleness and consistency != "ssp"):
+    is_staleness = staleness == "auto" or (isinstance(staleness, int) and staleness >= 0)
+    if not is_staleness or (staleness and consistency != "ssp"):
         raise ConfigError(
-            f"staleness={staleness} with consistency={consistency!r}: only ssp takes one, and it must be at least 0"
+            f"staleness={staleness!r} with consistency={consistency!r}: only ssp takes one, and it must be at least 0, "
+            'or "auto"'
         )
     if update not in ("worker", "server"):
         raise unknown_name("update", update, ("worker", "server"))
@@ -122,6 +126,16 @@ class RelaxedDataParallel(DistributedDataParallel):
     def staleness_seen(self) -> Counter[int]:
         """Number of parameter rows read at each staleness, in clocks."""
         return self._relaxed.staleness_seen
+
+    @property
+    def staleness(self) -> int | None:
+        """Steps that this worker may be ahead of the slowest at present; None without a bound."""
+        return self._relaxed.staleness
+
+    @property
+    def staleness_prospects(self) -> list[Prospect]:
+        """With ``staleness="auto"``: what each bound promised when one was last chosen, the chosen one first."""
+        return self._relaxed.prospects
 
     @property
     def losses(self) -> dict[int, int]:

@@ -251,11 +251,12 @@ def bytes_sent(interface: str = "eth0") -> int:
 
 
 def tell_parent(event: str, **details: Any) -> None:
+    """Report an event to the process that started the ranks."""
     print(MARK + json.dumps({"event": event, **details}), flush=True)
 
 
 def tell_nobody(event: str, **details: Any) -> None:
-    pass
+    """Say nothing: the other ranks' part of :func:`tell_parent`."""
 
 
 def _from_json(text: str) -> WorkerSettings:
