@@ -38,10 +38,14 @@ from poseidon.job.limits import time_limit
 from poseidon.job.world import World, init
 from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import read_lossy
 from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.planning.route import Routes
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
+from poseidon.routes.feedback import Feedback
+from poseidon.routes.lossy import lossy_routes
 from poseidon.surface import (
     group_of,
     refuse_distributed_autograd,
@@ -69,8 +73,11 @@ class DistributedDataParallel(Attachable):
     ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
     JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an
-    all-gather (the default with NCCL) or by direct messages through host memory. ``policy`` is for
-    :func:`poseidon.distribute`. With one worker, or without a process group, the model runs unchanged.
+    all-gather (the default with NCCL) or by direct messages through host memory. ``lossy`` allows loss: ``"bf16"``,
+    ``"int8"`` (in blocks of ``block_size``), ``"topk"`` (the share ``density`` of all values) or ``"lowrank"``
+    (matrices of this ``rank``), for all layers or by pattern, as in ``{"h.*": "int8", "*": "exact"}``; what a step
+    loses the next one adds (``docs/lossy.md``). ``policy`` is for :func:`poseidon.distribute`. With one worker, or
+    without a process group, the model runs unchanged.
     """
 
     def __init__(
@@ -94,6 +101,10 @@ class DistributedDataParallel(Attachable):
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
         trials: bool = True,
+        lossy: str | Mapping[str, str] | None = None,
+        rank: int | None = None,
+        density: float | None = None,
+        block_size: int | None = None,
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
@@ -131,6 +142,8 @@ class DistributedDataParallel(Attachable):
                 f"routes is {routes!r}; give a dict of unit names or patterns to routes, such as {{'*': 'allreduce'}}"
             )
         self._routes = dict(routes or {})
+        self._lossy = read_lossy(lossy, rank, density, block_size)
+        self._feedback = None if self._lossy is None else Feedback()
         self._cluster = cluster
         self._gather_factors = gather_factors
         self._trials = trials
@@ -369,7 +382,10 @@ class DistributedDataParallel(Attachable):
             # Where a layer is compiled, it cannot hand its gradient over.
             keeps_tied = not has_compiled_parts(self.module)
             units = [only_dense(unit, keeps_tied) for unit in units]
-        check_overrides([unit.spec for unit in units], self._routes, standard_routes())
+        specs = [unit.spec for unit in units]
+        check_overrides(specs, self._routes, standard_routes())
+        if self._lossy is not None:
+            self._lossy.forced(specs, Routes(lossy_routes(self._lossy)))
         if self._policy.uses_engine and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
             try:
@@ -410,6 +426,8 @@ class DistributedDataParallel(Attachable):
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
             routes=self._routes,
+            lossy=self._lossy,
+            feedback=self._feedback,
             check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
             serves=self._policy.serves,

@@ -45,6 +45,10 @@ class WrapperOptions(TypedDict, total=False):
     gather_factors: bool | None
     forward_sync_buffers: bool | None
     trials: bool
+    lossy: str | Mapping[str, str] | None
+    rank: int | None
+    density: float | None
+    block_size: int | None
     managed: bool
     """Under ssp and asp: send updates early where the wire is idle, the largest relative change first."""
     settings: WireSettings | None
@@ -83,6 +87,9 @@ def distribute(
     whenever they are looked at, and bit-identical to those of ``routes={"*": "sharded"}``, with ``split`` for a tied
     embedding that the plan splits. ``docs/server.md`` says what it takes.
 
+    With ``lossy`` gradients travel in fewer bytes and lose something: see :class:`~poseidon.DistributedDataParallel`
+    and ``docs/lossy.md``. Only ``consistency="bsp"`` and ``update="worker"`` take it.
+
     ``max_grad_norm`` clips the norm of all gradients together (under ssp and asp: of the worker's own). The other
     options are those of :class:`~poseidon.DistributedDataParallel`; of these, ssp and asp accept ``timeout_s``,
     ``managed`` and ``settings``.
@@ -99,6 +106,11 @@ def distribute(
         )
     if update not in ("worker", "server"):
         raise unknown_name("update", update, ("worker", "server"))
+    if options.get("lossy") is not None and (update == "server" or consistency != "bsp"):
+        asked = f"consistency={consistency!r}" if consistency != "bsp" else 'update="server"'
+        raise ConfigError(
+            f"lossy={options['lossy']!r} with {asked}: only mean gradients can be lossy; drop one of them"
+        )
     if update == "server":
         if consistency != "bsp":
             raise ConfigError(f'update="server" takes exact steps; consistency={consistency!r} does not, so drop one')
