@@ -47,7 +47,7 @@ class StepTimes:
     def travel_s(self) -> float:
         """Time of an exchange itself: in lockstep the last worker of a step waits for nothing else."""
         shortest = [min(waits) for waits in zip(*self.waited_s, strict=True)]
-        return median(shortest)
+        return float(median(shortest))
 
 
 @dataclass(frozen=True)
