@@ -110,7 +110,7 @@ class Attachable(TorchSurface):
         ``torch.futures.Future`` of the bucket's new values. Collective; once, before the first backward.
         """
         check_hook(hook)
-        if self._policy.defers or not self._policy.uses_engine:
+        if self._policy.takes_steps:
             raise UnsupportedError(
                 "register_comm_hook with poseidon.distribute: a hook's gradients are complete when backward() returns; "
                 "use poseidon.DistributedDataParallel"
@@ -139,7 +139,7 @@ class Attachable(TorchSurface):
     ) -> None:
         if not callable(hook):
             raise TypeError(f"the buffer hook must be callable; it is {hook!r}")
-        if self._policy.syncs_buffers_early:
+        if self._policy.takes_steps:
             raise UnsupportedError(
                 "buffer hooks with poseidon.distribute: it sends buffers while the wire is idle; use "
                 "poseidon.DistributedDataParallel"
@@ -164,7 +164,7 @@ class Attachable(TorchSurface):
         found = [parameter for parameter in self._module_parameters if hasattr(parameter, "_in_backward_optimizers")]
         if not found:
             return []
-        if self._policy.defers:
+        if self._policy.takes_steps:
             raise UnsupportedError(
                 "poseidon.distribute takes the optimizer's steps itself, but parameters have optimizers of their own "
                 "(_apply_optimizer_in_backward); use poseidon.DistributedDataParallel"

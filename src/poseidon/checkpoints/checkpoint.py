@@ -45,6 +45,7 @@ from poseidon.checkpoints.states import (
     holds,
     host_copy,
     load_into,
+    parts_that_differ,
     state_of,
 )
 from poseidon.checkpoints.writing import CheckpointWriter
@@ -66,8 +67,8 @@ class Checkpoint:
     """Saves and restores everything that a training program needs to go on. Construction is collective.
 
     ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
-    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is. The
-    random numbers of Python, NumPy and torch are saved for each worker without being named.
+    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is, and of
+    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for each worker without being named.
 
     Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
 
@@ -104,8 +105,9 @@ class Checkpoint:
         self._folder = None if folder is None else CheckpointFolder(folder, keep)
         self._every = every
         self._every_s = every_s
-        self._parts = parts
-        self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState()}
+        shared, own = parts_that_differ(parts)
+        self._parts = {**parts, **shared}
+        self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState(), **own}
         self._timeout_s = time_limit(timeout_s)
         self._team = self._gather_team()
         self._writer: CheckpointWriter | None = None

@@ -34,8 +34,13 @@ def check_part(name: str, part: Any) -> None:
 
 
 def state_of(part: Any) -> Any:
-    """Return a part's state; of a model, under the names that it has without wrapper and compiler."""
+    """Return a part's state; of a model, under the names that it has without wrapper and compiler.
+
+    Of a model whose workers drift apart, it is what they agreed on last.
+    """
     inner = _plain(part)
+    if _differs(inner):
+        return inner.shared_state_dict()
     return (inner.module if _is_wrapper(inner) else inner).state_dict()
 
 
@@ -45,6 +50,28 @@ def load_into(part: Any, state: Any) -> None:
     if _is_wrapper(inner):
         state = {f"module.{name}": value for name, value in state.items()}
     inner.load_state_dict(state)
+
+
+def parts_that_differ(parts: Mapping[str, Any]) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
+    """Return what to save besides ``parts``, for all workers alike and for each its own, where a model takes local steps.
+
+    Then optimizers and all else differ between workers, too. These states are loaded after those of ``parts``.
+    """
+    shared: dict[str, Stateful] = {}
+    own: dict[str, Stateful] = {}
+    drifting = [name for name, part in parts.items() if _differs(_plain(part))]
+    for name in drifting:
+        for_all, for_each = _plain(parts[name]).checkpoint_parts()
+        shared |= {f"{name}: {what}": part for what, part in for_all.items()}
+        own |= {f"{name}: {what}": part for what, part in for_each.items()}
+    if drifting:
+        own |= {f"{name} of this worker": part for name, part in parts.items() if name not in drifting}
+    return shared, own
+
+
+def _differs(part: Any) -> bool:
+    """Whether a model's workers drift apart: it tells what they share, and what is each one's own."""
+    return callable(getattr(type(part), "checkpoint_parts", None))
 
 
 def holds(part: Any, model: nn.Module) -> bool:

@@ -117,6 +117,7 @@ class RelaxedUpdates(Policy):
     """
 
     uses_engine = False
+    takes_steps = True
     is_copyable = False
     is_lasting = False
     is_updating = True
