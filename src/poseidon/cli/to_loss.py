@@ -39,9 +39,9 @@ class LessonPlan:
 _SYSTEMS = "ddp,ddp-powersgd,poseidon,lowrank,local"
 PLANS = {
     # Its ssp would train in real time at the speed of the link, for an hour.
-    "text": LessonPlan(300, 15, "80:160", _SYSTEMS),
-    "digits": LessonPlan(160, 8, "20:40", f"{_SYSTEMS},ssp"),
-    "clicks": LessonPlan(300, 15, "40:80", f"{_SYSTEMS},ssp"),
+    "text": LessonPlan(300, 20, "80:160", _SYSTEMS),
+    "digits": LessonPlan(160, 10, "20:40", f"{_SYSTEMS},ssp"),
+    "clicks": LessonPlan(300, 20, "40:80", f"{_SYSTEMS},ssp"),
 }
 
 

@@ -136,7 +136,7 @@ SYSTEMS: dict[str, Wrap] = {
 SHORT = {
     **{kind: f"poseidon-distribute:lossy={kind}" for kind in ("bf16", "int8", "topk")},
     "lowrank": f"poseidon-distribute:lossy=lowrank:rank={POWERSGD_RANK}",
-    "local": "poseidon-distribute:consistency=local:sync_every=25:outer=nesterov",
+    "local": "poseidon-distribute:consistency=local:sync_every=20:outer=nesterov",
     "ssp": "poseidon-distribute:consistency=ssp:staleness=auto",
 }
 """Short names of Poseidon's modes that are not exact; further options replace those given here."""

@@ -16,6 +16,7 @@ from poseidon.planning.transfers import Conditions, Transfer
 from poseidon.routes import standard_routes
 from poseidon.routes.bits import is_rounded
 from poseidon.routes.catalogue import served_routes
+from poseidon.routes.lossy import lossy_routes
 from poseidon.sim.adam import FactorPush, pays_pushed
 from poseidon.sim.setting import Setting
 
@@ -46,6 +47,8 @@ def make_workload(setting: Setting) -> Workload:
     profile, cluster, system = setting.profile, setting.cluster, setting.system
     routes = _routes(setting)
     overrides = setting.overrides if system.special == "planned" else {}
+    if setting.lossy is not None:
+        overrides = {**setting.lossy.forced(profile.specs, routes), **overrides}
     plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)
     count = len(plan.entries)
     if system.dense == "none" or cluster.workers == 1:
@@ -61,12 +64,13 @@ def _routes(setting: Setting) -> Routes:
     system = setting.system
     if system.dense == "served":
         return served_routes(setting.least_chunk_bytes)
-    return standard_routes(
+    exact = standard_routes(
         offers_server=setting.offers_server and system.dense == "planned",
         gathers_factors=setting.uses_gathers,
         combines_first=setting.cluster.workers_per_machine > 1,
         chunk_bytes=setting.least_chunk_bytes,
     )
+    return Routes([*exact.values(), *lossy_routes(setting.lossy)])
 
 
 def plan_workload(setting: Setting, plan: Plan, route_of: Sequence[str], routes: Routes, packing: Packing) -> Workload:
