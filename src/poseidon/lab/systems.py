@@ -29,6 +29,8 @@ PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bf16": torch.bflo
 POWERSGD_RANK = 4
 # PowerSGD sends whole gradients until this step; 2 is the least it accepts with error feedback.
 POWERSGD_START = 2
+ONE_BUCKET_MB = 1e6
+"""More than any model."""
 
 
 @dataclass
@@ -99,7 +101,10 @@ def _ddp_bf16(
 def _ddp_powersgd(
     model: nn.Module, optimizer: torch.optim.Optimizer, _: Options
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    wrapped = _wrap_ddp(model)
+    # Its hook starts collectives in callbacks. With gloo nothing keeps those of several buckets in one order on all
+    # ranks, and they get mixed up; a single bucket has none to mix up with.
+    is_gloo = next(model.parameters()).device.type == "cpu"
+    wrapped = _wrap_ddp(model, bucket_cap_mb=ONE_BUCKET_MB if is_gloo else None)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
     )
@@ -219,7 +224,11 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def _wrap_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.parallel.DistributedDataParallel:
+def _wrap_ddp(
+    model: nn.Module, group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None
+) -> nn.parallel.DistributedDataParallel:
     device = next(model.parameters()).device
     devices = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=devices, process_group=group, bucket_cap_mb=bucket_cap_mb
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -27,6 +28,7 @@ class Corpus:
     """Tells texts of different Python versions apart; results compare only where it is the same."""
 
 
+@cache
 def load_corpus() -> Corpus:
     """Return the topics of ``pydoc_data``, in order of their names; the same for the same version of Python."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics

