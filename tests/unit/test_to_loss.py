@@ -42,7 +42,7 @@ def test_a_lesson_brings_its_own_settings():
     settings = parse()
     assert (settings.lesson, settings.rate_bits, len(settings.seeds)) == ("text", 10**8, 3)
     assert settings.steps_of("ddp") == settings.steps_of("poseidon") == settings.steps
-    assert settings.steps_of("local") == 1.5 * settings.steps
+    assert settings.steps_of("local") == 2 * settings.steps
     assert settings.paced_ms is not None
     assert parse("text", "--paced", "none").paced_ms is None
     assert not settings.is_timed("lowrank")
@@ -88,7 +88,7 @@ def test_short_names_say_what_they_are():
 def test_cells_are_divided_by_how_they_are_measured():
     settings = parse("text", *QUICK, "--against", "ddp,lowrank,ssp")
     assert [cell.system for cell in settings.cells("tempos")] == ["linear", "ddp", "lowrank"]
-    assert settings.cells("curves")[:2] == [LossCell("ddp", 0, 20), LossCell("lowrank", 0, 30)]
+    assert settings.cells("curves")[:2] == [LossCell("ddp", 0, 20, 20), LossCell("lowrank", 0, 40, 20)]
     assert {cell.system for cell in settings.cells("timed")} == {"ssp"}
 
 
@@ -99,7 +99,8 @@ def test_messages_become_runs_and_tempos_and_each_is_saved(events):
     assert [cell.system for cell in events.missing()] == ["linear", "lowrank"]
     events.purpose = "curves"
     tell(events, "run", system="ddp", seed=1, note="", marks=[[10, 3.0, 0.5, 7.0], [20, 2.5, 1.0, 14.0]])
-    assert LossCell("ddp", 1, 20) not in events.missing()
+    assert LossCell("ddp", 1, 20, 20) not in events.missing()
+    assert events.targets() == ((1, pytest.approx(2.75 * 1.005)),)
     found = events.saved[-1]
     assert found.tempos["ddp"].step_ms == 50.0
     # A curve is not on the clock, however long it took to compute.
@@ -115,7 +116,7 @@ def test_a_cell_that_takes_the_job_down_is_blamed_and_the_others_go_on(events):
     cells = events.missing()
     tell(events, "begin", system="lowrank", seed=0)
     events.blame(cells, "machine1 was killed by SIGKILL")
-    assert LossCell("lowrank", 0, 30) not in events.missing()
+    assert LossCell("lowrank", 0, 40, 20) not in events.missing()
     assert len(events.missing()) == len(cells) - 1
     events.blame(events.missing(), "no machine started")
     assert events.missing() == []
@@ -130,8 +131,8 @@ def test_what_is_measured_is_not_measured_again_but_failures_are(events, tmp_pat
     write_losses(path, settings, events.ordered())
     again = LossEvents(settings, resume(path, settings), lambda _: None, lambda _: None)
     again.purpose = "curves"
-    assert LossCell("ddp", 0, 20) not in again.missing()
-    assert LossCell("lowrank", 0, 30) in again.missing()
+    assert LossCell("ddp", 0, 20, 20) not in again.missing()
+    assert LossCell("lowrank", 0, 40, 20) in again.missing()
     with pytest.raises(ConfigError, match="steps 20 there, 30 here"):
         resume(path, replace(settings, steps=30))
     assert resume(path, replace(settings, seeds=(0, 1, 2), tolerance=0.1)).tolerance == 0.1

@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--tolerance", type=float, metavar="PERCENT", help="above ddp's final loss (default 0.5)")
     options.add_argument("--seeds", type=int, help="number of seeds (default 3)")
     options.add_argument("--every", type=int, metavar="STEPS", help="between evaluations (default: by lesson)")
-    options.add_argument("--more", type=float, help="steps of systems that are not exact, as a multiple (default 1.5)")
+    options.add_argument(
+        "--more", type=float, help="most steps of the systems that are not exact, as a multiple (default 2)"
+    )
     options.add_argument(
         "--stalls", metavar="P:STEPS", help="workers stall with probability P, for so many steps' time"
     )
@@ -107,7 +109,7 @@ def make_settings(args: argparse.Namespace) -> LossSettings:
         machines=parse_count(args.machines),
         rate_bits=parse_rate(args.rate or "100mbit"),
         steps=plan.steps if args.steps is None else args.steps,
-        more=1.5 if args.more is None else args.more,
+        more=2.0 if args.more is None else args.more,
         batch=make_lesson(args.to_loss, tiny=args.tiny).batch if args.batch is None else _parse_batch(args.batch),
         every=plan.every if args.every is None else args.every,
         tolerance=(TOLERANCE_PERCENT if args.tolerance is None else args.tolerance) / 100,

@@ -59,7 +59,8 @@ class LossSettings:
     steps: int
     """Steps of exact systems."""
     more: float
-    """Steps of the others, as a multiple: they may need more, and take less time for each."""
+    """Most steps of the others, as a multiple: they may need more, and take less time for each. A curve ends once it
+    has reached the target, but not before the steps of exact systems."""
     batch: int
     every: int
     tolerance: float
@@ -87,7 +88,7 @@ class LossSettings:
             others = [system for system in self.systems if not self.is_timed(system)]
             return [LossCell(system, 0, 0) for system in (LINEAR, *others)]
         return [
-            LossCell(system, seed, self.steps_of(system))
+            LossCell(system, seed, self.steps_of(system), self.steps)
             for seed in self.seeds
             for system in self.systems
             if self.is_timed(system) == (purpose == "timed")
@@ -142,6 +143,8 @@ def _run_job(settings: LossSettings, progress: LossEvents, purpose: str, cells: 
         every=settings.every,
         paced_ms=settings.paced_ms,
         stalls=settings.stalls,
+        tolerance=settings.tolerance,
+        targets=progress.targets(),
         tiny=settings.tiny,
         threads=settings.threads,
         device=settings.device,
@@ -189,6 +192,11 @@ class LossEvents:
             return [cell for cell in self._settings.cells("tempos") if cell.system not in self._found.tempos]
         done = {(run.system, run.seed) for run in self._found.runs}
         return [cell for cell in self._settings.cells(self.purpose) if (cell.system, cell.seed) not in done]
+
+    def targets(self) -> tuple[tuple[int, float], ...]:
+        """Return the target of each seed that has one."""
+        pairs = [(seed, self._found.target_of(seed)) for seed in self._settings.seeds]
+        return tuple((seed, target) for seed, target in pairs if target is not None)
 
     def ordered(self) -> Comparison:
         """Return what was found, systems and seeds in the order of the settings."""

@@ -23,9 +23,13 @@ from torch import Tensor
 
 from poseidon.lab.bench_worker import bytes_sent, choose, do_together, prepare, run_worker, settle, tell_nobody
 from poseidon.lab.bench_worker import tell_parent as report
+from poseidon.lab.loss_results import REFERENCE, SMOOTHED
 from poseidon.lab.pace import paced
 from poseidon.lab.systems import Trainer, traits_of, wrap
 from poseidon.zoo.lessons import Lesson, make_lesson
+
+RankMark = tuple[int, float, float, float, int]
+"""Step, seconds, bytes, the summed loss of a rank's validation batches, and how many these are."""
 
 LEAST_TIMED, LEAST_WARM = 8, 4
 """Steps that a tempo is measured over, and steps before them; more where a system's traffic repeats less often."""
@@ -40,6 +44,9 @@ class LossCell:
     system: str
     seed: int
     steps: int
+    """At most."""
+    least: int = 0
+    """A curve ends after so many steps at the earliest, once it has reached the target."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,10 @@ class LossWorkerSettings:
     """Time of forward and backward; used for tempos and timed runs only."""
     stalls: tuple[float, float] | None = None
     """Probability that a worker stalls in a step, and for how many steps' time."""
+    tolerance: float = 0.0
+    """How far above the reference's final loss a curve may end, as a fraction."""
+    targets: tuple[tuple[int, float], ...] = ()
+    """Seeds whose target is known, each with it."""
     tiny: bool = False
     threads: int = 1
     device: str = "cpu"
@@ -104,6 +115,7 @@ def main(settings: LossWorkerSettings) -> None:
     """Work through all cells."""
     device = prepare(settings.device, settings.threads, settings.timeout_s)
     tell = report if dist.get_rank() == 0 else tell_nobody
+    targets = dict(settings.targets)
     for cell in settings.cells:
         tell("begin", system=cell.system, seed=cell.seed)
         if settings.purpose == "tempos":
@@ -118,11 +130,13 @@ def main(settings: LossWorkerSettings) -> None:
                     note=tempos[0][2],
                 )
         else:
-            curves, failure = do_together(partial(_train, settings, cell, device), device)
+            train = partial(_train, settings, cell, device, targets.get(cell.seed))
+            curves, failure = do_together(train, device)
             if not failure:
-                tell(
-                    "run", system=cell.system, seed=cell.seed, note=curves[0][1], marks=_combine([c[0] for c in curves])
-                )
+                marks = _combine([curve[0] for curve in curves])
+                tell("run", system=cell.system, seed=cell.seed, note=curves[0][1], marks=marks)
+                if cell.system == REFERENCE:
+                    targets.setdefault(cell.seed, _final_loss(marks) * (1 + settings.tolerance))
         if failure:
             tell("failure", system=cell.system, seed=cell.seed, failure=failure)
     settle(device)
@@ -164,16 +178,20 @@ def _time(settings: LossWorkerSettings, cell: LossCell, device: torch.device) ->
 
 
 def _train(
-    settings: LossWorkerSettings, cell: LossCell, device: torch.device
-) -> tuple[list[tuple[int, float, float, float, int]], str]:
-    """Return this rank's marks (step, seconds, bytes, summed loss, batches it is summed over), and remarks.
+    settings: LossWorkerSettings, cell: LossCell, device: torch.device, target: float | None
+) -> tuple[list[RankMark], str]:
+    """Return this rank's marks, and remarks.
 
-    Parameters are copied at each mark and validated after training, which nothing must disturb. Every rank validates
-    its own replica, each on its share of the data.
+    Every rank validates its own replica, each on its share of the data. Where the clock counts, parameters are copied
+    at each mark and validated after training, which nothing must disturb; a curve is validated as it goes.
     """
     student = _enrol(settings, cell, device)
-    is_drifting = traits_of(cell.system).is_drifting
-    kept: list[tuple[int, float, float, dict[str, Tensor]]] = []
+    # A network of its own, without the hooks that pace and exchange.
+    judge = _Judge(make_lesson(settings.lesson, cell.seed, tiny=settings.tiny), device)
+    is_timed, is_drifting = settings.purpose == "timed", traits_of(cell.system).is_drifting
+    copies: list[dict[str, Tensor]] = []
+    scores: list[tuple[float, int]] = []
+    moments: list[tuple[int, float, float]] = []
     try:
         settle(device)
         sent_before = bytes_sent()
@@ -181,21 +199,38 @@ def _train(
         began = time.perf_counter()
         for step in range(1, cell.steps + 1):
             student.step()
-            if step % settings.every == 0 or step == cell.steps:
-                state = _copy(student)
-                seconds = time.perf_counter() - began
-                kept.append((step, seconds, bytes_sent() - sent_before, state))
-                if settings.purpose == "timed" and _is_over(seconds > settings.limit_s, is_drifting):
+            if step % settings.every and step != cell.steps:
+                continue
+            state = _copy(student)
+            seconds = time.perf_counter() - began
+            moments.append((step, seconds, bytes_sent() - sent_before))
+            if is_timed:
+                copies.append(state)
+                if _is_over(seconds > settings.limit_s, is_drifting):
+                    break
+            else:
+                scores.append(judge.score(state))
+                if step >= cell.least and target is not None and _mean_of_last(scores) <= target:
                     break
         note = student.note()
     finally:
         student.close()
     # Workers that drift may have ended at different marks.
-    common = torch.tensor(len(kept))
+    common = torch.tensor(len(moments))
     dist.all_reduce(common, dist.ReduceOp.MIN)
-    # A network of its own, without the hooks that pace and exchange.
-    judge = _Judge(make_lesson(settings.lesson, cell.seed, tiny=settings.tiny), device)
-    return [(step, s, sent, *judge.score(state)) for step, s, sent, state in kept[: int(common)]], note
+    scores += [judge.score(state) for state in copies[: int(common)]]
+    return [(*moment, *score) for moment, score in zip(moments[: int(common)], scores, strict=True)], note
+
+
+def _mean_of_last(scores: list[tuple[float, int]]) -> float:
+    """Return the loss that counts at the last mark, over all ranks. Collective."""
+    last = torch.tensor(scores[-SMOOTHED:], dtype=torch.float64)
+    dist.all_reduce(last)
+    return float((last[:, 0] / last[:, 1]).mean())
+
+
+def _final_loss(marks: list[list[float]]) -> float:
+    return fmean(mark[1] for mark in marks[-SMOOTHED:])
 
 
 def _is_over(is_late: bool, is_drifting: bool) -> bool:
@@ -232,7 +267,7 @@ class _Judge:
         return sum(loss.item() for loss in losses), len(losses)
 
 
-def _combine(curves: list[list[tuple[int, float, float, float, int]]]) -> list[list[float]]:
+def _combine(curves: list[list[RankMark]]) -> list[list[float]]:
     """Return [step, loss, seconds, bytes] of each mark: over all validation data, and on the slowest rank's clock."""
     return [
         [

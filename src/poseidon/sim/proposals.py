@@ -16,6 +16,8 @@ from poseidon.sim.systems import SYSTEMS
 
 GOOD_ENOUGH = 1.10
 """Within this factor of linear there is nothing to gain."""
+SHORTER = 0.9
+"""A unit whose exact form has at most this share of the lossy one's bytes stays exact."""
 INTERVALS = (10, 25, 50, 100, 200, 500)
 """Steps between exchanges to choose from: the fewest that are good enough."""
 
@@ -28,14 +30,13 @@ class Price:
     source: str
 
 
-MEASURED = "measured: docs/slow-links.md"
 PRICES = {
     "exact": Price("none", "the mean of all gradients"),
-    "bf16": Price("none seen", MEASURED),
-    "int8": Price("none seen", MEASURED),
-    "lowrank": Price("more steps at first; little at the end", "Vogels et al. 2019, table 3; " + MEASURED),
-    "topk": Price("more steps", "Lin et al. 2018, table 3; " + MEASURED),
-    "local": Price("more steps, growing with the interval", "Douillard et al. 2023, figure 4; " + MEASURED),
+    "bf16": Price("none seen", "docs/slow-links.md"),
+    "int8": Price("none seen", "docs/slow-links.md"),
+    "lowrank": Price("some more steps", "docs/slow-links.md; Vogels et al. 2019"),
+    "topk": Price("more steps", "docs/slow-links.md; Lin et al. 2018"),
+    "local": Price("more steps, growing with sync_every", "docs/slow-links.md; Douillard et al. 2023"),
 }
 """In the order of what they lose, the least first."""
 
@@ -57,6 +58,11 @@ class Proposal:
     def times_linear(self) -> float:
         """Time of a step over that of one without exchange."""
         return self.step_s / self.compute_s if self.compute_s else 1.0
+
+    @property
+    def times_text(self) -> str:
+        """The same in words."""
+        return f"{self.times_linear:.2f}x" if self.times_linear < 100 else f"{self.times_linear:.0f}x"
 
     @property
     def is_good_enough(self) -> bool:
@@ -87,13 +93,13 @@ class Proposals:
         """One sentence: whether exact is good enough, and what to ask for if not."""
         exact, advised = self.exact, self.advised
         if exact.is_good_enough:
-            return f"exact is within 10 % of linear ({exact.times_linear:.2f}x): nothing to gain from losing anything"
+            return f"exact is within 10 % of linear ({exact.times_text}): nothing to gain from losing anything"
         link = format_rate(self.setting.cluster.between.bits_per_s)
         if advised is exact:
-            return f"exact takes {exact.times_linear:.2f}x linear at {link}, and nothing here would be faster"
+            return f"exact takes {exact.times_text} linear at {link}, and nothing here would be faster"
         return (
-            f"exact takes {exact.times_linear:.2f}x linear at {link}; {advised.name} would take "
-            f"{advised.times_linear:.2f}x: poseidon.distribute(model, optimizer, {advised.call})"
+            f"exact takes {exact.times_text} linear at {link}; {advised.name} would take "
+            f"{advised.times_text}: poseidon.distribute(model, optimizer, {advised.call})"
         )
 
 
@@ -113,11 +119,9 @@ def _gradients(setting: Setting, rank: int) -> Iterator[Proposal]:
         choice = read_lossy(way, rank=rank if way == "lowrank" else None)
         everywhere = simulate(replace(setting, lossy=choice))
         # An exact route may be shorter, as rows of an embedding are: such units lose nothing.
-        kept = [entry.unit for entry in everywhere.plan.entries if entry.exact_bytes <= entry.cost.wire_bytes]
+        entries = everywhere.plan.entries
+        kept = [one.unit for one in entries if one.is_lossy and one.exact_bytes < SHORTER * one.cost.wire_bytes]
         patterns = {**dict.fromkeys(cover(kept, names), EXACT), "*": way} if kept else {"*": way}
-        if len(kept) == len(names):
-            yield Proposal(way, f'lossy="{way}"{option}', exact.step_s, exact.compute_s, exact.sent_bytes, PRICES[way])
-            continue
         call = f"lossy={json.dumps(patterns)}" if kept else f'lossy="{way}"'
         chosen = replace(choice, patterns=tuple(patterns.items())) if choice is not None else None
         outcome = simulate(replace(setting, lossy=chosen)) if kept else everywhere
@@ -163,7 +167,7 @@ def format_proposals(proposals: Proposals) -> str:
 def _format(one: Proposal) -> str:
     sent = format_bytes(one.sent_bytes)
     return (
-        f"  {one.name:<9}{one.step_s * 1e3:>10.4g}{one.times_linear:>10.2f}{sent:>11}  {one.price.cost:<40} "
+        f"  {one.name:<9}{one.step_s * 1e3:>10.4g}{one.times_text:>10}{sent:>11}  {one.price.cost:<40} "
         f"{one.price.source}"
     )
 
