@@ -53,6 +53,8 @@ def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     if mode == "distribute":
         return poseidon.distribute(model, optimizer)
+    if mode == "local":
+        return poseidon.distribute(model, optimizer, consistency="local", sync_every=4, outer="nesterov")
     return poseidon.DistributedDataParallel(model), optimizer
 
 
@@ -67,7 +69,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--notes", type=Path, required=True)
-    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute"])
+    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute", "local"])
     parser.add_argument("--model", default="mlp", choices=INPUTS)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=120)
@@ -117,6 +119,8 @@ def main() -> None:
                 checkpoint.step(step)
                 notes.write(f"done {epoch} {step}\n")
                 time.sleep(arguments.pause)
+        if arguments.mode == "local":
+            model.synchronize()
         notes.write(f"finished {epoch} {step}\n")
 
     with poseidon.Checkpoint(arguments.save, **parts) as checkpoint:

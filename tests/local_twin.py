@@ -98,7 +98,7 @@ def simulate(
 def _mix(named: Sequence[Mapping[str, nn.Parameter]], name: str, value: Tensor, kept: float) -> None:
     for params in named:
         own = params[name].detach()
-        own.copy_(own * kept + value * (1 - kept)) if kept else own.copy_(value)
+        own.mul_(kept).add_(value, alpha=1 - kept) if kept else own.copy_(value)
 
 
 def _average_stats(common: dict[str, Tensor], stats: Sequence[Mapping[str, Tensor]]) -> None:

@@ -350,7 +350,10 @@ class DistributedDataParallel(Attachable):
     def _check_lasting(self, process_group: dist.ProcessGroup | None) -> None:
         problem = ""
         if not self._policy.is_lasting:
-            problem = 'update="server" and consistency="ssp" or "asp" keep state that is lost with its worker'
+            problem = (
+                'update="server" and consistency="ssp" or "asp" keep state that is lost with its worker, and so do '
+                "local steps with an overlap, or by time"
+            )
         elif process_group is not None and process_group is not dist.group.WORLD:
             problem = "a process_group of its own cannot be made again without a lost worker"
         if problem:

@@ -122,6 +122,8 @@ class Attachable(TorchSurface):
             )
         if self._routes:
             raise ConfigError(f"routes={self._routes!r} with a communication hook: all gradients go through the hook")
+        if self._feedback is not None:
+            raise ConfigError("lossy with a communication hook: all gradients go through the hook; drop one of them")
         if self._engine is not None:
             self._engine.use_only(HookedRoute(state, hook))
         self._comm_hooks.append((hook, state))

@@ -135,9 +135,7 @@ def distribute(
         raise unknown_name("update", update, ("worker", "server"))
     if options.get("lossy") is not None and (update == "server" or consistency != "bsp"):
         asked = f"consistency={consistency!r}" if consistency != "bsp" else 'update="server"'
-        raise ConfigError(
-            f"lossy={options['lossy']!r} with {asked}: only mean gradients can be lossy; drop one of them"
-        )
+        raise ConfigError(f"lossy={options['lossy']!r} with {asked}: only mean gradients can be lossy; drop one")
     if update == "server":
         if consistency != "bsp":
             raise ConfigError(f'update="server" takes exact steps; consistency={consistency!r} does not, so drop one')

@@ -24,6 +24,15 @@ def test_no_step_and_no_sample_is_lost_with_workers(tmp_path: Path, mode: str, p
     assert max(entry[0] for entry in Notes(tmp_path / "round").entered) >= 1
 
 
+def test_workers_that_take_local_steps_go_on_from_what_they_share(tmp_path: Path) -> None:
+    """Each with what is its own; all hold the same bits in the end, and the job has learned what it should."""
+    work = Work(workers=3, mode="local", epochs=3, kinds=("kill", "leave", "during"))
+    outcome = Round(work, tmp_path / "round", 2).play(limit_s=150)
+    assert outcome.faults
+    assert not outcome.problems + check(tmp_path / "round", work, {}), (tmp_path / "round" / "output").read_text()
+    assert max(entry[0] for entry in Notes(tmp_path / "round").entered) >= 1
+
+
 @only
 @pytest.mark.parametrize("mode", ["wrapper", "distribute"])
 def test_one_that_joins_copies_the_state_while_the_others_train(tmp_path: Path, mode: str) -> None:

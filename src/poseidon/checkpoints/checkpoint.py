@@ -21,7 +21,7 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
 from poseidon.checkpoints.sharing import HandedOver, Stock, hand_over
 from poseidon.checkpoints.states import (
+    LossyState,
     RandomState,
     Stateful,
     as_bytes,
     check_part,
     check_readable,
+    find_lossy,
     forget_step,
     from_bytes,
     holds,
@@ -68,7 +70,8 @@ class Checkpoint:
 
     ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
     taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is, and of
-    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for each worker without being named.
+    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for
+    each worker without being named, and so is what a model distributed with ``lossy`` keeps.
 
     Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
 
@@ -107,7 +110,10 @@ class Checkpoint:
         self._every_s = every_s
         shared, own = parts_that_differ(parts)
         self._parts = {**parts, **shared}
-        self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState(), **own}
+        self._extra = frozenset(shared)
+        """Parts that the checkpoint of a run without local steps lacks: then a round begins with what it has."""
+        lossy = find_lossy(parts)
+        self._own: dict[str, Any] = {**(per_worker or {}), **lossy, "random numbers": RandomState(), **own}
         self._timeout_s = time_limit(timeout_s)
         self._team = self._gather_team()
         self._writer: CheckpointWriter | None = None
@@ -432,19 +438,32 @@ class Checkpoint:
         stored = state["parts"]
         self._check_names(stored, int(state["step"]))
         for name, part in self._parts.items():
-            load_into(part, stored[name])
+            if name in stored:
+                load_into(part, stored[name])
         self.values = dict(state["values"])
         workers = state["workers"]
+        self._deal_lossy(workers)
         if self._rank < len(workers):
             for name, part in self._own.items():
-                if name in workers[self._rank]:
+                if name in workers[self._rank] and not isinstance(part, LossyState):
                     part.load_state_dict(workers[self._rank][name])
         else:
             # A worker that was not there: its own random numbers, which must not be another's.
             torch.manual_seed(torch.initial_seed() + int(state["step"]) * 65537 + self._rank)
 
+    def _deal_lossy(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Let each worker have what it kept itself; of other numbers of workers, some have several shares or none."""
+        size = 1 if self._team is None else self._team.size
+        for name, part in self._own.items():
+            if isinstance(part, LossyState):
+                part.load_shares([one[name] for one in workers[self._rank :: size] if name in one])
+                if len(workers) != size and name in workers[0]:
+                    fate = "dealt to {size}; its sum stays" if size > 1 else "dropped: one worker loses nothing"
+                    self._warn([f"{name}: what {len(workers)} workers kept is {fate.format(size=size)}"])
+
     def _check_names(self, stored: Mapping[str, Any], step: int) -> None:
-        missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())
+        missing = sorted(self._parts.keys() - stored.keys() - self._extra)
+        unknown = sorted(stored.keys() - self._parts.keys())
         if missing:
             has = ", ".join(sorted(stored))
             raise ConfigError(f"the checkpoint of step {step} has no {', '.join(missing)}; it has {has}")

@@ -393,10 +393,6 @@ class Engine:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
         if self.options.serves:
             raise UnsupportedError(f'{route.name!r} brings gradients back; with update="server" weights come back')
-        if self.options.lossy is not None:
-            raise UnsupportedError(
-                f"{route.name!r} would replace the lossy routes ({self.options.lossy}); drop lossy, or the hook"
-            )
         if self.team.encrypts and not route.uses_wire:
             raise UnsupportedError(
                 f"{route.name!r} sends by torch.distributed, which does not encrypt, but this job must be encrypted "

@@ -40,6 +40,7 @@ from poseidon.routes.sharded import ShardedExchanger
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
+from poseidon.units import ParameterSpec
 
 _AMP = "_step_supports_amp_scaling"
 """Attribute of optimizers that a GradScaler lets decide whether to take a step."""
@@ -149,26 +150,15 @@ class LocalUpdates(Policy):
             return
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._units = find_units(module, ignored) if engine is None else engine.units
-        parts = [
-            {spec.name: p for unit in part for spec, p in zip(unit.spec.parameters, unit.parameters, strict=True)}
-            for part in self._cut(self._units)
-        ]
-        self._buffers = _averaged_buffers(module, ignored) if self._with_buffers else {}
-        check_floating(parts)
-        self.rounds = LocalRounds(parts, self._buffers, self.schedule, self._outer, self._mix)
+        self._buffers = averaged_buffers(module, ignored) if self._with_buffers else {}
+        self.rounds = open_rounds(engine, self._units, self._buffers, self.schedule, self._outer, self._mix)
         if engine is not None:
-            names = [fragment.name for fragment in self.rounds.fragments]
-            self.rounds.average_by(ServerAveraging(engine.team, engine.cluster, self.rounds.flats, names))
             self._tell(engine)
         self._mark_loads(module, self.rounds)
         defer(self._optimizer, self)
         self._take_amp()
         # The others cannot finish without this worker what is under way when its script ends.
         self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
-
-    def _cut(self, units: Sequence[LiveUnit]) -> list[Sequence[LiveUnit]]:
-        cuts = cut_evenly([unit.spec.size_bytes for unit in units], self.schedule.fragments)
-        return [units[cut.start : cut.stop] for cut in cuts]
 
     def plan(self, cluster: Cluster) -> LocalPlan:
         """Return what is exchanged, how often, and what that takes."""
@@ -192,6 +182,11 @@ class LocalUpdates(Policy):
         return renewed
 
     # What the wrapper and the front end call.
+
+    def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:  # noqa: ARG002 - as in the contract
+        """Begin a round from parameters that were loaded, before a forward changes buffers."""
+        if self.rounds is not None and self.rounds.is_stale:
+            self._carefully(self.rounds.take_loaded)
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Start an exchange of gradients; called during the warm-up only."""
@@ -228,9 +223,10 @@ class LocalUpdates(Policy):
     def step(self) -> None:
         """Update this worker's parameters, and exchange what is due."""
         self._check_failure()
-        self._take_step()
         engine, rounds = self._engine, self.rounds
         assert rounds is not None
+        rounds.take_loaded()
+        self._take_step()
         if self.is_warming_up:
             self.steps += 1
             if self.steps == self._warmup_steps:
@@ -287,6 +283,7 @@ class LocalUpdates(Policy):
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and not self._knows_amp:
             unscale(optimizer)
+            optimizer.found_inf = None
             if found_inf.item():
                 return  # a GradScaler skips this step; it counts as one, or workers would exchange after different ones
         plain_step(self.plain)(optimizer)
@@ -355,17 +352,37 @@ class LocalUpdates(Policy):
             ) from self._engine.failure
 
 
-def check_floating(parts: Sequence[Mapping[str, nn.Parameter]]) -> None:
-    """Raise unless all parameters can be averaged."""
-    for part in parts:
-        for name, parameter in part.items():
-            if not parameter.is_floating_point():
-                raise UnsupportedError(
-                    f"{name} has type {parameter.dtype}; local steps average floating-point parameters"
-                )
+def open_rounds(
+    engine: Engine | None,
+    units: Sequence[LiveUnit],
+    buffers: Mapping[str, Read],
+    schedule: LocalSchedule,
+    outer: Outer,
+    kept: float = 0.5,
+) -> LocalRounds:
+    """Return the rounds of some units and buffers, which are the same on all workers now. Collective.
+
+    Without an ``engine`` the worker is alone.
+    """
+    cuts = cut_evenly([unit.spec.size_bytes for unit in units], schedule.fragments)
+    parts = [{spec.name: p for unit in units[cut.start : cut.stop] for spec, p in _named(unit)} for cut in cuts]
+    rounds = LocalRounds(parts, buffers, schedule, outer, kept)
+    if engine is not None:
+        names = [fragment.name for fragment in rounds.fragments]
+        rounds.average_by(ServerAveraging(engine.team, engine.cluster, rounds.flats, names))
+    return rounds
 
 
-def _averaged_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, Read]:
+def _named(unit: LiveUnit) -> list[tuple[ParameterSpec, nn.Parameter]]:
+    for spec, parameter in zip(unit.spec.parameters, unit.parameters, strict=True):
+        if not parameter.is_floating_point():
+            raise UnsupportedError(
+                f"{spec.name} has type {parameter.dtype}; local steps average floating-point parameters only"
+            )
+    return list(zip(unit.spec.parameters, unit.parameters, strict=True))
+
+
+def averaged_buffers(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Read]:
     """Return the buffers that are averaged with the parameters: statistics, not counters."""
     found: dict[str, Read] = {}
     for prefix, owner in module.named_modules():

@@ -95,7 +95,7 @@ class LocalRounds:
         self.exchanges = 0
         """Exchanges begun so far."""
         self.is_stale = False
-        """Set when somebody has loaded parameters: the outer ones must be taken from them."""
+        """Set when somebody has loaded parameters: before anything changes them, a round must begin from them."""
         self._kept = kept
         self._averaging: Averaging = Alone()
         self._step = 0
@@ -123,8 +123,6 @@ class LocalRounds:
 
     def step(self, samples: int = 1) -> None:
         """Count a step of this worker and exchange what is due."""
-        if self.is_stale:
-            self.restart()
         by_time = not self.schedule.every
         for fragment in range(len(self.fragments)):
             self._taken[fragment] += samples if by_time else 1
@@ -146,14 +144,12 @@ class LocalRounds:
 
     def synchronize(self) -> None:
         """Exchange now what is left, so that all workers hold the outer parameters; a new round begins. Collective."""
-        if self.is_stale:
-            self.restart()
+        self.take_loaded()
         self._exchange_all(is_active=True)
 
     def drain(self) -> None:
         """Take part in the others' exchanges until no worker trains any more; all hold the same parameters then."""
-        if self.is_stale:
-            self.restart()
+        self.take_loaded()
         if not self.schedule.every:
             while self._exchange_all(is_active=False):
                 pass
@@ -167,6 +163,11 @@ class LocalRounds:
             if not self.fragments[leaving].has_active():
                 break
         self._exchange_all(is_active=False)
+
+    def take_loaded(self) -> None:
+        """Begin a round from parameters that were loaded, if any were."""
+        if self.is_stale:
+            self.restart()
 
     def restart(self) -> None:
         """Begin a round from this worker's own parameters, which are the same on all workers."""

@@ -88,8 +88,7 @@ class Feedback:
             name = self._names[parameter]
             found = next((state["bases"][name] for state in states if name in state["bases"]), None)
             # Saved for another rank, it is of no use: the search begins anew, as without one.
-            is_fit = found is not None and found.shape == base.shape
-            base.copy_(found if is_fit else _draw(name, base.shape))
+            base.copy_(_draw(name, base.shape) if found is None or found.shape != base.shape else found)
 
 
 def _draw(name: str, shape: Sequence[int]) -> Tensor:

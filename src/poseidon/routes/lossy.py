@@ -1,8 +1,9 @@
 """The lossy routes, as planner and simulator see them. Pure until one is opened.
 
-They are among a model's routes only where the user asks for them (``planning/lossy.py``). All go over the wire and
-through the parameter server's protocol (``sums/``): chunks, owners, priorities and overlap are those of ``sharded``.
-Here workers of one machine do not combine first: each keeps what its own gradients lack.
+They are among a model's routes only where the user asks for them (``planning/lossy.py``), and NumPy is imported only
+then. All go over the wire and through the parameter server's protocol (``sums/``): chunks, owners, priorities and
+overlap are those of ``sharded``. Here workers of one machine do not combine first: each keeps what its own gradients
+lack.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from poseidon.planning.lossy import LossyChoice, as_matrix
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.routes.catalogue import ShardedRoute
-from poseidon.sums.lossy import Bf16Codec, Int8Codec, LossyCodec, TopKCodec
 from poseidon.units import Load, Unit
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from poseidon.planning.route import Route
     from poseidon.routes.base import Context, Exchanger
+    from poseidon.sums.lossy import LossyCodec
 
 CHUNK_BYTES = 1 << 20
 """Of the values of a chunk in float32. Fixed, as all that decides who rounds what: see ``Route.is_lossy``."""
@@ -117,6 +118,8 @@ class Bf16Route(RoundedRoute):
     @property
     def codec(self) -> LossyCodec:
         """Two bytes a value."""
+        from poseidon.sums.lossy import Bf16Codec
+
         return Bf16Codec()
 
 
@@ -132,6 +135,8 @@ class Int8Route(RoundedRoute):
     @property
     def codec(self) -> LossyCodec:
         """Less than a byte a value."""
+        from poseidon.sums.lossy import Int8Codec
+
         return Int8Codec(self.block_size)
 
 
@@ -147,6 +152,8 @@ class TopKRoute(RoundedRoute):
     @property
     def codec(self) -> LossyCodec:
         """6 bytes for each value that travels."""
+        from poseidon.sums.lossy import TopKCodec
+
         return TopKCodec(self.density)
 
 

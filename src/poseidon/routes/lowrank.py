@@ -140,15 +140,13 @@ class _Narrow:
         self.rest = feedback.flat_of(item, device)
         self.bases = [feedback.base_of(parameters[one.place], one.columns, rank) for one in layout.matrices]
         """Q of the step before, of each matrix; alike on all workers."""
-        self.left = torch.empty(layout.left_size, device=device)
-        self.right = torch.empty(layout.right_size, device=device)
+        self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
+        self.right = torch.empty(layout.right_size, dtype=torch.float32, device=device)
         is_apart = waiter is not None and device.type == "cuda"
         self.waiter = waiter if is_apart else None
         self.stream = torch.cuda.Stream(device) if is_apart else None
-        held = [
-            torch.empty(one.shape, device="cpu", pin_memory=True) if is_apart else one
-            for one in (self.left, self.right)
-        ]
+        both = self.left, self.right
+        held = [torch.empty_like(one, device="cpu", pin_memory=True) if is_apart else one for one in both]
         self.host_left, self.host_right = (one.numpy() for one in held)
         self._held_left, self._held_right = held
 

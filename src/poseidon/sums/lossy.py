@@ -29,6 +29,8 @@ from poseidon.wire.formats import Array, find_format
 
 SEGMENT = 1 << 16
 """Values among which ``TOPK`` finds the largest: a place in them takes 2 bytes."""
+PIECE = 1 << 15
+"""Values that are encoded at a time, so that all steps of it find them in the core's own cache."""
 _LARGEST_CODE = 127
 _TAIL = 8
 """Values of a block that get 4 bits."""
@@ -86,7 +88,10 @@ class Bf16Codec(_FixedSize):
 
     def encode(self, values: Array) -> Array:
         """Round to nearest, ties to even."""
-        return _bf16.narrow(values).view(np.uint8)
+        payload = np.empty(self.size_bytes(values.size), np.uint8)
+        for piece in _pieces(values.size):
+            payload.view(np.uint16)[piece] = _bf16.narrow(values[piece])
+        return payload
 
     def decode(self, payload: Array, length: int) -> Array:  # noqa: ARG002 - as in the contract
         """Widen."""
@@ -110,10 +115,9 @@ class Int8Codec(_FixedSize):
         block, row = self.block, self._row_bytes
         whole, rest = divmod(values.size, block)
         payload = np.empty(self.size_bytes(values.size), np.uint8)
-        if whole:
-            _encode_rows(
-                values[: whole * block].reshape(whole, block), payload[: whole * row].reshape(whole, row), _TAIL
-            )
+        blocks, rows = values[: whole * block].reshape(whole, block), payload[: whole * row].reshape(whole, row)
+        for piece in _pieces(whole, PIECE // block):
+            _encode_rows(blocks[piece], rows[piece], _TAIL)
         if rest:
             _encode_rows(values[whole * block :].reshape(1, rest), payload[whole * row :].reshape(1, -1), 0)
         return payload
@@ -123,10 +127,9 @@ class Int8Codec(_FixedSize):
         block, row = self.block, self._row_bytes
         whole, rest = divmod(length, block)
         values = np.empty(length, np.float32)
-        if whole:
-            _decode_rows(
-                payload[: whole * row].reshape(whole, row), values[: whole * block].reshape(whole, block), _TAIL
-            )
+        blocks, rows = values[: whole * block].reshape(whole, block), payload[: whole * row].reshape(whole, row)
+        for piece in _pieces(whole, PIECE // block):
+            _decode_rows(rows[piece], blocks[piece], _TAIL)
         if rest:
             _decode_rows(payload[whole * row :].reshape(1, -1), values[whole * block :].reshape(1, rest), 0)
         return values
@@ -196,6 +199,11 @@ def keep_rest(values: Array, decoded: Array, kept: Array) -> None:
             np.copyto(kept, rest, where=np.isfinite(rest))
 
 
+def _pieces(length: int, most: int = PIECE) -> list[slice]:
+    step = max(most, 1)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
 def _segments(length: int) -> list[int]:
     whole, rest = divmod(length, SEGMENT)
     return [SEGMENT] * whole + ([rest] if rest else [])
@@ -240,4 +248,5 @@ def _round_up(values: Array) -> Array:
     """Return the bits of the nearest bf16 that is no smaller, of positive values."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     with np.errstate(over="ignore"):
-        return ((bits + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+        rounded: Array = ((bits + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+    return rounded

@@ -1,5 +1,4 @@
-"""How a bucket travels in low rank: which of its tensors are matrices, where their factors lie, and how the first ones
-are made orthonormal. Pure.
+"""How a bucket travels in low rank: what of it are matrices, where their factors lie, how P becomes orthonormal. Pure.
 
 A matrix M becomes P Q^T (PowerSGD, Vogels et al. 2019): P = M Q from the Q of the step before, summed over all workers
 and made orthonormal by each of them; then Q = M^T P, summed. All first factors of a bucket travel together, with

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from in_memory import Meeting, run_threads
-from local_twin import Form, mean, simulate
 from torch import Tensor, nn
 
+from in_memory import Meeting, run_threads
+from local_twin import Form, mean, simulate
 from poseidon.engine.outer import Fragment, check_outer, make_outer
 from poseidon.engine.rounds import LocalRounds
 from poseidon.errors import ConfigError, MismatchError

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from toy_models import CONV, FC, TABLE
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.local import LocalSchedule, cut_evenly, make_local_plan, read_interval
+from toy_models import CONV, FC, TABLE
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(1, 1), (7, 1), (7, 3), (10, 4), (5, 5)])
