@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]  # some 20 s where 
 
 COMMAND = (
     "bench", "--to-loss", "text", "--tiny", "--machines", "2", "--rate", "20mbit", "--paced", "4:8", "--steps", "8",
-    "--every", "2", "--more", "1.5", "--seeds", "1", "--timeout", "60",
+    "--every", "2", "--more", "1.5", "--seeds", "1", "--timeout", "60", "--dilate", "1",
 )  # fmt: skip
 
 

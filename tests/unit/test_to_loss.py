@@ -14,7 +14,7 @@ from poseidon.lab.bench_worker import MARK
 from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.loss_bench import LossEvents, resume, write_losses
 from poseidon.lab.loss_worker import LossCell, LossWorkerSettings, stall_s
-from poseidon.lab.systems import traits_of
+from poseidon.lab.system_names import traits_of
 
 QUICK = ("--tiny", "--steps", "20", "--every", "10", "--seeds", "2")
 
@@ -27,7 +27,7 @@ def parse(*options):
 
 @pytest.fixture
 def events():
-    settings = parse("text", *QUICK, "--against", "ddp,lowrank,ssp")
+    settings = parse("text", *QUICK, "--against", "ddp,lowrank,ssp", "--dilate", "1")
     saved = []
     made = LossEvents(settings, settings.blank(), lambda _: None, saved.append)
     made.saved = saved
@@ -60,7 +60,9 @@ def test_a_lesson_brings_its_own_settings():
         (["text", "--stalls", "0.2"], "PROBABILITY:STEPS"),
         (["text", "--stalls", "2:3"], "a probability is 0 to 1"),
         (["text", "--stalls", "0.2:3", "--paced", "none"], "give --paced"),
-        (["text", "--steps", "10"], "more than the 10 steps"),
+        (["text", "--steps", "5"], "more than the 5 steps"),
+        (["text", "--dilate", "0.5"], "--dilate 0.5: at least 1"),
+        (["text", "--dilate", "4", "--paced", "none"], "only paced compute"),
         (["text", "--more", "0.5"], "at least the steps of the others"),
         (["text", "--machines", "2,4"], "2 to 250 machines"),
     ],
@@ -111,6 +113,20 @@ def test_messages_become_runs_and_tempos_and_each_is_saved(events):
     assert events.saved[-1].runs_of("ssp")[0].marks[0].seconds == 0.5
 
 
+def test_dilated_times_are_divided_by_the_factor():
+    settings = parse("text", *QUICK, "--against", "ddp,ssp", "--paced", "40:80", "--dilate", "4")
+    assert settings.dilated_ms == (160.0, 320.0)
+    assert settings.blank().paced_ms == 120.0
+    saved = []
+    events = LossEvents(settings, settings.blank(), lambda _: None, saved.append)
+    events.purpose = "tempos"
+    tell(events, "tempo", system="ddp", step_ms=1000.0, sent_bytes=1e6, note="")
+    events.purpose = "timed"
+    tell(events, "run", system="ssp", seed=0, note="", marks=[[10, 3.0, 8.0, 7.0]])
+    assert saved[-1].tempos["ddp"].step_ms == 250.0
+    assert saved[-1].runs[0].marks[0].seconds == 2.0
+
+
 def test_a_cell_that_takes_the_job_down_is_blamed_and_the_others_go_on(events):
     events.purpose = "curves"
     cells = events.missing()
@@ -123,7 +139,7 @@ def test_a_cell_that_takes_the_job_down_is_blamed_and_the_others_go_on(events):
 
 
 def test_what_is_measured_is_not_measured_again_but_failures_are(events, tmp_path):
-    settings = parse("text", *QUICK, "--against", "ddp,lowrank,ssp")
+    settings = parse("text", *QUICK, "--against", "ddp,lowrank,ssp", "--dilate", "1")
     events.purpose = "curves"
     tell(events, "run", system="ddp", seed=0, note="", marks=[[20, 3.0, 0.5, 7.0]])
     tell(events, "failure", system="lowrank", seed=0, failure="boom")

@@ -19,7 +19,8 @@ from poseidon.lab.bench_worker import WorkerSettings, build
 from poseidon.lab.picture import draw
 from poseidon.lab.results import LINEAR, Cell, cells_from_json, format_table
 from poseidon.lab.spec import parse_rate
-from poseidon.lab.systems import OPTIMIZERS, POWERSGD_START, PRECISIONS, SHORT, SYSTEMS, check_system
+from poseidon.lab.system_names import SHORT
+from poseidon.lab.systems import OPTIMIZERS, POWERSGD_START, PRECISIONS, SYSTEMS, check_system
 
 DEFAULT_OUTPUT = Path("bench.json")
 DEFAULT_SYSTEMS = "linear,ddp,poseidon"

@@ -20,7 +20,7 @@ from poseidon.lab.systems import check_system
 from poseidon.zoo.lessons import lesson_names, make_lesson
 
 TOLERANCE_PERCENT = 0.5
-_OWN = ("seeds", "every", "more", "target", "tolerance", "stalls")
+_OWN = ("seeds", "every", "more", "target", "tolerance", "stalls", "dilate")
 _FOREIGN = {"models": "alexnet", "precision": "float32", "optimizer": "sgd", "width": None, "image_size": None}
 """Options of the other comparison, and their defaults: lessons bring these along."""
 
@@ -32,16 +32,18 @@ class LessonPlan:
     steps: int
     every: int
     paced: str
-    """Forward and backward in milliseconds: what four workers on two cores can really compute in that time."""
+    """Forward and backward in milliseconds ..."""
+    dilation: float
+    """... which two cores can compute for four workers if they get so many times as long."""
     systems: str
 
 
 _SYSTEMS = "ddp,ddp-powersgd,poseidon,lowrank,local"
 PLANS = {
     # Its ssp would train in real time at the speed of the link, for an hour.
-    "text": LessonPlan(300, 20, "80:160", _SYSTEMS),
-    "digits": LessonPlan(160, 10, "20:40", f"{_SYSTEMS},ssp"),
-    "clicks": LessonPlan(300, 20, "40:80", f"{_SYSTEMS},ssp"),
+    "text": LessonPlan(150, 10, "40:80", 4, _SYSTEMS),
+    "digits": LessonPlan(160, 10, "20:40", 2, f"{_SYSTEMS},ssp"),
+    "clicks": LessonPlan(300, 20, "40:80", 2, f"{_SYSTEMS},ssp"),
 }
 
 
@@ -64,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument(
         "--stalls", metavar="P:STEPS", help="workers stall with probability P, for so many steps' time"
+    )
+    options.add_argument(
+        "--dilate",
+        type=float,
+        metavar="FACTOR",
+        help="make links and paced compute so many times slower and divide times by it: more processor time for each "
+        "emulated machine (default: by lesson)",
     )
     options.add_argument(
         "--real", action="store_true", help="train all on the clock, not only those whose workers drift apart"
@@ -116,6 +125,7 @@ def make_settings(args: argparse.Namespace) -> LossSettings:
         target=args.target,
         paced_ms=parse_paced(args.paced or plan.paced) if is_paced else None,
         stalls=None if args.stalls is None else parse_stalls(args.stalls),
+        dilation=(plan.dilation if is_paced else 1.0) if args.dilate is None else args.dilate,
         is_real=args.real,
         tiny=args.tiny,
         threads=args.threads,

@@ -39,7 +39,7 @@ from poseidon.lab.loss_results import (
 from poseidon.lab.loss_worker import LossCell, LossWorkerSettings
 from poseidon.lab.results import LINEAR
 from poseidon.lab.spec import UNSHAPED, LabSpec
-from poseidon.lab.systems import traits_of
+from poseidon.lab.system_names import traits_of
 from poseidon.version import __version__
 from poseidon.zoo.lessons import make_lesson
 
@@ -67,6 +67,9 @@ class LossSettings:
     target: float | None = None
     paced_ms: tuple[float, float] | None = None
     stalls: tuple[float, float] | None = None
+    dilation: float = 1.0
+    """Links and paced compute are so many times slower than said, and measured times are divided by it: a machine that
+    emulates several has then that much more time to do their real work."""
     is_real: bool = False
     """Train every system on the clock."""
     tiny: bool = False
@@ -81,6 +84,13 @@ class LossSettings:
     def is_timed(self, system: str) -> bool:
         """Return whether a system is trained on the clock."""
         return self.is_real or traits_of(system).is_drifting
+
+    @property
+    def dilated_ms(self) -> tuple[float, float] | None:
+        """Time of forward and backward as they really take."""
+        if self.paced_ms is None:
+            return None
+        return self.paced_ms[0] * self.dilation, self.paced_ms[1] * self.dilation
 
     def cells(self, purpose: str) -> list[LossCell]:
         """Return all cells of a purpose."""
@@ -102,6 +112,8 @@ class LossSettings:
             compute = f"this machine's processor, shared by {self.machines} machines"
         else:
             compute = f"paced, as on a device that takes {sum(self.paced_ms):g} ms for forward and backward"
+        if self.dilation != 1:
+            compute += f", with everything {self.dilation:g} times slower and times divided by that"
         if self.stalls is not None:
             compute += f"; with probability {self.stalls[0]:g} a worker stalls for {self.stalls[1]:g} steps' time"
         lesson = make_lesson(self.lesson, tiny=self.tiny)
@@ -141,7 +153,7 @@ def _run_job(settings: LossSettings, progress: LossEvents, purpose: str, cells: 
         cells=tuple(cells),
         batch=settings.batch,
         every=settings.every,
-        paced_ms=settings.paced_ms,
+        paced_ms=settings.dilated_ms,
         stalls=settings.stalls,
         tolerance=settings.tolerance,
         targets=progress.targets(),
@@ -152,7 +164,7 @@ def _run_job(settings: LossSettings, progress: LossEvents, purpose: str, cells: 
         timeout_s=min(120.0, settings.cell_timeout_s),
     )
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **own_environment(), "OMP_NUM_THREADS": str(settings.threads)}
-    rate = UNSHAPED if purpose == "curves" else settings.rate_bits
+    rate = UNSHAPED if purpose == "curves" else round(settings.rate_bits / settings.dilation)
     command = [sys.executable, "-m", "poseidon.lab.loss_worker", json.dumps(asdict(worker))]
     on_gpu = settings.device == "cuda"
     spec = LabSpec((rate,) * settings.machines)
@@ -226,12 +238,17 @@ class LossEvents:
         self._current = LossCell(system, seed, 0)
 
     def _on_tempo(self, system: str, step_ms: float, sent_bytes: float, note: str) -> None:
+        step_ms /= self._settings.dilation
         self._add_tempo(system, Tempo(step_ms, sent_bytes, note))
         self._say(f"  {system:<26}{step_ms:10.1f} ms/step, {sent_bytes / 1e6:.2f} MB/step")
 
     def _on_run(self, system: str, seed: int, note: str, marks: list[Any]) -> None:
         is_timed = self.purpose == "timed"
-        read = [Mark(int(step), loss, s if is_timed else None, b if is_timed else None) for step, loss, s, b in marks]
+        slow = self._settings.dilation
+        read = [
+            Mark(int(step), loss, seconds / slow if is_timed else None, sent if is_timed else None)
+            for step, loss, seconds, sent in marks
+        ]
         self._add_run(LossRun(system, seed, tuple(read), note=note))
         took = f" in {marks[-1][2]:.1f} s" if marks else ""
         last = f"loss {read[-1].loss:.4f} after {read[-1].step} steps{took}" if read else "no evaluation in time"
@@ -303,6 +320,8 @@ def check_losses(settings: LossSettings) -> None:
         raise ConfigError(f"without --target the target is {REFERENCE}'s final loss: add {REFERENCE} to --against")
     if settings.stalls is not None and settings.paced_ms is None:
         raise ConfigError("--stalls are multiples of a paced step: give --paced FORWARD_MS:BACKWARD_MS")
+    if not settings.dilation >= 1 or (settings.dilation != 1 and settings.paced_ms is None):
+        raise ConfigError(f"--dilate {settings.dilation:g}: at least 1, and only paced compute can be made slower")
     for name in ("steps", "every", "batch", "threads"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(settings, name)}")

@@ -25,7 +25,8 @@ from poseidon.lab.bench_worker import bytes_sent, choose, do_together, prepare, 
 from poseidon.lab.bench_worker import tell_parent as report
 from poseidon.lab.loss_results import REFERENCE, SMOOTHED
 from poseidon.lab.pace import paced
-from poseidon.lab.systems import Trainer, traits_of, wrap
+from poseidon.lab.system_names import traits_of
+from poseidon.lab.systems import Trainer, wrap
 from poseidon.zoo.lessons import Lesson, make_lesson
 
 RankMark = tuple[int, float, float, float, int]

@@ -6,7 +6,6 @@ only in how gradients become a mean. A new one is a function that wraps a model,
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from poseidon.errors import ConfigError, unknown_name
+from poseidon.lab.system_names import POWERSGD_RANK, SHORT, read_system
 from poseidon.zoo import Network
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -26,7 +26,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16}
 """What forward computes in; None: without autocast."""
-POWERSGD_RANK = 4
 # PowerSGD sends whole gradients until this step; 2 is the least it accepts with error feedback.
 POWERSGD_START = 2
 ONE_BUCKET_MB = 1e6
@@ -138,35 +137,6 @@ SYSTEMS: dict[str, Wrap] = {
     "poseidon-distribute": _poseidon_distribute,
 }
 
-SHORT = {
-    **{kind: f"poseidon-distribute:lossy={kind}" for kind in ("bf16", "int8", "topk")},
-    "lowrank": f"poseidon-distribute:lossy=lowrank:rank={POWERSGD_RANK}",
-    "local": "poseidon-distribute:consistency=local:sync_every=20:outer=nesterov",
-    "ssp": "poseidon-distribute:consistency=ssp:staleness=auto",
-}
-"""Short names of Poseidon's modes that are not exact; further options replace those given here."""
-
-
-@dataclass(frozen=True)
-class SystemTraits:
-    """What a comparison must know of a system before it runs."""
-
-    is_exact: bool
-    """Every step uses the mean of all workers' gradients."""
-    is_drifting: bool
-    """Workers may be at different steps, so the loss depends on time."""
-    period: int
-    """Steps after which its traffic repeats."""
-
-
-def traits_of(name: str) -> SystemTraits:
-    """Return what a system's name and options say about it."""
-    system, options = _read_system(name)
-    consistency = options.get("consistency", "bsp")
-    is_lossy = system in ("ddp-bf16", "ddp-powersgd") or bool(options.get("lossy"))
-    period = options.get("sync_every", 1) if consistency == "local" else 1
-    return SystemTraits(not is_lossy and consistency == "bsp", consistency in ("ssp", "asp"), int(period))
-
 
 def check_system(name: str, device: str) -> None:
     """Raise unless there is a system of this name, and it runs on this kind of device."""
@@ -178,25 +148,9 @@ def check_system(name: str, device: str) -> None:
 
 
 def _read_system(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the system and its options from ``SYSTEM[:OPTION=VALUE...]``, such as ``poseidon:bucket_cap_mb=8``."""
-    name, *words = text.split(":")
-    if name in SHORT:
-        name, *usual = SHORT[name].split(":")
-        words = usual + words
+    name, options = read_system(text)
     if name not in SYSTEMS:
         raise unknown_name("system", name, [*SYSTEMS, *SHORT])
-    options: dict[str, Any] = {}
-    for word in words:
-        key, is_given, value = word.partition("=")
-        if not is_given:
-            raise ConfigError(f"{text}: {word!r} is not understood; write OPTION=VALUE, such as bucket_cap_mb=8")
-        if key == "routes":
-            options[key] = {"*": value}
-            continue
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
     return name, options
 
 

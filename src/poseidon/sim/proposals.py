@@ -20,6 +20,8 @@ SHORTER = 0.9
 """A unit whose exact form has at most this share of the lossy one's bytes stays exact."""
 INTERVALS = (10, 25, 50, 100, 200, 500)
 """Steps between exchanges to choose from: the fewest that are good enough."""
+OUTER_FROM = 100
+"""From this interval on an outer optimizer pays; with short ones, and in short runs, averages learn faster."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _local(setting: Setting) -> Proposal:
     ]
     plan = next((plan for plan in plans if plan.step_s(compute_s) <= GOOD_ENOUGH * compute_s), plans[-1])
     every = plan.schedule.every
-    call = f'consistency="local", sync_every={every}, outer="nesterov"'
+    call = f'consistency="local", sync_every={every}' + (', outer="nesterov"' if every >= OUTER_FROM else "")
     return Proposal("local", call, plan.step_s(compute_s), compute_s, plan.wire_bytes, PRICES["local"])
 
 
