@@ -67,7 +67,7 @@ class Setting:
     overrides: dict[str, str] = field(default_factory=dict)
     """Forced routes, as input for the planner."""
     lossy: LossyChoice | None = None
-    """Which units lose something on the way, as ``distribute(lossy=...)`` would have it."""
+    """Layers for which loss is allowed, where the planner decides how full gradients travel."""
 
     def __post_init__(self) -> None:
         if self.chunk_bytes is not None and self.chunk_bytes < 1:

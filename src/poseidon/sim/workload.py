@@ -45,11 +45,11 @@ class Workload:
 def make_workload(setting: Setting) -> Workload:
     """Plan with the real planner, pack with the real schedule, and turn its items into transfers."""
     profile, cluster, system = setting.profile, setting.cluster, setting.system
-    routes = _routes(setting)
+    lossy = setting.lossy if system.dense == "planned" else None
+    routes = Routes([*_routes(setting).values(), *lossy_routes(lossy)])
+    forced = {} if lossy is None else lossy.forced(profile.specs, routes)
     overrides = setting.overrides if system.special == "planned" else {}
-    if setting.lossy is not None:
-        overrides = {**setting.lossy.forced(profile.specs, routes), **overrides}
-    plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)
+    plan = make_plan(profile.specs, profile.loads, cluster, routes, {**forced, **overrides})
     count = len(plan.entries)
     if system.dense == "none" or cluster.workers == 1:
         return Workload(plan, (), (0.0,) * count, (0.0,) * count)
@@ -64,13 +64,12 @@ def _routes(setting: Setting) -> Routes:
     system = setting.system
     if system.dense == "served":
         return served_routes(setting.least_chunk_bytes)
-    exact = standard_routes(
+    return standard_routes(
         offers_server=setting.offers_server and system.dense == "planned",
         gathers_factors=setting.uses_gathers,
         combines_first=setting.cluster.workers_per_machine > 1,
         chunk_bytes=setting.least_chunk_bytes,
     )
-    return Routes([*exact.values(), *lossy_routes(setting.lossy)])
 
 
 def plan_workload(setting: Setting, plan: Plan, route_of: Sequence[str], routes: Routes, packing: Packing) -> Workload:
