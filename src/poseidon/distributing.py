@@ -71,6 +71,8 @@ class WrapperOptions(TypedDict, total=False):
     """Under local: steps that a worker takes while a fragment is under way."""
     mix: float
     """Under local: share of its own weights that a worker keeps when a fragment arrives ``overlap`` steps later."""
+    compress: str | None
+    """Under local: let changes travel as "bf16" or "int8", with error feedback; None: exactly."""
 
 
 def distribute(
@@ -182,7 +184,7 @@ class RelaxedDataParallel(DistributedDataParallel):
         return self._relaxed.losses
 
 
-_LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix")
+_LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix", "compress")
 
 
 def _refuse_local_options(consistency: str, sync_every: object, options: Mapping[str, Any]) -> None:
@@ -323,6 +325,11 @@ class LocalDataParallel(DistributedDataParallel):
 
     def checkpoint_parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a checkpoint saves besides the shared parameters: for all workers alike, and for each its own."""
+        if not self._local.schedule.every:
+            raise UnsupportedError(
+                f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint, whose steps all workers count '
+                "alike; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
+            )
         return {"rounds": _RoundsState(self)}, {"weights": _OwnState(self)}
 
     def _after_forward(self, outputs: Any) -> None:

@@ -7,6 +7,7 @@ with :class:`~poseidon.DistributedDataParallel`; from then on the engine exchang
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from poseidon.engine.optimizers import (
     plain_step,
     unscale,
 )
-from poseidon.engine.outer import Outer, Read, check_outer
+from poseidon.engine.outer import Fragment, Outer, Read, check_outer
 from poseidon.engine.policy import Policy
 from poseidon.engine.rounds import Landed, LocalRounds
 from poseidon.errors import ConfigError, UnsupportedError
@@ -36,7 +37,7 @@ from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.local import LOCAL, LocalPlan, LocalSchedule, cut_evenly, make_local_plan
 from poseidon.routes.base import Context, LiveUnit
-from poseidon.routes.sharded import ShardedExchanger
+from poseidon.routes.means import ExactMeans, LossyMeans, Means, find_codec, share_of
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -47,35 +48,43 @@ _AMP = "_step_supports_amp_scaling"
 
 
 class ServerAveraging:
-    """Averages fragments through the parameter server of the route ``sharded``. Construction is collective."""
+    """Averages fragments through a parameter server, exactly or compressed. Construction is collective."""
 
-    def __init__(self, team: Team, cluster: Cluster, flats: Sequence[Sequence[Tensor]], names: Sequence[str]) -> None:
+    def __init__(
+        self, team: Team, cluster: Cluster, fragments: Sequence[Fragment], compression: str | None = None
+    ) -> None:
         self.size = team.size
         # From each worker's own environment, but all must send alike.
         checks = int(settings.CHECK_REPLICAS.read() > 0)
         self.checks = bool(team.gather_ints([checks], "how often to compare replicas")[0][0])
         self._team = team
-        self._names = names
-        is_cuda = any(flat.is_cuda for each in flats for flat in each)
-        self._exchanger = ShardedExchanger(Context(team, cluster, is_cuda))
-        everything = [flat for each in flats for flat in each]
-        slots = iter(self._exchanger.book([flat.numel() for flat in everything], [flat.dtype for flat in everything]))
-        self._slots = [[next(slots) for _ in each] for each in flats]
+        self._names = [fragment.name for fragment in fragments]
+        flats = [flat for fragment in fragments for flat in fragment.flats]
+        self._first = [0, *itertools.accumulate(len(fragment.flats) for fragment in fragments)]
+        context = Context(team, cluster, any(flat.is_cuda for flat in flats))
+        if compression is None:
+            self._means: Means = ExactMeans(context, flats)
+        else:
+            lossy = [
+                at + place for at, each in zip(self._first, fragments, strict=False) for place in each.value_places
+            ]
+            self._means = LossyMeans(context, flats, lossy, compression)
         self._cancel = at_exit(Stage.EXCHANGES, self.close)
 
     def start(self, number: int, fragment: int, flats: Sequence[Tensor]) -> Landed:
         """Begin to replace each of ``flats`` by its mean."""
-        name = self._names[fragment]
-        under_way = [
-            self._exchanger.average(flat, slot, number, name)
-            for flat, slot in zip(flats, self._slots[fragment], strict=True)
-        ]
+        name, first = self._names[fragment], self._first[fragment]
+        under_way = [self._means.average(first + place, flat, number, name) for place, flat in enumerate(flats)]
 
         def landed() -> None:
             for exchange in under_way:
                 exchange.finish(True)
 
         return landed
+
+    def rests(self) -> dict[int, Tensor]:
+        """Return what compression has left out so far, on this worker."""
+        return self._means.rests()
 
     def differ(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Raise the error for outer parameters that differ between workers. Collective."""
@@ -84,7 +93,7 @@ class ServerAveraging:
     def close(self) -> None:
         """Flush what is queued, and stop the threads."""
         self._cancel()
-        self._exchanger.close()
+        self._means.close()
 
 
 class LocalUpdates(Policy):
@@ -106,10 +115,13 @@ class LocalUpdates(Policy):
         warmup_steps: int = 0,
         max_grad_norm: float | None = None,
         with_buffers: bool = True,
+        compress: str | None = None,
     ) -> None:
         check_optimizer(optimizer)
         check_max_norm(max_grad_norm)
         check_outer(outer)
+        if compress is not None:
+            find_codec(compress)
         if not 0 <= mix < 1:
             raise ConfigError(f"mix is {mix}; expected the share of its own weights that a worker keeps, from 0 to 1")
         if warmup_steps < 0:
@@ -128,6 +140,7 @@ class LocalUpdates(Policy):
         self._warmup_steps = warmup_steps
         self._max_grad_norm = max_grad_norm
         self._with_buffers = with_buffers
+        self._compress = compress
         self._engine: Engine | None = None
         self._units: Sequence[LiveUnit] = ()
         self._buffers: dict[str, Read] = {}
@@ -151,7 +164,9 @@ class LocalUpdates(Policy):
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._units = find_units(module, ignored) if engine is None else engine.units
         self._buffers = averaged_buffers(module, ignored) if self._with_buffers else {}
-        self.rounds = open_rounds(engine, self._units, self._buffers, self.schedule, self._outer, self._mix)
+        self.rounds = open_rounds(
+            engine, self._units, self._buffers, self.schedule, self._outer, self._mix, self._compress
+        )
         if engine is not None:
             self._tell(engine)
         self._mark_loads(module, self.rounds)
@@ -163,9 +178,8 @@ class LocalUpdates(Policy):
     def plan(self, cluster: Cluster) -> LocalPlan:
         """Return what is exchanged, how often, and what that takes."""
         specs = [unit.spec for unit in self._units]
-        values = make_local_plan(specs, cluster, self.schedule).exchanged_bytes
-        extra = 0 if self.rounds is None else self.rounds.size_bytes - values
-        return make_local_plan(specs, cluster, self.schedule, extra)
+        extra = 0 if self.rounds is None else self.rounds.buffer_bytes
+        return make_local_plan(specs, cluster, self.schedule, extra, share_of(self._compress), self._compress or "")
 
     def renewed(self) -> LocalUpdates:
         """Return updates of the same optimizer, among other workers; a checkpoint says how far they are."""
@@ -177,6 +191,7 @@ class LocalUpdates(Policy):
             warmup_steps=self._warmup_steps,
             max_grad_norm=self._max_grad_norm,
             with_buffers=self._with_buffers,
+            compress=self._compress,
         )
         renewed.steps = self.steps
         return renewed
@@ -359,6 +374,7 @@ def open_rounds(
     schedule: LocalSchedule,
     outer: Outer,
     kept: float = 0.5,
+    compress: str | None = None,
 ) -> LocalRounds:
     """Return the rounds of some units and buffers, which are the same on all workers now. Collective.
 
@@ -368,8 +384,7 @@ def open_rounds(
     parts = [{spec.name: p for unit in units[cut.start : cut.stop] for spec, p in _named(unit)} for cut in cuts]
     rounds = LocalRounds(parts, buffers, schedule, outer, kept)
     if engine is not None:
-        names = [fragment.name for fragment in rounds.fragments]
-        rounds.average_by(ServerAveraging(engine.team, engine.cluster, rounds.flats, names))
+        rounds.average_by(ServerAveraging(engine.team, engine.cluster, rounds.fragments, compress))
     return rounds
 
 

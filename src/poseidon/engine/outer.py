@@ -131,6 +131,11 @@ class Fragment:
         return [*(stack.moving for stack in self._stacks), self.note]
 
     @property
+    def value_places(self) -> range:
+        """Which of :attr:`flats` hold changes of parameters, not of buffers."""
+        return range(len(self._values))
+
+    @property
     def size_bytes(self) -> int:
         """Bytes that travel, apart from the note."""
         return sum(stack.moving.numel() * stack.moving.element_size() for stack in self._stacks)

@@ -30,6 +30,9 @@ class Averaging(Protocol):
     def start(self, number: int, fragment: int, flats: Sequence[Tensor]) -> Landed:
         """Begin to replace each of ``flats`` by its mean; ``number`` counts all exchanges. Never blocks."""
 
+    def rests(self) -> Mapping[int, Tensor]:
+        """Return what compression has left out of this worker's changes so far; the tensors are those in use."""
+
     def differ(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Raise the error for outer parameters that differ between workers. Collective."""
 
@@ -44,7 +47,7 @@ class Landed(Protocol):
         """Wait until the means are in place."""
 
 
-class Alone:
+class AveragingAlone:
     """The averaging of a single worker: its own values are the mean."""
 
     size = 1
@@ -52,6 +55,9 @@ class Alone:
 
     def start(self, number: int, fragment: int, flats: Sequence[Tensor]) -> Landed:  # noqa: ARG002, D102
         return lambda: None
+
+    def rests(self) -> Mapping[int, Tensor]:  # noqa: D102
+        return {}
 
     def differ(self, named: Sequence[tuple[str, Tensor]]) -> None:  # noqa: D102
         raise AssertionError(f"one worker differs from itself in {named[0][0]}")
@@ -97,7 +103,7 @@ class LocalRounds:
         self.is_stale = False
         """Set when somebody has loaded parameters: before anything changes them, a round must begin from them."""
         self._kept = kept
-        self._averaging: Averaging = Alone()
+        self._averaging: Averaging = AveragingAlone()
         self._step = 0
         """Steps since the first of a round that all workers began alike."""
         self._since = [0] * len(parts)
@@ -113,9 +119,9 @@ class LocalRounds:
         return sum(fragment.size_bytes for fragment in self.fragments)
 
     @property
-    def flats(self) -> list[list[Tensor]]:
-        """What travels, by fragment."""
-        return [fragment.flats for fragment in self.fragments]
+    def buffer_bytes(self) -> int:
+        """Bytes of these that are buffers."""
+        return self.size_bytes - sum(p.numel() * p.element_size() for each in self.fragments for p in each.outer)
 
     def average_by(self, averaging: Averaging) -> None:
         """Average over other workers than this one alone."""
@@ -204,7 +210,8 @@ class LocalRounds:
     def own_state(self) -> dict[str, Any]:
         """Return what is this worker's own."""
         self.finish()
-        return {"exchanges": self.exchanges, "taken": list(self._taken), "values": self._own()}
+        rests = {"workers": self._averaging.size, "values": dict(self._averaging.rests())}
+        return {"exchanges": self.exchanges, "taken": list(self._taken), "values": self._own(), "rests": rests}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; the model's own parameters are the outer ones of that state."""
@@ -224,13 +231,20 @@ class LocalRounds:
             self._flights = {int(fragment): _Flight(due, None) for fragment, due in state["due"].items()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with this worker's own parameters, unless they are from before the last exchange."""
+        """Go on with this worker's own parameters, unless they are from before the last exchange.
+
+        What compression has left out is of use only among as many workers: others round other parts.
+        """
         if state["exchanges"] != self.exchanges or len(state["taken"]) != len(self.fragments):
             return
         own = self._own()
         for name, value in state["values"].items():
             own[name].copy_(value)
         self._taken = list(state["taken"])
+        for place, rest in self._averaging.rests().items():
+            found = state["rests"]["values"].get(place)
+            is_same = found is not None and state["rests"]["workers"] == self._averaging.size
+            rest.copy_(found) if is_same and found.shape == rest.shape else rest.zero_()
 
     # Inside.
 

@@ -111,6 +111,8 @@ class LocalPlan(Plan):
     schedule: LocalSchedule = field(default=LocalSchedule(1))
     exchanged_bytes: int = 0
     """What one worker contributes to the exchanges of a round."""
+    lossy: str = ""
+    """How changes are compressed; empty: they are exact."""
 
     @property
     def wire_bytes(self) -> float:
@@ -139,6 +141,8 @@ class LocalPlan(Plan):
         schedule = self.schedule
         every = f"{schedule.every} steps" if schedule.every else f"{schedule.every_s:g} s"
         parts = [f"local steps, exchange every {every}, {format_bytes(self.exchanged_bytes)} each time"]
+        if self.lossy:
+            parts.append(f"lossy ({self.lossy})")
         if schedule.fragments > 1:
             parts.append(f"in {schedule.fragments} fragments, one after the other")
         if schedule.overlap:
@@ -155,11 +159,16 @@ class LocalPlan(Plan):
 
 
 def make_local_plan(
-    units: Sequence[Unit], cluster: Cluster, schedule: LocalSchedule, extra_bytes: int = 0, share: float = 1.0
+    units: Sequence[Unit],
+    cluster: Cluster,
+    schedule: LocalSchedule,
+    extra_bytes: int = 0,
+    share: float = 1.0,
+    lossy: str = "",
 ) -> LocalPlan:
     """Plan local steps: every unit travels in full, once per round.
 
-    ``extra_bytes`` are those of buffers; ``share`` is what compression leaves of a unit's bytes.
+    ``extra_bytes`` are those of buffers; ``share`` is what the compression ``lossy`` leaves of a unit's bytes.
     """
     entries = []
     # Half precision is exchanged in float32: what differs between two exchanges may be less than it can express.
@@ -174,4 +183,4 @@ def make_local_plan(
         why = f"exchanged every {schedule.every or f'{schedule.every_s:g} s'}"
         entries.append(PlanEntry(unit.name, unit.kind, shape, None, LOCAL, why, {LOCAL: cost, "allreduce": full}))
     exchanged = math.ceil(sum(unit.size_bytes for unit in wide) * share) + extra_bytes
-    return LocalPlan(cluster, tuple(entries), LOCAL, schedule=schedule, exchanged_bytes=exchanged)
+    return LocalPlan(cluster, tuple(entries), LOCAL, schedule=schedule, exchanged_bytes=exchanged, lossy=lossy)

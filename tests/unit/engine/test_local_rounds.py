@@ -40,6 +40,9 @@ class MeetingAverage:
 
         return landed
 
+    def rests(self) -> dict[int, Tensor]:
+        return {}
+
     def differ(self, named: Sequence[tuple[str, Tensor]]) -> None:
         raise MismatchError(f"outer parameters differ: {named[0][0]}")
 
