@@ -278,6 +278,13 @@ class Table:
         """Finish a step: send all changes and return the new clock. Does not block; the next :meth:`get` may."""
         return self._worker.clock(self._cache)
 
+    def limit(self, staleness: int) -> None:
+        """Let this worker's reads miss at most so many clocks from now on; at most the table's own ``staleness``.
+
+        For an eager ssp table. Workers may choose differently: each waits by its own limit.
+        """
+        self._worker.limit(self._cache, staleness)
+
     def start_from(self, values: npt.ArrayLike) -> None:
         """Start with these rows (dense tables only). All workers must call it before anything else.
 
