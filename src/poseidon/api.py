@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from poseidon.attaching import Attachable, BackwardTurns
+from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
@@ -53,7 +54,7 @@ from poseidon.surface import (
     warn_of_broadcast_buffers,
 )
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.epochs import live_on
+from poseidon.team.epochs import live_on, outlives
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -163,7 +164,12 @@ class DistributedDataParallel(Attachable):
         self.process_group = process_group
         if process_group is None and dist.is_initialized():
             self.process_group = dist.group.WORLD
-        self._connect(process_group, init_sync)
+        try:
+            self._connect(process_group, init_sync)
+        except Exception as error:
+            if not outlives(error):
+                raise
+            self._connect(process_group, init_sync, is_alone=True)
         if static_graph and find_unused_parameters:
             warnings.warn(
                 "You passed find_unused_parameters=true to DistributedDataParallel, with static_graph the first "
@@ -320,6 +326,11 @@ class DistributedDataParallel(Attachable):
             self._release()
             self._engine = self._front_end = self._team = self._buffer_sync = None
 
+    @property
+    def sharded(self) -> Sharded | None:
+        """What knows the state that one worker alone has; None: every worker has everything."""
+        return self._policy.sharded
+
     def leave_epoch(self, error: BaseException) -> None:
         """Stop exchanging with workers of which some are lost; what they did not finish is dropped."""
         team, engine = self._team, self._engine
@@ -351,11 +362,13 @@ class DistributedDataParallel(Attachable):
         problem = ""
         if not self._policy.is_lasting:
             problem = (
-                'update="server" and consistency="ssp" or "asp" keep state that is lost with its worker, and so do '
-                "local steps with an overlap, or by time"
+                'consistency="ssp" and "asp" keep state in tables, which is lost with its worker, and so is what local '
+                "steps with an overlap, or by time, have under way"
             )
         elif process_group is not None and process_group is not dist.group.WORLD:
             problem = "a process_group of its own cannot be made again without a lost worker"
+        elif dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+            problem = "NCCL's operations cannot be interrupted; let poseidon.init() make the process group without it"
         if problem:
             raise UnsupportedError(f"in an elastic job (--nodes, --nproc MIN:MAX): {problem}; leave it out")
 
@@ -379,7 +392,7 @@ class DistributedDataParallel(Attachable):
                 )
         return parameters[0].device
 
-    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
+    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool, is_alone: bool = False) -> None:
         units = find_units(self.module, self._ignored)
         if self._policy.serves:
             # Where a layer is compiled, it cannot hand its gradient over.
@@ -389,12 +402,12 @@ class DistributedDataParallel(Attachable):
         check_overrides(specs, self._routes, standard_routes())
         if self._lossy is not None:
             self._lossy.forced(specs, Routes(lossy_routes(self._lossy)))
-        if self._policy.uses_engine and self._has_company(process_group):
+        if self._policy.uses_engine and not is_alone and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
             try:
                 self._start_exchange(team, units, init_sync)
             except BaseException:
-                self._team = None
+                self._team = self._engine = self._buffer_sync = None
                 team.close()
                 raise
         self._policy.connect(self.module, self._engine)

@@ -6,23 +6,24 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from poseidon.api import DistributedDataParallel
+from poseidon.engine.lasting import LastingUpdates
 from poseidon.engine.local import LocalUpdates
 from poseidon.engine.optimizers import check_max_norm, check_optimizer
 from poseidon.engine.outer import Outer
 from poseidon.engine.outputs import tensors_in
 from poseidon.engine.relaxed import RelaxedUpdates
-from poseidon.engine.served import ServedUpdates
 from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.local import LocalPlan, LocalSchedule, read_interval
+from poseidon.planning.staleness import Prospect
 from poseidon.team.verify import check_same_bits
 from poseidon.wire.settings import WireSettings
 
@@ -79,7 +80,7 @@ def distribute(
     optimizer: Optimizer,
     *,
     consistency: str = "bsp",
-    staleness: int = 0,
+    staleness: int | Literal["auto"] = 0,
     sync_every: int | str | None = None,
     max_grad_norm: float | None = None,
     update: str = "worker",
@@ -96,7 +97,8 @@ def distribute(
 
     With ``"ssp"`` a worker may be ``staleness`` steps ahead of the slowest, with ``"asp"`` any number: workers do not
     wait for a straggler within that bound, a worker that dies is reported while the others continue, and replicas
-    differ by the updates they have not seen yet. ``engine/relaxed.py`` describes these steps. After the first step each
+    differ by the updates they have not seen yet. ``staleness="auto"`` is chosen from the spread of the workers' step
+    times, after 20 steps and again every 100. ``engine/relaxed.py`` describes these steps. After the first step each
     worker keeps its own buffers (running statistics), and ``close()`` waits for the other workers, which may need the
     parameters stored here.
 
@@ -125,9 +127,11 @@ def distribute(
         raise unknown_name("consistency", consistency, ("bsp", "ssp", "asp", "local"))
     if consistency != "local":
         _refuse_local_options(consistency, sync_every, options)
-    if staleness < 0 or (staleness and consistency != "ssp"):
+    is_staleness = staleness == "auto" or (isinstance(staleness, int) and staleness >= 0)
+    if not is_staleness or (staleness and consistency != "ssp"):
         raise ConfigError(
-            f"staleness={staleness} with consistency={consistency!r}: only ssp takes one, and it must be at least 0"
+            f"staleness={staleness!r} with consistency={consistency!r}: only ssp takes one, and it must be at least 0, "
+            'or "auto"'
         )
     if update not in ("worker", "server"):
         raise unknown_name("update", update, ("worker", "server"))
@@ -140,7 +144,7 @@ def distribute(
         if options.get("routes"):
             raise ConfigError(f'update="server" decides how gradients travel; routes={options["routes"]!r} cannot')
         served: Any = options
-        return DistributedDataParallel(model, policy=ServedUpdates(optimizer, max_grad_norm), **served), optimizer
+        return DistributedDataParallel(model, policy=LastingUpdates(optimizer, max_grad_norm), **served), optimizer
     if consistency == "local":
         return _distribute_local(model, optimizer, sync_every, max_grad_norm, options), optimizer
     if consistency == "bsp":
@@ -163,6 +167,16 @@ class RelaxedDataParallel(DistributedDataParallel):
     def staleness_seen(self) -> Counter[int]:
         """Number of parameter rows read at each staleness, in clocks."""
         return self._relaxed.staleness_seen
+
+    @property
+    def staleness(self) -> int | None:
+        """Steps that this worker may be ahead of the slowest at present; None without a bound."""
+        return self._relaxed.staleness
+
+    @property
+    def staleness_prospects(self) -> list[Prospect]:
+        """With ``staleness="auto"``: what each bound promised when one was last chosen, the chosen one first."""
+        return self._relaxed.prospects
 
     @property
     def losses(self) -> dict[int, int]:

@@ -44,7 +44,6 @@ class ServedUpdates(TakenSteps):
     """Lets the owners step one optimizer; any thread may touch parameters."""
 
     serves = True
-    is_lasting = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
         super().__init__(optimizer, max_grad_norm)
@@ -136,7 +135,7 @@ class ServedUpdates(TakenSteps):
             self._lazy, self._coefficient = dict.fromkeys(self.engine.parameters), None
             for parameter in self.engine.parameters:
                 watch(parameter, self)
-            with _in_private():
+            with in_private():
                 for parameter in self.engine.parameters:
                     # Sent, so its memory is free. What is here later was added by a backward without an exchange.
                     self._sent[parameter], parameter.grad = parameter.grad, None
@@ -191,7 +190,7 @@ class ServedUpdates(TakenSteps):
 
     def _fetch_rows(self, item: LiveItem, numbers: Tensor) -> None:
         (parameter,) = item.parameters
-        with _in_private():
+        with in_private():
             distinct = numbers.detach().reshape(-1).unique().to(torch.int64)
             wait = self.exchanger.ask_rows(item, distinct.cpu().numpy())
             # Before they are written: what lands is made from what was here.
@@ -204,7 +203,7 @@ class ServedUpdates(TakenSteps):
         """Round the rows that were looked up again: all workers hold the same bits when a backward begins."""
         for parameter, looked_up in self._exact_rows.items():
             if parameter in self._rounded:
-                with _in_private():
+                with in_private():
                     numbers, table = torch.cat(looked_up), parameter.data
                     table.index_copy_(0, numbers, table[numbers].to(torch.bfloat16).to(table.dtype))
         self._exact_rows.clear()
@@ -230,7 +229,7 @@ class ServedUpdates(TakenSteps):
         if self.engine.phase is not Phase.CLOSED:
             return
         self.engine.settle()
-        with _in_private():
+        with in_private():
             for parameter in self.engine.unused:
                 # No worker has a gradient of it, so what its .grad was counts.
                 if parameter in self._lazy:
@@ -247,7 +246,7 @@ class ServedUpdates(TakenSteps):
             return
         item = self._item_of[parameter]
         assert item.bucket is not None
-        with _in_private():
+        with in_private():
             flat = self.exchanger.fetch_means(item)
             if self._coefficient is not None:
                 flat *= self._coefficient.to(flat.device)
@@ -269,7 +268,7 @@ class ServedUpdates(TakenSteps):
         """Wait for the weights of an item and put them in place."""
         if item is None or item not in self._due:
             return
-        with _in_private():
+        with in_private():
             self.exchanger.under_way.pop(item).finish(is_used=True)
             assert item.bucket is not None
             self._write(item, item.bucket.flat)
@@ -289,7 +288,7 @@ class ServedUpdates(TakenSteps):
     def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
         """Replace rounded values, of all parameters that travel with these, by the exact ones."""
         for item in {self._item_of[parameter]: None for parameter in parameters}:
-            with _in_private():
+            with in_private():
                 flat, is_exact_later = self.exchanger.fetch_weights(item)
                 if is_exact_later:
                     self._exact_items.add(item)
@@ -313,7 +312,7 @@ class ServedUpdates(TakenSteps):
             if self._exchanger is None:
                 self._step_here(list(group_of), options, group_of)
                 return
-            with _in_private():
+            with in_private():
                 self._order(options, group_of)
             self._step_here([p for p in group_of if p not in self._item_of], options, group_of)
 
@@ -323,7 +322,7 @@ class ServedUpdates(TakenSteps):
             return False
         with self._lock, self._broken_by_errors():
             members = [p for group in self.optimizer.param_groups for p in group["params"]]
-            with _in_private():
+            with in_private():
                 for parameter in members:
                     if set_to_none:
                         parameter.grad = None
@@ -342,7 +341,7 @@ class ServedUpdates(TakenSteps):
                 return
             self.finish()
             full: State = defaultdict(dict)
-            with _in_private():
+            with in_private():
                 for item in self.exchanger.items:
                     self.exchanger.fetch_state(item, full)
             # In the order of the groups, as a plain optimizer would have made it.
@@ -422,7 +421,7 @@ class ServedUpdates(TakenSteps):
             members[group_of[parameter]].append(parameter)
         self.is_updating = True
         try:
-            with _in_private():
+            with in_private():
                 step_groups(self.optimizer, self.plain, options, members)
         finally:
             self.is_updating = False
@@ -437,7 +436,7 @@ class ServedUpdates(TakenSteps):
             self._show_gradients()
             if self.exchanger.under_way:
                 # There was no step(): the owners send the weights as they are.
-                with _in_private():
+                with in_private():
                     self.exchanger.order(Order(None, {}))
                     for item in list(self.exchanger.under_way):
                         self.exchanger.under_way.pop(item).finish(is_used=True)
@@ -505,7 +504,7 @@ class ServedUpdates(TakenSteps):
 
 
 @contextlib.contextmanager
-def _in_private() -> Iterator[None]:
+def in_private() -> Iterator[None]:
     """Touch parameters unwatched, and without the caller's context."""
     with aside(), torch._C.DisableTorchFunctionSubclass():
         yield

@@ -85,6 +85,18 @@ def test_one_that_says_that_it_leaves_is_not_waited_for() -> None:
     assert not roster.has_finished
 
 
+def test_one_that_ends_well_without_having_joined_has_not_finished_the_training() -> None:
+    roster = started(2)
+    roster.add(2, 0, 1, "10.0.0.1")
+    hear(roster, 2, NEVER)
+    roster.end(2, has_finished=True)
+    assert roster.has_stayed_apart(2)
+    assert not roster.has_finished
+    roster.end(0, has_finished=True)
+    assert not roster.has_stayed_apart(0)
+    assert roster.has_finished
+
+
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
     roster = started(2)
     hear(roster, 0, NEVER, 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ from poseidon.planning.candidates import make_candidates
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.lossy import LOSSY, LossyChoice, as_matrix, read_lossy
 from poseidon.planning.planner import Plan, make_plan
+from poseidon.planning.profile import Profile, UnitProfile
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes import standard_routes
 from poseidon.routes.lossy import lossy_routes
+from poseidon.sim.setting import Setting
+from poseidon.sim.steps import simulate
+from poseidon.sim.systems import SYSTEMS
 from poseidon.units import Load, ParameterSpec, Unit
 from toy_models import unit
 
@@ -189,6 +194,15 @@ def test_the_simulator_moves_what_the_planner_counts(way: str, share: float) -> 
     assert moved == pytest.approx(sum(one.wire_bytes for one in counted if one is not None), rel=1e-3)
     exact = 2 * (CONV.size_bytes + WIDE.size_bytes) * 7 / 8
     assert moved == pytest.approx(share * exact, rel=0.02)
+
+
+def test_the_simulator_predicts_a_step() -> None:
+    units = tuple(UnitProfile(one, LOADS.get(one.name), 0.01, 0.02) for one in (CONV, WIDE, NORM))
+    profile = Profile("toy", "", 1, units, (0, 1, 2), (2, 1, 0), 0.0, source="test")
+    exact = Setting(profile, CLUSTER, SYSTEMS["distribute"], gathers_factors=False)
+    step_s = {way: simulate(replace(exact, lossy=read_lossy(way))).step_s for way in ("exact", *LOSSY)}
+    assert step_s["exact"] > 1.5 * step_s["bf16"] > 1.5 * 1.5 * step_s["int8"]
+    assert max(step_s["topk"], step_s["lowrank"]) < 1.2 * simulate(replace(exact, system=SYSTEMS["linear"])).step_s
 
 
 def test_half_precision_takes_int8_and_nothing_takes_sparse_gradients() -> None:
