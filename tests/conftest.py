@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items):
     """Begin with the longest files, so that processes that test side by side end together."""
     place = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(_LONGEST)))
+
+
+def pytest_collection_finish():
+    """Keep what was imported and collected out of all later looks for garbage; some tests ask for one each."""
+    gc.collect()
+    gc.freeze()
 
 
 def hear_ignored_signals():
