@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import nightly
 from storm.faults import KINDS
 from storm.relapses import RELAPSES
 from storm.seeds import run_seed
 
-SEEDS = 200
+SEEDS = nightly.amount(120, 200)
 PARTS = 8
 # A seed that shows each defect when it is put back.
 FOUND_BY: dict[str, int] = {
