@@ -33,7 +33,7 @@ from poseidon.sums.host import host_adders
 from poseidon.sums.means import DeviceMeans, HostMeans, Lane, MeanMaker
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, chunk_bytes_for, make_slots
-from poseidon.sums.stepping import StepAdder, StepThread
+from poseidon.sums.stepping import DEVICE_VALUES, HOST_VALUES, StepAdder, StepThread
 from poseidon.sums.touched import rows_in_chunk
 from poseidon.team.membership import PeerLostError
 from poseidon.team.team import Team
@@ -59,7 +59,7 @@ class ServedExchanger(Exchanger):
         self._transport.listen_lost(self._lose)
         stream = self._stream = torch.cuda.Stream(priority=-1) if context.is_cuda else None
         self._lane: Lane = contextlib.nullcontext if stream is None else lambda: torch.cuda.stream(stream)
-        self._thread = StepThread(self._lane)
+        self._thread = StepThread(self._lane, HOST_VALUES if stream is None else DEVICE_VALUES)
         self._device = agree_on_device(team, self._transport.settings, context.is_cuda)
         self._stager = Stager() if context.is_cuda else None
         self._rows = RowSender(self._server)

@@ -77,9 +77,9 @@ EMPTY_BITS = 8 * ENTRY_BYTES / GROUP
 """Of a value in a group of zeros, which is only an entry in the directory."""
 FEWEST_COMPACTED = 4096
 """Shorter chunks travel plain."""
-SMALLEST_COMPACTED = 1 << 21
-"""Values of a bucket. Nothing hides the exchange of the last buckets of a backward, which are the small ones. The host
-adds them sooner than a device that is busy computing, and compacting them would save little."""
+SMALLEST_COMPACTED = 1 << 15
+"""Values of a bucket. Below this there is little to save. Above it, halving, adding and joining on the host would keep
+threads of Python busy for milliseconds at the end of a backward, where nothing hides them; a device needs few calls."""
 MOST_COMPACTED = 1 << 24
 """So that any position in a chunk has 32 bits."""
 ALIGNMENT = 16

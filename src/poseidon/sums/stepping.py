@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,9 @@ REFRESHED = 64
 """Every so many steps, weights travel as they are and not as changes: a worker whose program has changed its own ones,
 unlike the others, does not stay apart."""
 
+
+HOST_VALUES, DEVICE_VALUES = 1 << 17, 1 << 26
+"""How many values one call of the optimizer may step, for slots that could be stepped one after the other."""
 
 _VALUES = (Ask.WEIGHTS, Ask.ROWS)
 
@@ -75,20 +78,23 @@ class Stepper(Protocol):
 
 
 class StepThread:
-    """Runs steps one after the other, the most urgent first."""
+    """Runs steps, the most urgent first; those that wait together are taken together.
 
-    def __init__(self, lane: Lane = contextlib.nullcontext) -> None:
+    A call of the optimizer costs a processor as much as a good many values do. Weights leave when the whole call is
+    done, so it is given at most ``most_values``: a host's optimizer takes its time for each of them, a device's hardly.
+    """
+
+    def __init__(self, lane: Lane = contextlib.nullcontext, most_values: int = HOST_VALUES) -> None:
         self.lane = lane
-        self._jobs: queue.PriorityQueue[tuple[float, int, tuple[Callable[[], None], Fail] | None]] = (
-            queue.PriorityQueue()
-        )
+        self._most_values = most_values
+        self._jobs: queue.PriorityQueue[tuple[float, int, StepJob | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._work, name="poseidon-stepping", daemon=True)
         self._thread.start()
 
-    def put(self, priority: float, job: Callable[[], None], fail: Fail) -> None:
-        """Run ``job``; call ``fail`` if it raises."""
-        self._jobs.put((priority, next(self._numbers), (job, fail)))
+    def put(self, priority: float, job: StepJob) -> None:
+        """Run ``job``; fail what it is for if that raises."""
+        self._jobs.put((priority, next(self._numbers), job))
 
     def close(self) -> None:
         """End the thread after what it was given."""
@@ -97,15 +103,44 @@ class StepThread:
 
     def _work(self) -> None:
         with self.lane():
-            while (given := self._jobs.get()[2]) is not None:
-                job, fail = given
-                try:
-                    if failpoints.ARMED:
-                        failpoints.hit("server.step")
-                    job()
-                except BaseException as error:
-                    fail(error)
-                del given, job, fail  # what they refer to must not live until the next one comes
+            # What jobs refer to must not live until the next one comes, so none is kept in a variable here.
+            while take_step(self._take()):
+                pass
+
+    def _take(self) -> list[StepJob]:
+        """Wait for a job; return it, and others that wait and obey the same order. Nothing: the end."""
+        job = self._jobs.get()[2]
+        jobs: list[StepJob] = [] if job is None else [job]
+        values = sum(each.values for each in jobs)
+        while jobs and values < self._most_values:
+            try:
+                entry = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            job = entry[2]
+            if job is None or job.order is not jobs[0].order or values + job.values > self._most_values:
+                self._jobs.put(entry)
+                break
+            jobs.append(job)
+            values += job.values
+        return jobs
+
+
+def take_step(jobs: Sequence[StepJob]) -> bool:
+    """Step the chunks of jobs that obey one order in one call of the optimizer; return whether there were any."""
+    if not jobs:
+        return False
+    first = jobs[0]
+    try:
+        if failpoints.ARMED:
+            failpoints.hit("server.step")
+        changes = [job.adder.begin(job) for job in jobs]
+        first.adder.stepper.step([(one.total.chunk, one.mean) for job in jobs for one in job.ready], first.order)
+        for job, its_changes in zip(jobs, changes, strict=True):
+            job.adder.send(job, its_changes)
+    except BaseException as error:
+        first.ready[0].fail(error)
+    return True
 
 
 @dataclass(eq=False)
@@ -129,6 +164,26 @@ class _Waiting:
     fail: Fail
 
 
+@dataclass(frozen=True, eq=False)
+class StepJob:
+    """Finished sums of one slot, and the order to step them."""
+
+    adder: StepAdder
+    ready: Sequence[_Waiting]
+    version: int
+    order: Any
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """What is stepped."""
+        return [waiting.total.chunk for waiting in self.ready]
+
+    @property
+    def values(self) -> int:
+        """How many values that are."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
 class StepAdder:
     """An :class:`~poseidon.sums.arithmetic.Adder` around another; also keeps what workers may fetch.
 
@@ -144,7 +199,7 @@ class StepAdder:
         self._slot = slot
         self._owned = [chunk for chunk in slot.chunks if chunk.owner == rank]
         self._means = means
-        self._stepper = stepper
+        self.stepper = stepper
         self._thread = thread
         self._lock = threading.Lock()
         self._order: tuple[int, Any] | None = None
@@ -214,19 +269,19 @@ class StepAdder:
         with self._thread.lane(), self._lock:
             is_past = self._begun[chunk.index] > version
             if what is Ask.STATE:
-                return Answer(memoryview(b""), is_past=True) if is_past else Answer(self._stepper.state_of(chunk))
+                return Answer(memoryview(b""), is_past=True) if is_past else Answer(self.stepper.state_of(chunk))
             if what is Ask.ROWS:
                 earlier = self._earlier[chunk.index] if is_past else None
-                return Answer(self._stepper.rows_of(chunk, details, earlier))
+                return Answer(self.stepper.rows_of(chunk, details, earlier))
             # Rounding saves nothing where somebody looks at the exact weights step after step.
             looked = self._looked.setdefault(chunk.index, set())
             looked.add(version)
             # Once the next sum is there, it may be too late for its weights.
             is_frequent = version - 1 in looked and self._summed[chunk.index] == version
             if is_frequent:
-                self._stepper.stop_rounding(chunk)
+                self.stepper.stop_rounding(chunk)
             if not is_past:
-                return Answer(self._stepper.exact(chunk), is_frequent)
+                return Answer(self.stepper.exact(chunk), is_frequent)
             earlier = self._earlier[chunk.index]
             assert earlier is not None  # ask() has seen to that
             return Answer(bytes_of(earlier))
@@ -313,24 +368,26 @@ class StepAdder:
             self._submit([waiting], *order)
 
     def _submit(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
-        self._thread.put(self._slot.priority, lambda: self._step(ready, version, order), ready[0].fail)
+        self._thread.put(self._slot.priority, StepJob(self, ready, version, order))
 
-    def _step(self, ready: Sequence[_Waiting], version: int, order: Any) -> None:
-        chunks = [waiting.total.chunk for waiting in ready]
-        is_change = self._stepper.changes(order)
+    def begin(self, job: StepJob) -> list[WeightChange | None]:
+        """Prepare a step, on the thread that takes it; return what the new weights of each chunk change from."""
+        is_change = self.stepper.changes(job.order)
         if is_change:
-            earlier = {chunk.index: self._stepper.keep(chunk) for chunk in chunks}
+            earlier = {chunk.index: self.stepper.keep(chunk) for chunk in job.chunks}
             with self._lock:
                 self._earlier.update(earlier)
-                self._begun.update(dict.fromkeys(earlier, version))
-        self._stepper.begin(chunks, order)
-        changes = [self._change(chunk, version, is_change) for chunk in chunks]
-        self._stepper.step([(waiting.total.chunk, waiting.mean) for waiting in ready], order)
-        for waiting, change in zip(ready, changes, strict=True):
+                self._begun.update(dict.fromkeys(earlier, job.version))
+        self.stepper.begin(job.chunks, job.order)
+        return [self._change(chunk, job.version, is_change) for chunk in job.chunks]
+
+    def send(self, job: StepJob, changes: Sequence[WeightChange | None]) -> None:
+        """Let the new weights leave."""
+        for waiting, change in zip(job.ready, changes, strict=True):
             chunk = waiting.total.chunk
             # What comes next need not wait until the device is done with this.
-            send = partial(self._send, waiting, version)
-            self._means.encode(chunk, self._stepper.outgoing(chunk), change, send, waiting.fail)
+            send = partial(self._send, waiting, job.version)
+            self._means.encode(chunk, self.stepper.outgoing(chunk), change, send, waiting.fail)
 
     def _send(self, waiting: _Waiting, version: int, encoded: Encoded) -> None:
         chunk = waiting.total.chunk
@@ -342,10 +399,10 @@ class StepAdder:
 
     def _change(self, chunk: Chunk, version: int, is_change: bool) -> WeightChange | None:
         """Return what the next weights change from; None if they must travel as they are."""
-        is_rounded = self._stepper.rounds(chunk)
+        is_rounded = self.stepper.rounds(chunk)
         if not is_change and self._means.layouts:
             # Workers keep the weights that they have, whatever comes; no change takes the fewest bytes.
-            return WeightChange(self._stepper.outgoing(chunk), is_rounded)
+            return WeightChange(self.stepper.outgoing(chunk), is_rounded)
         # A worker that got rounded weights has no exact ones; but rounding those that it may have looked at is easy.
         is_known = is_rounded or chunk.index not in self._sent_rounded
         if is_rounded:
@@ -354,4 +411,4 @@ class StepAdder:
             self._sent_rounded.discard(chunk.index)
         if not is_known or version % REFRESHED == 0 or not self._means.layouts:
             return None
-        return WeightChange(self._stepper.outgoing(chunk), is_rounded)
+        return WeightChange(self.stepper.outgoing(chunk), is_rounded)
