@@ -57,7 +57,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Keep what was imported and collected out of all later looks for garbage; some tests ask for one each."""
-    gc.collect()
     gc.freeze()
 
 
