@@ -127,7 +127,7 @@ class LastingUpdates(ServedUpdates):
             return
         self.finish()
         with self._lock, self._broken_by_errors():
-            self._fetch_exact(self._rounded)
+            self._fetch_exact(self._rounding.rounded)
             if self._inheritance is not None:  # there was no step since the workers changed
                 self._take_everything(self._inheritance)
                 self._inheritance = None
@@ -157,9 +157,9 @@ class LastingUpdates(ServedUpdates):
 
     def _exact_of(self, piece: Piece) -> Tensor | None:
         """Return the weights of a piece, if other workers may have them rounded."""
-        if piece.parameter not in self._candidates:
+        if piece.parameter not in self._rounding.candidates:
             return None
-        if piece.parameter in self._rounded:
+        if piece.parameter in self._rounding.rounded:
             return piece.held.detach()
         return flat_memory(piece.parameter)[piece.start : piece.stop]
 
