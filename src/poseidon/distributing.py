@@ -327,8 +327,8 @@ class LocalDataParallel(DistributedDataParallel):
         """Return what a checkpoint saves besides the shared parameters: for all workers alike, and for each its own."""
         if not self._local.schedule.every:
             raise UnsupportedError(
-                f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint, whose steps all workers '
-                "count alike; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
+                f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint: all workers must count the '
+                "same steps; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
             )
         return {"rounds": _RoundsState(self)}, {"weights": _OwnState(self)}
 
