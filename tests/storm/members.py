@@ -22,7 +22,7 @@ from torch import Tensor
 from poseidon.checkpoints import replicas
 from poseidon.checkpoints.memory import Kept
 from poseidon.checkpoints.replicas import Replicator, hand_on
-from poseidon.checkpoints.shards import Dealt, Inheritance, ValueRun, RunState, pack
+from poseidon.checkpoints.shards import Dealt, Inheritance, RunState, ValueRun, pack
 from poseidon.checkpoints.sharing import Agreement, Stock, agree
 from poseidon.engine.lasting import deal
 from poseidon.errors import PoseidonError, WorkerLostError

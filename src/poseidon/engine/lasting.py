@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from poseidon.checkpoints.shards import (
     Inheritance,
-    ValueRun,
     RunState,
+    ValueRun,
     assemble,
     plan_parts,
     take_parts,

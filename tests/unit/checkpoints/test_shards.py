@@ -12,9 +12,9 @@ import torch
 from poseidon.checkpoints.replicas import find_sources
 from poseidon.checkpoints.shards import (
     Dealt,
-    ValueRun,
     RunState,
     Source,
+    ValueRun,
     assemble,
     exact_bytes,
     exact_runs,
