@@ -22,7 +22,7 @@ from torch import Tensor
 from poseidon.checkpoints import replicas
 from poseidon.checkpoints.memory import Kept
 from poseidon.checkpoints.replicas import Replicator, hand_on
-from poseidon.checkpoints.shards import Dealt, Inheritance, Run, RunState, pack
+from poseidon.checkpoints.shards import Dealt, Inheritance, RunState, ValueRun, pack
 from poseidon.checkpoints.sharing import Agreement, Stock, agree
 from poseidon.engine.lasting import deal
 from poseidon.errors import PoseidonError, WorkerLostError
@@ -42,9 +42,9 @@ BEAT_S = 0.05
 HOST = torch.device("cpu")
 
 
-def owners_of(size: int) -> list[list[Run]]:
+def owners_of(size: int) -> list[list[ValueRun]]:
     """Return who owns which numbers; with another number of workers, other ones."""
-    return [[Run(0, rank * VALUES // size, (rank + 1) * VALUES // size)] for rank in range(size)]
+    return [[ValueRun(0, rank * VALUES // size, (rank + 1) * VALUES // size)] for rank in range(size)]
 
 
 def advance(values: Tensor, start: int, step: int) -> Tensor:
@@ -213,7 +213,7 @@ class MemberJob:
         self.workers: list[Worker] = []
         self.finished: set[int] = set()
         self.has_lost_shards = False
-        self.results: dict[Run, Tensor] = {}
+        self.results: dict[ValueRun, Tensor] = {}
         self.wrong: list[str] = []
         self.deaths = self.epochs = 0
         self._replacements = chance.randint(0, 2)

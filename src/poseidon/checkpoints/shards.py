@@ -29,7 +29,7 @@ Manifest = list[dict[str, Any]]
 type of its exact weights, if it has them; plain data."""
 
 
-class Run(NamedTuple):
+class ValueRun(NamedTuple):
     """Some values of a parameter, which is known by its number in the optimizer; in the order of its memory."""
 
     parameter: int
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 class RunState:
     """What the owner of a run has of it."""
 
-    run: Run
+    run: ValueRun
     entries: Mapping[str, Any]
     """The optimizer's state: flat tensors as long as the run, other tensors, and plain values."""
     exact: Tensor | None = None
@@ -114,7 +114,7 @@ class Sharded(Protocol):
     def inherit(self, inheritance: Inheritance) -> None:
         """Go on from shards of earlier owners; their exact weights are in place already."""
 
-    def set_exact(self, run: Run, values: Tensor) -> None:
+    def set_exact(self, run: ValueRun, values: Tensor) -> None:
         """Put exact weights in place."""
 
     def complete(self) -> None:
@@ -155,12 +155,12 @@ def pack(label: tuple[int, int, int], states: Sequence[RunState], old: ShardCopy
     return ShardCopy(*label, manifest, row, _join(exact, None if old is None else old.exact))
 
 
-def exact_runs(manifest: Manifest, exact: Tensor) -> list[tuple[Run, Tensor]]:
+def exact_runs(manifest: Manifest, exact: Tensor) -> list[tuple[ValueRun, Tensor]]:
     """Return the exact weights of a shard, in the same memory."""
     found, at = [], 0
     for each in manifest:
         if each["exact"] is not None:
-            run, dtype = Run(*each["run"]), _type(each["exact"])
+            run, dtype = ValueRun(*each["run"]), _type(each["exact"])
             size = (run.stop - run.start) * dtype.itemsize
             found.append((run, _typed(exact[at : at + size], dtype)))
             at += size
@@ -169,14 +169,14 @@ def exact_runs(manifest: Manifest, exact: Tensor) -> list[tuple[Run, Tensor]]:
 
 def exact_bytes(manifest: Manifest) -> int:
     """Return how many bytes the exact weights of a shard have."""
-    runs = ((Run(*each["run"]), each["exact"]) for each in manifest if each["exact"] is not None)
+    runs = ((ValueRun(*each["run"]), each["exact"]) for each in manifest if each["exact"] is not None)
     return sum((run.stop - run.start) * _type(name).itemsize for run, name in runs)
 
 
 # Dealing anew.
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Some bytes of a shard that belong to a wanted run."""
 
     source: int
@@ -197,9 +197,9 @@ class _Entry(NamedTuple):
     on_host: bool
 
 
-def plan_parts(sources: Sequence[Source], wanted: Sequence[Run]) -> list[Part]:
+def plan_parts(sources: Sequence[Source], wanted: Sequence[ValueRun]) -> list[ShardPart]:
     """Return which bytes of which shards make the state of these runs, in an order that all workers agree on."""
-    known: dict[int, list[tuple[int, Run, list[_Entry]]]] = defaultdict(list)
+    known: dict[int, list[tuple[int, ValueRun, list[_Entry]]]] = defaultdict(list)
     for number, source in enumerate(sources):
         for run, entries in _entries(source.manifest):
             known[run.parameter].append((number, run, entries))
@@ -214,9 +214,9 @@ def plan_parts(sources: Sequence[Source], wanted: Sequence[Run]) -> list[Part]:
             for key, at, dtype, shape, _ in entries:
                 if shape is None:
                     begin, end = (at + (value - run.start) * dtype.itemsize for value in (first, last))
-                    parts.append(Part(number, begin, end, place, key, first - want.start))
+                    parts.append(ShardPart(number, begin, end, place, key, first - want.start))
                 else:
-                    parts.append(Part(number, at, at + math.prod(shape) * dtype.itemsize, place, key, None))
+                    parts.append(ShardPart(number, at, at + math.prod(shape) * dtype.itemsize, place, key, None))
         if covered != want.stop - want.start:
             raise MismatchError(
                 f"of values {want.start} to {want.stop} of parameter {want.parameter}, the shards of the last complete "
@@ -225,7 +225,7 @@ def plan_parts(sources: Sequence[Source], wanted: Sequence[Run]) -> list[Part]:
     return parts
 
 
-def take_parts(parts: Sequence[Part], rows: Sequence[Tensor | None]) -> Tensor:
+def take_parts(parts: Sequence[ShardPart], rows: Sequence[Tensor | None]) -> Tensor:
     """Return the bytes of parts, one after the other, from the rows of the shards that are here."""
     found = []
     for part in parts:
@@ -237,8 +237,8 @@ def take_parts(parts: Sequence[Part], rows: Sequence[Tensor | None]) -> Tensor:
 
 def assemble(
     sources: Sequence[Source],
-    wanted: Sequence[Run],
-    parts: Sequence[Part],
+    wanted: Sequence[ValueRun],
+    parts: Sequence[ShardPart],
     came: Mapping[int, Tensor],
     devices: Sequence[torch.device],
 ) -> list[dict[str, Any]]:
@@ -273,11 +273,11 @@ def assemble(
     return states
 
 
-def _entries(manifest: Manifest) -> list[tuple[Run, list[_Entry]]]:
+def _entries(manifest: Manifest) -> list[tuple[ValueRun, list[_Entry]]]:
     """Return where the tensors of each run lie in the row."""
     found, at = [], 0
     for each in manifest:
-        run, entries = Run(*each["run"]), []
+        run, entries = ValueRun(*each["run"]), []
         for key, (name, shape, on_host) in each["tensors"].items():
             dtype = _type(name)
             entries.append(_Entry(key, at, dtype, shape, on_host))

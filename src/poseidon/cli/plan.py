@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         const=STDOUT,
-        metavar="FILE",
+        metavar="FILE.json",
         help="print plan and prediction as JSON, and nothing else; with a FILE: also write them there",
     )
 

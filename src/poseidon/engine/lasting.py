@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from poseidon.checkpoints.shards import (
     Inheritance,
-    Run,
     RunState,
+    ValueRun,
     assemble,
     plan_parts,
     take_parts,
@@ -101,7 +101,7 @@ class LastingUpdates(ServedUpdates):
             numbers = self._numbers()
             return [
                 RunState(
-                    Run(numbers[piece.parameter], piece.start, piece.stop),
+                    ValueRun(numbers[piece.parameter], piece.start, piece.stop),
                     shard.state.get(piece.held, {}) if in_hand is None else in_hand.get(piece, {}),
                     self._exact_of(piece),
                 )
@@ -116,7 +116,7 @@ class LastingUpdates(ServedUpdates):
             else:
                 self._inheritance = inheritance
 
-    def set_exact(self, run: Run, values: Tensor) -> None:
+    def set_exact(self, run: ValueRun, values: Tensor) -> None:
         """Put exact weights in place."""
         with self._lock, in_private():
             flat_memory(self._members[run.parameter])[run.start : run.stop].copy_(values)
@@ -127,7 +127,7 @@ class LastingUpdates(ServedUpdates):
             return
         self.finish()
         with self._lock, self._broken_by_errors():
-            self._fetch_exact(self._rounded)
+            self._fetch_exact(self._rounding.rounded)
             if self._inheritance is not None:  # there was no step since the workers changed
                 self._take_everything(self._inheritance)
                 self._inheritance = None
@@ -157,9 +157,9 @@ class LastingUpdates(ServedUpdates):
 
     def _exact_of(self, piece: Piece) -> Tensor | None:
         """Return the weights of a piece, if other workers may have them rounded."""
-        if piece.parameter not in self._candidates:
+        if piece.parameter not in self._rounding.candidates:
             return None
-        if piece.parameter in self._rounded:
+        if piece.parameter in self._rounding.rounded:
             return piece.held.detach()
         return flat_memory(piece.parameter)[piece.start : piece.stop]
 
@@ -169,7 +169,7 @@ class LastingUpdates(ServedUpdates):
         pieces, numbers, team = self.exchanger.shard.pieces, self._numbers(), self._inheritance.team
         assert team is not None
         wanted = [
-            [Run(numbers[parameter], start, stop) for parameter, start, stop in runs]
+            [ValueRun(numbers[parameter], start, stop) for parameter, start, stop in runs]
             for runs in self.exchanger.runs_by_owner()
         ]
         dealt = deal(self._inheritance, team, wanted, [piece.held.device for piece in pieces])
@@ -179,7 +179,7 @@ class LastingUpdates(ServedUpdates):
     def _take_everything(self, inheritance: Inheritance) -> None:
         """Let the user's optimizer have the whole state. Collective."""
         sources, rows = inheritance.sources, [each.copy.row if each.copy else None for each in inheritance.sources]
-        wanted = [Run(*each["run"]) for source in sources for each in source.manifest]
+        wanted = [ValueRun(*each["run"]) for source in sources for each in source.manifest]
         parts = plan_parts(sources, wanted)
         came: dict[int, Tensor] = {}
         for holder in sorted({source.holder for source in sources}):
@@ -207,7 +207,7 @@ class LastingUpdates(ServedUpdates):
 
 
 def deal(
-    inheritance: Inheritance, team: Team, wanted: list[list[Run]], devices: list[torch.device]
+    inheritance: Inheritance, team: Team, wanted: list[list[ValueRun]], devices: list[torch.device]
 ) -> list[dict[str, Any]]:
     """Return the state of the runs that this worker owns now, ``wanted`` by rank. Collective."""
     sources = inheritance.sources

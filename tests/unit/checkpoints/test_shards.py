@@ -12,9 +12,9 @@ import torch
 from poseidon.checkpoints.replicas import find_sources
 from poseidon.checkpoints.shards import (
     Dealt,
-    Run,
     RunState,
     Source,
+    ValueRun,
     assemble,
     exact_bytes,
     exact_runs,
@@ -31,17 +31,17 @@ SIZES = (130, 7, 64)
 HOST = torch.device("cpu")
 
 
-def cut_randomly(chance: random.Random, owners: int) -> list[list[Run]]:
+def cut_randomly(chance: random.Random, owners: int) -> list[list[ValueRun]]:
     """Deal all values to owners, in runs of any length."""
-    found: list[list[Run]] = [[] for _ in range(owners)]
+    found: list[list[ValueRun]] = [[] for _ in range(owners)]
     for parameter, size in enumerate(SIZES):
         cuts = sorted({0, size, *(chance.randrange(size) for _ in range(chance.randrange(6)))})
         for start, stop in itertools.pairwise(cuts):
-            found[chance.randrange(owners)].append(Run(parameter, start, stop))
+            found[chance.randrange(owners)].append(ValueRun(parameter, start, stop))
     return found
 
 
-def state_of(run: Run) -> RunState:
+def state_of(run: ValueRun) -> RunState:
     """Return a state in which every value is known; parameter 1 has none, and only parameter 2 has exact weights."""
     if run.parameter == 1:
         return RunState(run, {})
@@ -90,19 +90,19 @@ def test_shards_are_dealt_to_any_owners_with_the_same_bits(seed: int) -> None:
 
 def test_a_copy_uses_the_memory_of_an_old_one_and_follows_no_change() -> None:
     values = torch.zeros(10)
-    old = pack((0, 0, 0), [RunState(Run(0, 0, 10), {"m": values}, values)])
+    old = pack((0, 0, 0), [RunState(ValueRun(0, 0, 10), {"m": values}, values)])
     values.fill_(1)
     assert not old.row.any()
-    new = pack((0, 0, 0), [RunState(Run(0, 0, 10), {"m": values}, values)], old)
+    new = pack((0, 0, 0), [RunState(ValueRun(0, 0, 10), {"m": values}, values)], old)
     assert (new.row.data_ptr(), new.exact.data_ptr()) == (old.row.data_ptr(), old.exact.data_ptr())
-    longer = pack((0, 0, 0), [RunState(Run(0, 0, 10), {"m": values, "v": values})], old)
+    longer = pack((0, 0, 0), [RunState(ValueRun(0, 0, 10), {"m": values, "v": values})], old)
     assert longer.row.data_ptr() != old.row.data_ptr()
 
 
 def test_values_that_no_shard_has_are_named() -> None:
-    copy = pack((0, 0, 0), [RunState(Run(0, 0, 10), {})])
+    copy = pack((0, 0, 0), [RunState(ValueRun(0, 0, 10), {})])
     with pytest.raises(MismatchError, match=r"values 5 to 12 of parameter 0, the shards .* have 5"):
-        plan_parts([Source(0, copy.manifest, copy)], [Run(0, 5, 12)])
+        plan_parts([Source(0, copy.manifest, copy)], [ValueRun(0, 5, 12)])
 
 
 def test_replicas_are_on_other_machines_if_there_are_any() -> None:

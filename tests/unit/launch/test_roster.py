@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import nightly
 from poseidon.job.elastic import NEVER, Seat
 from poseidon.launch.roster import (
     SILENT_S,
@@ -263,7 +264,7 @@ class FakeWorker:
             self.epoch, self.is_waiting, self.is_wanted = news["seat"].epoch, False, False
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(nightly.amount(25, 60)))
 def test_whatever_happens_the_living_meet_in_one_epoch(seed: int) -> None:
     chance = random.Random(seed)
     workers = [FakeWorker(number) for number in range(6)]
