@@ -35,6 +35,9 @@ class Work:
     workers: int = 4
     least: int = 1
     mode: str = "wrapper"
+    """Or ``distribute``, or ``server``: where the owners take the steps."""
+    replicas: int = 1
+    """Of each owner's state."""
     model: str = "mlp"
     epochs: int = 6
     samples: int = 120
@@ -43,6 +46,8 @@ class Work:
     replacements: int = 0
     """How many lost workers come back."""
     kinds: tuple[str, ...] = ("kill", "kill", "stop", "pause", "leave", "two", "during")
+    die: str = ""
+    """A worker and where in its program it is killed before it trains, such as ``1:model``."""
     pace_s: float = 0.0
     """Seconds per sample of a fast worker, with ``--balance``; 0: all workers are equal."""
 
@@ -55,6 +60,7 @@ class Work:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
         given |= {"model": self.model, "pause": self.pause_s, "pace": self.pace_s, "notes": notes}
+        given |= {"replicas": self.replicas, "die": self.die}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -194,7 +200,7 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
 def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters after a training without workers or faults."""
     folder.mkdir()
-    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0"]
+    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0", "--die", ""]
     # As many threads as a worker has.
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     (path,) = folder.glob("final-*.pt")

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from poseidon.api import DistributedDataParallel
+from poseidon.engine.lasting import LastingUpdates
 from poseidon.engine.local import LocalUpdates
 from poseidon.engine.optimizers import check_max_norm, check_optimizer
 from poseidon.engine.outer import Outer
 from poseidon.engine.outputs import tensors_in
 from poseidon.engine.relaxed import RelaxedUpdates
-from poseidon.engine.served import ServedUpdates
 from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
 from poseidon.planning.cluster import Cluster
@@ -144,7 +144,7 @@ def distribute(
         if options.get("routes"):
             raise ConfigError(f'update="server" decides how gradients travel; routes={options["routes"]!r} cannot')
         served: Any = options
-        return DistributedDataParallel(model, policy=ServedUpdates(optimizer, max_grad_norm), **served), optimizer
+        return DistributedDataParallel(model, policy=LastingUpdates(optimizer, max_grad_norm), **served), optimizer
     if consistency == "local":
         return _distribute_local(model, optimizer, sync_every, max_grad_norm, options), optimizer
     if consistency == "bsp":
@@ -327,8 +327,8 @@ class LocalDataParallel(DistributedDataParallel):
         """Return what a checkpoint saves besides the shared parameters: for all workers alike, and for each its own."""
         if not self._local.schedule.every:
             raise UnsupportedError(
-                f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint, whose steps all workers count '
-                "alike; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
+                f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint: all workers must count the '
+                "same steps; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
             )
         return {"rounds": _RoundsState(self)}, {"weights": _OwnState(self)}
 

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
+from poseidon.job.elastic import this_job
 from poseidon.job.limits import time_limit
 from poseidon.tables import snapshot
 from poseidon.tables.node import Node
@@ -62,6 +63,11 @@ def connect(
     A ``transport`` must not be connected yet, or not be used for tables before all ranks have called this.
     """
     timeout_s = time_limit(timeout_s)
+    if this_job() is not None:
+        raise UnsupportedError(
+            "tables in an elastic job (--nodes, --nproc MIN:MAX): their rows are lost with the worker that has them; "
+            "start the job with a fixed number of workers, and save tables with Table.snapshot"
+        )
     if transport is not None:
         return TableJob(Node(transport, servers=servers, timeout_s=timeout_s))
     if _job_size() == 1:

@@ -85,7 +85,7 @@ def test_checkpoints_refuse_exchanges_by_time(tmp_path: Path) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, optimizer = poseidon.distribute(model, optimizer, consistency="local", sync_every="3s")
-    with pytest.raises(UnsupportedError, match='sync_every="3s" with poseidon.Checkpoint'):
+    with pytest.raises(UnsupportedError, match='sync_every="3s" with poseidon'):
         poseidon.Checkpoint(tmp_path, model=wrapped, optimizer=optimizer)
 
 

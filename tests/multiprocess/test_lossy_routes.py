@@ -75,7 +75,7 @@ def make(mode: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
 
 def _balance() -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], int]:
     """Return the sums over all steps of this worker's gradients and of the means, what it kept, and skipped means."""
-    wrapped, optimizer = make("wrapper", find_unused_parameters=True)
+    wrapped, optimizer = make("wrapper", find_unused_parameters=True, trials=False)
     model, rank, size = wrapped.module, dist.get_rank(), dist.get_world_size()
     parameters = list(model.parameters())
     brought = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]

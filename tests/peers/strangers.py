@@ -60,6 +60,8 @@ MEETINGS = {
     "barlow": "the std of a batch's samples",
 }
 """Losses of ``whole_batch.py`` in which samples meet, and what is said."""
+MEMORIES = ("bank", "centres")
+"""What ``memory_of_samples.py`` fills in a buffer."""
 
 STRANGERS = (
     Stranger("digits_convnet.py"),
@@ -119,6 +121,26 @@ STRANGERS = (
     Stranger("plateau_by_training.py", "refused", says="--same-loss"),
     Stranger("by_functions.py", "refused", words=("grad",), says="no backward followed"),
     Stranger("by_functions.py", "told", words=("func",), says="nothing was averaged"),
+    Stranger("seq2seq_buckets.py", words=("batch",), tolerance=DIVIDED),
+    Stranger("seq2seq_buckets.py", "told", words=("token",), says="drew more random numbers"),
+    Stranger("ddpm_ema.py", tolerance=DIVIDED),
+    Stranger("dqn_replay.py"),
+    Stranger("detector_lists.py", words=("images",)),
+    Stranger("detector_lists.py", words=("boxes",)),
+    Stranger("neighbour_sampling.py", tolerance=DIVIDED),
+    *(Stranger("memory_of_samples.py", "told", words=(kind,), says="its own samples") for kind in MEMORIES),
+    Stranger("private_gradients.py", words=("mean",)),
+    Stranger("private_gradients.py", "told", words=("expected",), says="as means over samples"),
+    *(Stranger("checkpointed.py", words=(kind,)) for kind in ("reentrant", "not", "sequential")),
+    *(Stranger("loader_each_epoch.py", words=(kind,)) for kind in ("split", "replacement", "tensors")),
+    *(Stranger("endless_loader.py", words=(kind,)) for kind in ("repeat", "thread", "prefetch")),
+    Stranger("speech_ctc.py", tolerance=DIVIDED),
+    Stranger("sharpness_aware.py"),
+    *(Stranger("several_backwards.py", words=(kind,)) for kind in ("vector", "pair", "kept", "scaled")),
+    Stranger("several_backwards.py", "told", words=("summed",), says="cannot be read from its graph"),
+    Stranger("stateful_lstm.py"),
+    Stranger("half_labelled.py"),
+    Stranger("subcommands.py", words=("train",), tolerance=DIVIDED),
 )
 
 

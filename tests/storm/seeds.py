@@ -33,6 +33,7 @@ from unittest import mock
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
 
+from poseidon import ps
 from storm.faults import KINDS, Fault
 from storm.jobs import JOBS, Launcher, Plan, draw_plan, usual_moves
 from storm.patching import simulated
@@ -140,6 +141,7 @@ class TraceHandler(logging.Handler):
 def quiet(keep_trace: bool) -> Iterator[None]:
     """Log into the trace or nowhere, and collect garbage between seeds only: its finalizers would come at any time."""
     gc.disable()
+    jobs = list(ps._open_jobs)
     log = logging.getLogger("poseidon")
     before = logging.root.manager.disable
     handler = TraceHandler()
@@ -150,6 +152,8 @@ def quiet(keep_trace: bool) -> Iterator[None]:
     finally:
         logging.disable(before)
         log.removeHandler(handler)
+        # Killed workers have closed nothing, and who asks for the open job next must not get one of theirs.
+        ps._open_jobs[:] = jobs
         gc.enable()
 
 

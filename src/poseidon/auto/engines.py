@@ -142,7 +142,7 @@ class Engines:
         self._owner_of: weakref.WeakKeyDictionary[Optimizer, GradientOwner] = weakref.WeakKeyDictionary()
         self._unowned: GradientOwner | None = None
         self._pending: list[GradientOwner] = []
-        self._buffers = Buffers(team)
+        self._buffers = Buffers(team, report)
         self._cluster: Cluster | None = None
         self._waiting_for_forward: RemovableHandle | None = None
 
@@ -281,7 +281,8 @@ class Engines:
         # Asked first: what cannot be traced ends the trace, and then all below is compiled by itself.
         if torch.compiler.is_compiling():
             return
-        if torch.is_grad_enabled() and not self._step.is_forked:
+        # Inside torch.func's transformations modules hold tensors without data, in the place of their parameters.
+        if torch.is_grad_enabled() and not self._step.is_forked and not torch._C._functorch.peek_interpreter_stack():
             self._attach_pending()
 
     def _stop_waiting(self) -> None:

@@ -125,7 +125,10 @@ class TorchGradients:
             shared = self._shared(closure)
             return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
         if not (owner.is_fresh or self._is_local):
-            self._report.say(f"{owner.label}: gradients that did not come from backward() are averaged in step()")
+            self._report.say(
+                f"{owner.label}: gradients that did not come from backward() are averaged in step(), as means over "
+                "samples (--loss sum takes them for sums)"
+            )
             self._usage.begin_backward()
             average_gradients(self._team, [p for p in owner.parameters() if p.requires_grad], self._step.weight)
             self._has_averaged = True
@@ -211,7 +214,7 @@ class TorchGradients:
         self._say_what_mixes(losses, portion.samples)
         if not self._reads_losses:
             return []
-        terms = read_terms(losses[0], portion.samples, portion.total) if len(losses) == 1 else []
+        terms = read_terms(losses, portion.samples, portion.total)
         rows = self._team.gather_ints(pack(terms, portion.real), "what the loss is a mean over")
         if not terms:
             self._report.say(
@@ -226,7 +229,8 @@ class TorchGradients:
             if factor != self._step.weight:
                 self._report.say(describe(term, factor, portion))
             if self._step.weight and factor != self._step.weight:
-                handles.append(term.node.register_prehook(_scaling(factor / self._step.weight)))
+                scale = _scaling(factor / self._step.weight)
+                handles += [node.register_prehook(scale) for node in term.nodes]
         return handles
 
     def _say_what_mixes(self, losses: Sequence[Tensor], samples: int) -> None:

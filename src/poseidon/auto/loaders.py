@@ -7,6 +7,7 @@ Each iteration is a pass (``passes.py``), which begins with a guess and goes on 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -283,6 +284,8 @@ class Loaders:
         self._open: Callable[[DataLoader[Any]], Iterator[Any]] = DataLoader.__iter__
         self._deals: weakref.WeakKeyDictionary[DataLoader[Any], LoaderDeal] = weakref.WeakKeyDictionary()
         self._unsettled: list[LoaderDeal] = []
+        self._thread = threading.get_ident()
+        """The script's own thread."""
         self._deliveries: weakref.WeakSet[Delivery] = weakref.WeakSet()
 
     def install(self, patches: Patches) -> None:
@@ -329,7 +332,8 @@ class Loaders:
             self.streams.rejoin()
         if deal.now is not now:
             return  # the script has begun another pass over the same loader
-        if now.purpose is PassPurpose.TRAINING:
+        # A thread that fetches ahead is not where the script is: the workers compare when the next pass begins.
+        if now.purpose is PassPurpose.TRAINING and threading.get_ident() == self._thread:
             self._compare(deal)
         self._tell(deal, now)
 
@@ -377,9 +381,20 @@ class Loaders:
         if now.purpose is PassPurpose.TRAINING and not deal.is_apart:
             if self._same_loss is not None:
                 self._same_loss.announce(PASS)
-            accounts = self._team.gather_ints(now.account(), f"the samples seen in {deal.name}")
-            if (miscount := find_miscount(accounts)) is not None:
+            rows = self._team.gather_ints([self.streams.mark(), *now.account()], f"the samples seen in {deal.name}")
+            if (miscount := find_miscount([account for _, *account in rows])) is not None:
                 raise MismatchError(f"{deal.name}: {miscount}")
+            if len({mark for mark, *_ in rows}) > 1:
+                self._go_on_alike()
+
+    def _go_on_alike(self) -> None:
+        """Draw from now on what worker 0 draws: the script drew more often on some workers. Collective."""
+        self._report.say(
+            "the script drew more random numbers (random, numpy) on some workers than on others, one for each of its "
+            "own tokens, say: all go on with worker 0's"
+            + (", so --batch total is not exact here" if self._options.batch == "total" else "")
+        )
+        self.streams.go_on_from(self._team.gather_bytes(self.streams.alike_as_bytes(), "worker 0's random numbers")[0])
 
     def _count(self, original: Callable[..., int], loader: DataLoader[Any]) -> int:
         count = original(loader)

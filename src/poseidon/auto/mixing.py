@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from poseidon.auto.reductions import PASSING, has_samples, joins_terms, sizes_of
+from poseidon.auto.samplewise import ADDING, find_sample_losses
 
 _LINEAR = PASSING | {
     "DiagonalBackward0",
@@ -83,6 +84,7 @@ def find_mixing(loss: Tensor, samples: int) -> list[str]:
 
 def _walk(root: Any, samples: int) -> Iterator[str]:
     waiting, known = [_Visit(root, _ABOVE)], set()
+    searched: set[int] = set()
     for _ in range(_NODES):
         if not waiting:
             return
@@ -99,6 +101,17 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
                 yield NORMALISED
             waiting += [_Visit(child, _BELOW) for child in children]
             continue
+        if (
+            visit.where == _ABOVE
+            and id(node) not in searched
+            and (own := find_sample_losses(node, samples)) is not None
+        ):
+            searched.update(map(id, own.others))
+            waiting += [_Visit(child, _ABOVE) for child in own.others]
+            waiting += [_Visit(source, _BELOW) for source in own.sources]
+            continue
+        if name in ADDING:
+            searched.update(map(id, children))
         is_linear = name in _WHOLE or name in _ALONG or getattr(node, "_saved_reduction", 0) in (1, 2)
         if _reduces(node, samples, visit.where != _BELOW) and not (
             visit.where != _BELOW and joins_terms(node, samples)
@@ -178,6 +191,8 @@ def _axes(node: Any, count: int) -> Sequence[int]:
 def _axis(sizes: Sequence[int], samples: int) -> int | None:
     """Return which axis has the samples, as far as sizes tell."""
     found = [axis for axis, size in enumerate(sizes) if size == samples]
+    if found and found[0] and sizes[0] and sizes[0] % samples == 0:
+        return None  # samples may be joined along the first axis, and another has as many by chance
     if len(found) == 1:
         return found[0]
     return 0 if not found and sizes and sizes[0] and sizes[0] % samples == 0 else None

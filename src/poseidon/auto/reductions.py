@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from poseidon.auto.samplewise import ADDING, find_sample_losses
+
 PASSING = {
     "AddBackward0",
     "AddBackward1",
@@ -57,8 +59,8 @@ SLOTS = 64
 class LossTerm:
     """One reduction of a loss on one worker."""
 
-    node: Any
-    """The graph's node, where its gradient is scaled."""
+    nodes: tuple[Any, ...]
+    """The graph's nodes, where its gradient is scaled."""
     is_sum: bool = False
     """Whether it is a sum over samples, as long as :attr:`count` is not a count."""
     count: float | None = None
@@ -103,19 +105,24 @@ class Portion:
         return self.added * self.workers / self.total if self.total else 1.0
 
 
-def read_terms(loss: Tensor, samples: int, total: int) -> list[LossTerm]:
-    """Return the terms of a loss; ``total`` is the number of all workers' samples."""
-    if loss.grad_fn is None or loss.numel() != 1 or samples < 1:
-        return []
-    found = list(_walk(loss.grad_fn, samples, total))
+def read_terms(losses: Sequence[Tensor], samples: int, total: int) -> list[LossTerm]:
+    """Return the terms of losses, or none if not all can be read; ``total`` is the number of all workers' samples."""
+    found = []
+    for loss in losses:
+        if loss.grad_fn is None or loss.numel() != 1 or samples < 1:
+            return []
+        terms = list(_walk(loss.grad_fn, samples, total))
+        if not terms:
+            return []
+        found += terms
     return found if len(found) <= SLOTS else []
 
 
 def pack(terms: Sequence[LossTerm], real: float) -> list[int]:
-    """Return what the workers tell each other: always as many numbers."""
-    words = []
+    """Return what the workers tell each other: always as many numbers. ``real`` is the share of samples that counts."""
+    words = [_bits(real)]
     for term in terms:
-        words += [term.form + _SURE * term.is_count + _TIMES * term.is_times_samples, _bits((term.count or 0.0) * real)]
+        words += [term.form + _SURE * term.is_count + _TIMES * term.is_times_samples, _bits(term.count or 0.0)]
     return words + [0, 0] * (SLOTS - len(terms))
 
 
@@ -125,12 +132,11 @@ class Counts:
     def __init__(self) -> None:
         self._varied: set[tuple[int, ...]] = set()
 
-    def is_count(self, forms: Sequence[int], number: int, rows: Sequence[Sequence[int]]) -> bool:
+    def is_count(self, forms: Sequence[int], number: int, words: Sequence[tuple[int, float]]) -> bool:
         """Return whether the divisor of a term is a count, and not a constant of the script."""
-        values = {round(_float(row[2 * number + 1]), 6) for row in rows}
-        if len(values) > 1:
+        if len({round(count, 6) for _, count in words}) > 1:
             self._varied.add((number, *forms))
-        return (number, *forms) in self._varied or all(row[2 * number] & _SURE for row in rows)
+        return (number, *forms) in self._varied or all(word & _SURE for word, _ in words)
 
 
 def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Portion, known: Counts) -> list[float]:
@@ -138,20 +144,22 @@ def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Por
 
     Workers whose graphs differ cannot compare; then counts are ignored.
     """
-    forms = [[word % _SURE for word in row[::2]] for row in rows]
+    reals = [_float(row[0]) for row in rows]
+    forms = [[word % _SURE for word in row[1::2]] for row in rows]
     is_alike = all(each == forms[0] for each in forms)
     factors = []
     for number, term in enumerate(terms):
-        total = math.fsum(_float(row[2 * number + 1]) for row in rows)
+        words = [(row[2 * number + 1], _float(row[2 * number + 2])) for row in rows]
+        total = math.fsum(count * real for (_, count), real in zip(words, reals, strict=True))
         has_count = term.count is not None and is_alike and total > 0
-        if has_count and (not term.is_sum or known.is_count(forms[0], number, rows)):
+        if has_count and (not term.is_sum or known.is_count(forms[0], number, words)):
             factor = (term.count or 0.0) * portion.real * portion.workers / total
         else:
             factor = portion.real * portion.workers if term.is_sum else portion.weight
         if math.isclose(factor, portion.weight):
             factor = portion.weight
         # Of a single sample nobody can tell it from a factor of 1, so that another worker must have more.
-        is_times = term.is_times_samples and is_alike and all(row[2 * number] & _TIMES for row in rows)
+        is_times = term.is_times_samples and is_alike and all(word & _TIMES for word, _ in words)
         if is_times and (portion.samples > 1 or portion.total > portion.workers):
             factor *= portion.total / portion.samples
         factors.append(factor)
@@ -170,6 +178,8 @@ def describe(term: LossTerm, factor: float, portion: Portion) -> str:
 
 def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
     waiting: list[tuple[Any, tuple[int, ...], tuple[_Divisor, ...]]] = [(node, (), ())]
+    searched: set[int] = set()
+    """Parts of sums that were already searched for losses of single samples."""
     for _ in range(_FEW):
         if not waiting:
             return
@@ -183,8 +193,14 @@ def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
             elif isinstance(number, int):  # a batch's size is one; most weights of losses are not
                 factors = (*factors, number)
             waiting.append((children[0], factors, divisors))
+        elif id(node) not in searched and (own := find_sample_losses(node, samples)) is not None:
+            searched.update(map(id, own.others))
+            waiting += [(child, factors, divisors) for child in own.others]
+            yield _divided(LossTerm(own.nodes, is_sum=True), divisors, (samples,), samples, total)
         elif name in PASSING or joins_terms(node, samples):
             waiting += [(child, factors, divisors) for child in children]
+            if name in ADDING:
+                searched.update(map(id, children))
         elif (term := _term(node, samples)) is not None:
             if term.is_sum:
                 yield _divided(term, divisors, sizes_of(node), samples, total)
@@ -197,18 +213,18 @@ def _term(node: Any, samples: int) -> LossTerm | None:
     reduction = getattr(node, "_saved_reduction", None)
     sizes = sizes_of(node)
     if reduction == _MEAN and hasattr(node, "_saved_total_weight"):
-        return LossTerm(node, count=float(node._saved_total_weight))
+        return LossTerm((node,), count=float(node._saved_total_weight))
     if reduction == _MEAN or node.name() == "MeanBackward0":
         # The elements may be chosen by a mask, so that workers have different numbers of them.
         is_chosen = reduction == _MEAN or has_samples(node, samples)
-        return LossTerm(node, count=float(math.prod(sizes)) if sizes and is_chosen else None)
+        return LossTerm((node,), count=float(math.prod(sizes)) if sizes and is_chosen else None)
     if not (reduction == _SUM or node.name() in _SUMS) or not sizes:
         return None
     before = _reduced_before(node, samples)
     if before is None and sizes[0] % samples and samples not in sizes:
         return None
     is_over_samples = before != "MeanBackward1" and has_samples(node, samples)
-    return LossTerm(node, is_sum=True) if is_over_samples else None
+    return LossTerm((node,), is_sum=True) if is_over_samples else None
 
 
 def _divided(term: LossTerm, divisors: Sequence[_Divisor], sizes: Sequence[int], samples: int, total: int) -> LossTerm:
@@ -217,7 +233,7 @@ def _divided(term: LossTerm, divisors: Sequence[_Divisor], sizes: Sequence[int],
     for divisor, is_measured in divisors:
         # Constants of a script are numbers; a whole number in a tensor was counted, perhaps over several batches.
         if is_measured and divisor == int(divisor):
-            return replace(term, count=0.0 if divisor == 1 and _is_masked_out(term.node) else divisor)
+            return replace(term, count=0.0 if divisor == 1 and _is_masked_out(term.nodes[0]) else divisor)
         # The size of the whole batch is a constant of the script, unless workers differ.
         is_constant = divisor == total != samples
         if not is_constant and (divisor in products or (divisor == int(divisor) and 1 < divisor <= sizes[0])):

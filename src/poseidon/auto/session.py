@@ -40,6 +40,7 @@ from poseidon.following.streams import Streams
 from poseidon.job.settings import VIEW
 from poseidon.job.world import World, init
 from poseidon.launch.local import follow_launcher
+from poseidon.team.epochs import refuse_elastic
 from poseidon.team.team import Team
 
 _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -48,6 +49,7 @@ _JOB_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD", "SLURM_")
 
 def run(options: AutoOptions, target: ScriptTarget) -> int:
     """Run the script as one of the workers that the environment describes; return its exit status."""
+    refuse_elastic("--auto")
     follow_launcher()
     world = init(timeout_s=options.timeout_s)
     if world.size == 1:

@@ -42,6 +42,8 @@ class HandedBatch:
     """Whether a module has used it with gradients on since the last backward."""
     is_used: bool = False
     """Whether a backward has followed it."""
+    is_read: bool = False
+    """Whether a module has used it without gradients, though it may be a part of a training step."""
 
     @property
     def is_kept(self) -> bool:
@@ -85,6 +87,9 @@ class Usage:
                 "without a mask), --batch total is not exact"
             )
         self._put_away(source)
+        if any(one.source is source and one.is_read and not one.is_used for one in self._handed):
+            source.read()  # and no backward followed
+            self._put_away(source)
         if torch.is_grad_enabled():
             self._handed.append(handed)
         self._latest = handed
@@ -160,6 +165,15 @@ class Usage:
         step.is_dealt = share.is_dealt
         step.portion = share.portion
 
+    def _is_within_step(self, used: HandedBatch) -> bool:
+        """Whether a batch used without gradients may be a part of the training step at hand, as a teacher's is.
+
+        It may, if it is the pass's only one since the last backward, and another loader's batch waits for a backward.
+        """
+        waiting = [one for one in self._handed if not one.is_used and one.is_alive()]
+        mine = [one for one in waiting if one.source is used.source]
+        return used.source.is_dealt and mine == [used] and len(waiting) > 1
+
     def _put_away(self, source: LoaderPass) -> None:
         """Forget the batches of a pass that were used, and those before them."""
         if source.purpose is PassPurpose.READING:
@@ -199,7 +213,10 @@ class Usage:
             self._handed.append(handed)
             self._hold(handed)
         if not torch.is_grad_enabled():
-            (handed or self._latest).source.read()
+            used = handed or self._latest
+            used.is_read = self._is_within_step(used)
+            if not used.is_read:
+                used.source.read()
         elif handed is not None:
             handed.is_found = True
             if handed.source.purpose is PassPurpose.OPEN and module.training:

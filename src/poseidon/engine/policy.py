@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.engine import Engine
 
 
@@ -35,6 +36,11 @@ class Policy(ABC):
     """Whether training can go on with other workers, from a copy of the last complete step."""
     is_copyable: bool = True
     """Whether a copy of the wrapper can have its own policy."""
+
+    @property
+    def sharded(self) -> Sharded | None:
+        """What knows the state that one worker alone has; None: every worker has everything."""
+        return None
 
     @abstractmethod
     def connect(self, module: nn.Module, engine: Engine | None) -> None:

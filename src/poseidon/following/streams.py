@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -134,6 +135,26 @@ class Streams:
             for library, (_, put, _) in _LIBRARIES.items():
                 put(before[library])
 
+    def mark(self) -> int:
+        """Return a number that tells where this worker's *alike* is."""
+        return zlib.crc32(self.alike_as_bytes())
+
+    def alike_as_bytes(self) -> bytes:
+        """Return where *alike* is, as plain data for the other workers."""
+        return json.dumps({library: _as_plain(self._alike(library)) for library in _LIBRARIES}).encode()
+
+    def go_on_from(self, data: bytes) -> None:
+        """Go on where another worker's *alike* is."""
+        for library, plain in json.loads(data).items():
+            state = _from_plain(plain)
+            if self._now[library] == ALIKE:
+                _LIBRARIES[library][1](state)
+            else:
+                self._kept[library, ALIKE] = state
+
+    def _alike(self, library: str) -> Any:
+        return _LIBRARIES[library][0]() if self._now[library] == ALIKE else self._kept[library, ALIKE]
+
     def _switch(self, library: str, stream: str) -> None:
         now = self._now[library]
         if now != stream:
@@ -176,6 +197,19 @@ class Streams:
         self._generators += 1
         apart = [self._rank] if self._now["numpy"] == APART else []
         return original([self._seed, self._generators, *apart])
+
+
+def _as_plain(state: Any) -> Any:
+    """Return a generator's state as plain data; torch's, which is a tensor, as text."""
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes().hex()
+    return [list(map(int, part)) if isinstance(part, tuple | np.ndarray) else part for part in state]
+
+
+def _from_plain(plain: Any) -> Any:
+    if isinstance(plain, str):
+        return torch.frombuffer(bytearray.fromhex(plain), dtype=torch.uint8)
+    return tuple(tuple(part) if isinstance(part, list) else part for part in plain)
 
 
 class WorkerSeeds:

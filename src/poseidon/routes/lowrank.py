@@ -29,7 +29,7 @@ from poseidon.routes.feedback import Feedback
 from poseidon.routes.rounded import fixed_slots, take_back
 from poseidon.sums.events import Waiter, record
 from poseidon.sums.host import host_adders
-from poseidon.sums.lowrank import LowRankMatrix, host_digest, orthonormalize, split_bucket
+from poseidon.sums.lowrank import host_digest, orthonormalize, split_bucket
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot
 from poseidon.team.membership import PeerLostError
@@ -135,11 +135,8 @@ class _Narrow:
         parameters = item.parameters
         device = self.device = parameters[0].device
         shapes = [_dense_shape(parameter) for parameter in parameters]
-        sizes = [parameter.numel() for parameter in parameters]
-        layout = self.layout = split_bucket(sizes, [as_matrix(shape, rank) for shape in shapes], rank)
-        self.rest = feedback.flat_of(item, device)
-        self.bases = [feedback.base_of(parameters[one.place], one.columns, rank) for one in layout.matrices]
-        """Q of the step before, of each matrix; alike on all workers."""
+        self.sizes = [parameter.numel() for parameter in parameters]
+        layout = self.layout = split_bucket(self.sizes, [as_matrix(shape, rank) for shape in shapes], rank)
         self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
         self.right = torch.empty(layout.right_size, dtype=torch.float32, device=device)
         is_apart = waiter is not None and device.type == "cuda"
@@ -149,12 +146,27 @@ class _Narrow:
         held = [torch.empty_like(one, device="cpu", pin_memory=True) if is_apart else one for one in both]
         self.host_left, self.host_right = (one.numpy() for one in held)
         self._held_left, self._held_right = held
+        # Made once: in a step every call of Python counts, on a thread that has a device to feed.
+        self.rest = feedback.flat_of(item, device)
+        self.rests, self.whole_rests = self.split(self.rest)
+        """Of each matrix, and of what travels as it is."""
+        self.bases = [feedback.base_of(parameters[one.place], one.columns, rank) for one in layout.matrices]
+        """Q of the step before, of each matrix; alike on all workers."""
+        self.ps = [self.left[one.left].view(one.rows, rank) for one in layout.matrices]
+        self.qs = self.split_right(self.right)
+        self.whole_left = [self.left[span] for _, span in layout.whole]
 
-    def p_of(self, one: LowRankMatrix) -> Tensor:
-        return self.left[one.left].view(one.rows, self.layout.rank)
+    def split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the matrices of a tensor that lies as the bucket does, and what travels as it is."""
+        pieces, layout = flat.split(self.sizes), self.layout
+        return (
+            [pieces[one.place].view(one.rows, one.columns) for one in layout.matrices],
+            [pieces[place] for place, _ in layout.whole],
+        )
 
-    def q_of(self, one: LowRankMatrix) -> Tensor:
-        return self.right[one.right].view(one.columns, self.layout.rank)
+    def split_right(self, right: Tensor) -> list[Tensor]:
+        """Return the second factors."""
+        return [right[one.right].view(one.columns, self.layout.rank) for one in self.layout.matrices]
 
     def fetch_left(self) -> None:
         """Copy what travels first out of the device."""
@@ -186,20 +198,21 @@ class _LowRankExchange(Exchange):
         self._item = item
         self._feedback = feedback
         self._flat = item.pack()
+        self._matrices, self._whole = narrow.split(self._flat)
         self._is_sound: list[bool] = []
         """By matrix: whether its P is finite."""
         self._future: Future[torch.cuda.Event | None] = Future()
 
     def begin(self, send: Callable[[], None]) -> None:
         """Add what was kept, make the first factors, and ``send`` them once they are in host memory."""
-        narrow, layout, flat = self.narrow, self.narrow.layout, self._flat
+        narrow = self.narrow
         with torch.no_grad():
-            flat.add_(narrow.rest)
-            for one, base in zip(layout.matrices, narrow.bases, strict=True):
-                torch.mm(self._matrix(one, flat), base, out=narrow.p_of(one))
-            for values, place in layout.whole:
-                narrow.left[place].copy_(flat[values])
-                narrow.rest[values].zero_()
+            self._flat.add_(narrow.rest)
+            for matrix, base, p in zip(self._matrices, narrow.bases, narrow.ps, strict=True):
+                torch.mm(matrix, base, out=p)
+            if self._whole:
+                torch._foreach_copy_(narrow.whole_left, self._whole)
+                torch._foreach_zero_(narrow.whole_rests)
             if narrow.stream is None:
                 send()
                 return
@@ -211,47 +224,46 @@ class _LowRankExchange(Exchange):
     def turn(self, send: Callable[[], None]) -> None:
         """Make P orthonormal, ``send`` the second factors, and keep what the product lacks."""
         narrow, layout = self.narrow, self.narrow.layout
-        rank = layout.rank
         for one in layout.matrices:
-            self._is_sound.append(orthonormalize(narrow.host_left[one.left].reshape(one.rows, rank)))
+            self._is_sound.append(orthonormalize(narrow.host_left[one.left].reshape(one.rows, layout.rank)))
         with self._aside():
             narrow.bring_left()
-            for one in layout.matrices:
-                torch.mm(self._matrix(one, self._flat).t(), narrow.p_of(one), out=narrow.q_of(one))
-            narrow.fetch_right()
-            # A copy: where values lie in host memory, the mean comes in the place of them.
-            own = narrow.right if narrow.stream is not None else narrow.right.clone()
+            for matrix, p, q in zip(self._matrices, narrow.ps, narrow.qs, strict=True):
+                torch.mm(matrix.t(), p, out=q)
             if narrow.stream is None:
+                # A copy: the mean comes in the place of this worker's own.
+                own = narrow.split_right(narrow.right.clone())
                 send()
             else:
+                own = narrow.qs
+                narrow.fetch_right()
                 self._after(send)
-            for one, is_sound in zip(layout.matrices, self._is_sound, strict=True):
+            for place, is_sound in enumerate(self._is_sound):
                 if is_sound:
-                    q = own[one.right].view(one.columns, rank)
-                    rest, values = self._matrix(one, narrow.rest), self._matrix(one, self._flat)
-                    torch.addmm(values, narrow.p_of(one), q.t(), alpha=-1, out=rest)
+                    matrix, p, rest = self._matrices[place], narrow.ps[place], narrow.rests[place]
+                    torch.addmm(matrix, p, own[place].t(), alpha=-1, out=rest)
 
     def land(self) -> None:
         """Take the mean of the second factors, from which the next step begins."""
         narrow = self.narrow
         with self._aside():
             narrow.bring_right()
-            for one, base, is_sound in zip(narrow.layout.matrices, narrow.bases, self._is_sound, strict=True):
-                if is_sound and np.isfinite(narrow.host_right[one.right]).all():
-                    base.copy_(narrow.q_of(one))
+            for place, one in enumerate(narrow.layout.matrices):
+                if self._is_sound[place] and np.isfinite(narrow.host_right[one.right]).all():
+                    narrow.bases[place].copy_(narrow.qs[place])
             self._future.set_result(None if narrow.stream is None else record(narrow.stream))
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Put the products in place of the gradients."""
         done = self._team.result(self._future, self._item.name)
-        narrow, flat = self.narrow, self._flat
+        narrow = self.narrow
         if done is not None:
             torch.cuda.current_stream(narrow.device).wait_event(done)
         with torch.no_grad():
-            for one in narrow.layout.matrices:
-                torch.mm(narrow.p_of(one), narrow.q_of(one).t(), out=self._matrix(one, flat))
-            for values, place in narrow.layout.whole:
-                flat[values].copy_(narrow.left[place])
+            for matrix, p, q in zip(self._matrices, narrow.ps, narrow.qs, strict=True):
+                torch.mm(p, q.t(), out=matrix)
+            if self._whole:
+                torch._foreach_copy_(self._whole, narrow.whole_left)
 
     def take_back(self, used: Sequence[bool]) -> None:
         """Keep what came of gradients that nobody uses."""
@@ -271,10 +283,6 @@ class _LowRankExchange(Exchange):
     def _aside(self) -> Any:
         stream = self.narrow.stream
         return torch.cuda.stream(stream) if stream is not None else torch.no_grad()
-
-    @staticmethod
-    def _matrix(one: LowRankMatrix, flat: Tensor) -> Tensor:
-        return flat[one.values].view(one.rows, one.columns)
 
 
 def _dense_shape(parameter: Tensor) -> Sequence[int]:

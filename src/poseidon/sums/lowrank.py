@@ -24,8 +24,6 @@ class LowRankMatrix:
     """Among the bucket's tensors."""
     rows: int
     columns: int
-    values: slice
-    """In the bucket."""
     left: slice
     """P, in what travels first."""
     right: slice
@@ -38,8 +36,8 @@ class LowRankLayout:
 
     rank: int
     matrices: tuple[LowRankMatrix, ...]
-    whole: tuple[tuple[slice, slice], ...]
-    """What travels as it is: where it lies in the bucket, and in what travels first."""
+    whole: tuple[tuple[int, slice], ...]
+    """What travels as it is: its place among the bucket's tensors, and where it lies in what travels first."""
     left_size: int
     right_size: int
 
@@ -47,17 +45,15 @@ class LowRankLayout:
 def split_bucket(sizes: Sequence[int], matrices: Sequence[tuple[int, int] | None], rank: int) -> LowRankLayout:
     """Return the layout of tensors of these sizes, given the rows and columns of those that are matrices."""
     found, whole = [], []
-    start = left = right = 0
+    left = right = 0
     for place, (size, matrix) in enumerate(zip(sizes, matrices, strict=True)):
-        values = slice(start, start + size)
-        start += size
         if matrix is None:
-            whole.append((values, slice(left, left + size)))
+            whole.append((place, slice(left, left + size)))
             left += size
             continue
         rows, columns = matrix
         spans = slice(left, left + rank * rows), slice(right, right + rank * columns)
-        found.append(LowRankMatrix(place, rows, columns, values, *spans))
+        found.append(LowRankMatrix(place, rows, columns, *spans))
         left, right = spans[0].stop, spans[1].stop
     return LowRankLayout(rank, tuple(found), tuple(whole), left, right)
 

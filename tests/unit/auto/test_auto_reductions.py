@@ -53,6 +53,11 @@ LOSSES: dict[str, Loss] = {
     "dot": lambda w, x, y, n: torch.dot((x @ w).square().mean(1), n) / n.sum(),
     "all but": lambda w, x, y, n: 1 - (x @ w).sum(),
     "without some": lambda w, x, y, n: torch.nanmean(torch.where((n > 2)[:, None], x @ w, torch.nan)),
+    "sample by sample": lambda w, x, y, n: sum(row.square().sum() / k for row, k in zip(x @ w, n)) / len(x),  # noqa: B905
+    "samples added up": lambda w, x, y, n: sum(F.l1_loss(row, 0 * row) * k for row, k in zip(x @ w, n)),  # noqa: B905
+    "samples by pieces": lambda w, x, y, n: sum(row.exp().mean() for row in (x @ w).split(1)) / n.sum(),
+    "samples and a mean": lambda w, x, y, n: sum(row.abs().max() for row in x @ w) / len(x) + (x @ w).square().mean(),
+    "two lists": lambda w, x, y, n: sum(r.sum() for r in x @ w) + sum(r.exp().mean() for r in x @ w) / len(x),
     "by time": lambda w, x, y, n: (x @ w).t().square().sum(),
 }
 
@@ -72,12 +77,13 @@ def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...
     portions = [Portion(part.stop - part.start, ROWS, part.stop - part.start, len(parts)) for part in parts]
     weights = [WEIGHT.clone().requires_grad_() for _ in parts]
     values = [loss(w, X[part], LABELS[part], LENGTHS[part]) for w, part in zip(weights, parts, strict=True)]
-    terms = [read_terms(value, p.samples, p.total) for value, p in zip(values, portions, strict=True)]
+    terms = [read_terms([value], p.samples, p.total) for value, p in zip(values, portions, strict=True)]
     rows = [pack(mine, p.real) for mine, p in zip(terms, portions, strict=True)]
     total = torch.zeros_like(WEIGHT)
     for w, value, mine, portion in zip(weights, values, terms, portions, strict=True):
         for term, factor in zip(mine, weigh(mine, rows, portion, Counts()), strict=True):
-            term.node.register_prehook(lambda g, f=factor / portion.weight: tuple(each * f for each in g))
+            for node in term.nodes:
+                node.register_prehook(lambda g, f=factor / portion.weight: tuple(each * f for each in g))
             assert describe(term, factor, portion).startswith("the loss is")
         value.backward(torch.tensor(portion.weight, dtype=torch.float64))
         assert w.grad is not None
@@ -88,21 +94,21 @@ def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...
 def test_means_over_samples_need_nothing() -> None:
     w = WEIGHT.clone().requires_grad_()
     for loss in (F.mse_loss(X @ w, torch.zeros(ROWS, CLASSES).double()), (X @ w).mean() / 4, 0.1 * (w**2).sum()):
-        terms, portion = read_terms(loss, 6, ROWS), Portion(6, ROWS, 6, 2)
+        terms, portion = read_terms([loss], 6, ROWS), Portion(6, ROWS, 6, 2)
         assert weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()) == [1.0] * len(terms)
 
 
 def test_a_repeated_sample_counts_once() -> None:
     portion = Portion(samples=2, total=3, added=1, workers=3)
     value = (torch.cat([X[:1], X[:1]]) @ WEIGHT.clone().requires_grad_()).sum()
-    terms = read_terms(value, 2, 3)
+    terms = read_terms([value], 2, 3)
     assert weigh(terms, [pack(terms, portion.real)] * 3, portion, Counts()) == [1.5]  # a half of it, on three workers
 
 
 def test_workers_with_other_graphs_weigh_by_samples() -> None:
     w = WEIGHT.clone().requires_grad_()
     portion = Portion(6, 12, 6, 2)
-    terms = read_terms(F.cross_entropy(X[:6] @ w, LABELS[:6]), 6, 12)
+    terms = read_terms([F.cross_entropy(X[:6] @ w, LABELS[:6])], 6, 12)
     rows = [pack(terms, 1.0), pack([], 1.0)]
     assert weigh(terms, rows, portion, Counts()) == [1.0]
 
@@ -112,8 +118,24 @@ def test_tokens_counted_over_several_batches_are_a_count_even_if_equal_on_all_wo
     w = WEIGHT.clone().requires_grad_()
     portion, window = Portion(6, ROWS, 6, 2), 4
     terms = read_terms(
-        F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / torch.tensor(6 * window), 6, ROWS
+        [F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / torch.tensor(6 * window)], 6, ROWS
     )
     assert weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()) == [1.0]
-    terms = read_terms(F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / (6 * window), 6, ROWS)
+    terms = read_terms([F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / (6 * window)], 6, ROWS)
     assert weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()) == [2.0]  # a number is a constant of the script
+
+
+def test_a_constant_stays_one_where_a_worker_repeats_a_sample() -> None:
+    # The script divides by the batch size it asked for; the last batch has 3 samples, and one worker repeats its own.
+    portions = [Portion(2, 3, 1, 2), Portion(2, 3, 2, 2)]
+    w = WEIGHT.clone().requires_grad_()
+    terms = read_terms([(X[:2] @ w).square().sum() / 8], 2, 3)
+    rows = [pack(terms, portion.real) for portion in portions]
+    assert [weigh(terms, rows, portion, Counts()) for portion in portions] == [[1.0], [2.0]]
+
+
+def test_several_losses_are_read_together() -> None:
+    w = WEIGHT.clone().requires_grad_()
+    losses = [(X[:6] @ w).square().mean(), (X[:6] @ w).sum()]
+    assert [term.is_sum for term in read_terms(losses, 6, ROWS)] == [False, True]
+    assert read_terms([*losses, X[:6] @ w], 6, ROWS) == [], "one of them is no number"

@@ -131,3 +131,30 @@ def test_loader_processes_are_seeded_per_worker_and_then_as_the_script_wants() -
 def test_seeds_of_different_workers_differ() -> None:
     assert derive(3, 0) == 3
     assert len({derive(seed, rank) for seed in range(20) for rank in range(20)}) > 380
+
+
+def test_workers_that_drew_unequally_often_go_on_alike() -> None:
+    found = {}
+    for rank in (0, 1):
+        patches, streams = Patches(), Streams(rank, 5)
+        streams.install(patches)
+        try:
+            streams.part()
+            for _ in range(3 + rank):
+                random.gauss(0.0, 1.0)  # keeps a second value for later
+                np.random.normal()
+            with streams.using(ALIKE):
+                torch.rand(1 + rank)
+            if rank == 0:
+                there = streams.alike_as_bytes()
+                mark = streams.mark()
+            else:
+                assert streams.mark() != mark
+                with streams.using(APART):  # as while samples are fetched
+                    streams.go_on_from(there)
+                assert streams.mark() == mark
+            with streams.using(ALIKE):
+                found[rank] = (draw(), random.gauss(0.0, 1.0), np.random.normal())
+        finally:
+            patches.undo()
+    assert found[0] == found[1]
