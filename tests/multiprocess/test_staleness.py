@@ -130,7 +130,7 @@ def test_others_go_on_when_a_worker_dies(consistency: str, staleness: Any) -> No
 
 def _refusals() -> None:
     model = _net()
-    with pytest.raises(ConfigError, match="unknown consistency 'sometimes'; known: asp, bsp, ssp"):
+    with pytest.raises(ConfigError, match="unknown consistency 'sometimes'; known: asp, bsp, local, ssp"):
         poseidon.distribute(model, _sgd(model), consistency="sometimes")
     with pytest.raises(ConfigError, match="only ssp takes one"):
         poseidon.distribute(model, _sgd(model), consistency="asp", staleness=2)
