@@ -117,6 +117,7 @@ def test_dilated_times_are_divided_by_the_factor():
     settings = parse("text", *QUICK, "--against", "ddp,ssp", "--paced", "40:80", "--dilate", "4")
     assert settings.dilated_ms == (160.0, 320.0)
     assert settings.blank().paced_ms == 120.0
+    assert replace(settings, stalls=(0.25, 4.0)).blank().paced_ms == 240.0
     saved = []
     events = LossEvents(settings, settings.blank(), lambda _: None, saved.append)
     events.purpose = "tempos"

@@ -116,6 +116,7 @@ class LossSettings:
             compute += f", with everything {self.dilation:g} times slower and times divided by that"
         if self.stalls is not None:
             compute += f"; with probability {self.stalls[0]:g} a worker stalls for {self.stalls[1]:g} steps' time"
+        stalled = 1.0 if self.stalls is None else 1 + self.stalls[0] * self.stalls[1]
         lesson = make_lesson(self.lesson, tiny=self.tiny)
         return Comparison(
             lesson=self.lesson,
@@ -125,7 +126,7 @@ class LossSettings:
             rate_bits=self.rate_bits,
             batch=self.batch,
             compute=compute,
-            paced_ms=None if self.paced_ms is None else sum(self.paced_ms),
+            paced_ms=None if self.paced_ms is None else sum(self.paced_ms) * stalled,
             tolerance=self.tolerance,
             target=self.target,
         )

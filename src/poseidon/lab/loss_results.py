@@ -79,7 +79,7 @@ class Comparison:
     compute: str
     """Who computes, in words; how long a step without exchange really took is the tempo of ``linear``."""
     paced_ms: float | None
-    """Time of a paced forward and backward; None where compute is not paced."""
+    """Time of a paced forward and backward, with stalls as they come on average; None where compute is not paced."""
     tolerance: float
     """How far above the reference's final loss the target is, as a fraction."""
     target: float | None = None
