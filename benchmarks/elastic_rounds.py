@@ -112,6 +112,8 @@ def main() -> int:
     parser.add_argument("--machines", type=int, help="emulated ones, with a worker on each")
     parser.add_argument("--rate", default="1gbit", help="of their links")
     parser.add_argument("--model", default="mlp", help="mlp, lenet, transformer, or several with commas, in turn")
+    parser.add_argument("--update", default="worker", choices=["worker", "server"], help="who takes optimizer steps")
+    parser.add_argument("--replicas", type=int, default=1, help="of each owner's state, with --update server")
     parser.add_argument("--kinds", help=f"of faults, with commas; {','.join(LAB_KINDS)}")
     parser.add_argument("--replacements", type=int, default=0, help="how many lost workers come back in each round")
     parser.add_argument("--epochs", type=int, default=6, help="more give workers time to come back")
@@ -137,7 +139,8 @@ def main() -> int:
         for seed in range(arguments.seed, arguments.seed + arguments.rounds):
             work = Work(
                 workers=workers,
-                mode=("wrapper", "distribute")[seed % 2],
+                mode="server" if arguments.update == "server" else ("wrapper", "distribute")[seed % 2],
+                replicas=arguments.replicas,
                 model=models[seed // 2 % len(models)],
                 epochs=arguments.epochs,
                 replacements=arguments.replacements,

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 import poseidon
 from poseidon import zoo
-from poseidon.cli.digits import TRAINED, load_digits
 from poseidon.launch.local import follow_launcher, run_workers
+from poseidon.zoo.digits import TRAINED, load_digits
 
 PROBABILITY, STEPS_LOST = 0.2, 3
 BATCH = 16

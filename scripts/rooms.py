@@ -7,6 +7,7 @@ the diagram and the table of ``docs/architecture.md``; ``--write`` puts them the
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ def purpose(room: str) -> str:
     return text.splitlines()[0].rstrip(".").replace("``", "`")
 
 
+@functools.cache
 def imports_of(room: str) -> set[str]:
     """Return the rooms that a room imports anything from."""
     found = set()

@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import signal
 import sys
@@ -14,25 +15,33 @@ _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 _LONGEST = (
     "test_keras_jax",
-    "test_tf_scripts",
     "test_keras_tensorflow",
+    "test_tf_scripts",
     "test_run",
-    "test_behaviours",
     "test_auto",
-    "test_tf1_exact",
-    "test_mixed_precision",
-    "test_networks",
     "test_torch_ddp",
+    "test_behaviours",
     "test_served",
+    "test_tf1_exact",
+    "test_jax",
+    "test_mixed_precision",
     "test_doctor",
-    "test_ps",
-    "test_routes",
-    "test_auto_command",
-    "test_lab",
-    "test_distribute",
-    "test_tied",
     "test_run_ssh",
+    "test_ps",
+    "test_lab",
+    "test_routes",
+    "test_distribute",
+    "test_keras_torch",
+    "test_wheel",
     "test_commands",
+    "test_auto_private",
+    "test_networks",
+    "test_auto_command",
+    "test_compact_kernels",
+    "test_storm",
+    "test_leaving",
+    "test_ending",
+    "test_tied",
     "test_drop_in",
 )
 """Files that take longest, by time on the clock."""
@@ -52,6 +61,11 @@ def pytest_collection_modifyitems(items):
     """Begin with the longest files, so that processes that test side by side end together."""
     place = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(_LONGEST)))
+
+
+def pytest_collection_finish():
+    """Keep what was imported and collected out of all later looks for garbage; some tests ask for one each."""
+    gc.freeze()
 
 
 def hear_ignored_signals():

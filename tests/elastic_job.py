@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -51,8 +52,10 @@ def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model and its optimizer, on all workers."""
     model = make_model(name)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    if mode == "distribute":
-        return poseidon.distribute(model, optimizer)
+    if mode in ("distribute", "server"):
+        return poseidon.distribute(model, optimizer, update="server" if mode == "server" else "worker")
+    if mode == "local":
+        return poseidon.distribute(model, optimizer, consistency="local", sync_every=4, outer="nesterov")
     return poseidon.DistributedDataParallel(model), optimizer
 
 
@@ -67,7 +70,8 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--notes", type=Path, required=True)
-    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute"])
+    parser.add_argument("--mode", default="wrapper", choices=["wrapper", "distribute", "server", "local"])
+    parser.add_argument("--replicas", type=int, default=1, help="of each shard, with --mode server")
     parser.add_argument("--model", default="mlp", choices=INPUTS)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=120)
@@ -75,8 +79,16 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds per sample of a fast worker; others take more")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--every", type=int, help="steps between two checkpoints")
+    parser.add_argument("--die", default="", help="which worker is killed before the training, and where: 1:model")
     arguments = parser.parse_args()
     launched = os.environ.get("RANK", "0")
+
+    def come_to(place: str) -> None:
+        if arguments.die == f"{launched}:{place}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    come_to("init")
     poseidon.init()
     job = this_job()
     number = f"{launched}-{os.getpid()}"
@@ -86,7 +98,9 @@ def main() -> None:
     inputs = torch.randn(arguments.samples, *INPUTS[arguments.model], generator=generator, dtype=torch.float64)
     targets = inputs.flatten(1).mean(1, keepdim=True).mul(3).tanh()
     dataset = TensorDataset(torch.arange(arguments.samples), inputs, targets)
+    come_to("model")
     model, optimizer = build(arguments.model, arguments.mode)
+    come_to("checkpoint")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
     sampler = poseidon.data.ElasticSampler(dataset, arguments.batch, seed=3)
     loader = DataLoader(dataset, batch_sampler=sampler)
@@ -117,9 +131,13 @@ def main() -> None:
                 checkpoint.step(step)
                 notes.write(f"done {epoch} {step}\n")
                 time.sleep(arguments.pause)
+        if arguments.mode == "local":
+            model.synchronize()
         notes.write(f"finished {epoch} {step}\n")
 
-    with poseidon.Checkpoint(arguments.save, **parts) as checkpoint:
+    saved = {"every": arguments.every, "replicas": arguments.replicas}
+    with poseidon.Checkpoint(arguments.save, **saved, **parts) as checkpoint:
+        come_to("run")
         checkpoint.run(train)
     final = model.module.state_dict()
     torch.save(final, arguments.notes / f"final-{number}.pt")

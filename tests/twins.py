@@ -59,7 +59,7 @@ def seed_of_rank(number: int) -> torch.Generator:
 def compare_twins(
     make: Make,
     step: Step,
-    steps: int = 10,
+    steps: int = 6,
     rtol: float = 1e-6,
     atol: float = 1e-9,
     lr: float = 0.05,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,36 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from poseidon.attaching import Attachable, BackwardTurns
+from poseidon.attaching import BackwardTurns
+from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
-from poseidon.engine.compiled import has_compiled_parts, uncompiled
+from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.discover import find_units, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
-from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.engine.sampling import plan
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.forwarding import Forwarding
 from poseidon.job import settings
 from poseidon.job.elastic import this_job
 from poseidon.job.limits import time_limit
 from poseidon.job.world import World, init
 from poseidon.joining import ShadowHook
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import read_lossy
 from poseidon.planning.packing import limit_collective
 from poseidon.planning.planner import Plan, check_overrides
+from poseidon.planning.route import Routes
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
-from poseidon.surface import (
-    group_of,
-    refuse_distributed_autograd,
-    refuse_torch_only,
-    warn_of_broadcast_buffers,
-)
+from poseidon.routes.feedback import Feedback
+from poseidon.routes.lossy import lossy_routes
+from poseidon.surface import group_of, refuse_torch_only, warn_of_broadcast_buffers
 from poseidon.team.agree import check_same_model, describe
-from poseidon.team.epochs import live_on
+from poseidon.team.epochs import live_on, outlives
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -57,7 +57,7 @@ from poseidon.team.verify import check_same_bits
 __all__ = ["DistributedDataParallel", "World", "init", "plan"]
 
 
-class DistributedDataParallel(Attachable):
+class DistributedDataParallel(Forwarding):
     """Drop-in for :class:`torch.nn.parallel.DistributedDataParallel` that picks the cheapest exact route per layer.
 
     When ``backward()`` returns, ``.grad`` of every parameter is the mean over all workers, identical on all of them.
@@ -69,8 +69,11 @@ class DistributedDataParallel(Attachable):
     ``routes`` forces routes by unit name or pattern (``{"head.*": "allreduce"}``). ``cluster`` (a :class:`Cluster` or a
     JSON file) replaces the measurement of links and devices. ``timeout_s`` is how long to wait for another worker
     before raising :class:`~poseidon.errors.WorkerLostError`. ``gather_factors`` selects whether factors travel by an
-    all-gather (the default with NCCL) or by direct messages through host memory. ``policy`` is for
-    :func:`poseidon.distribute`. With one worker, or without a process group, the model runs unchanged.
+    all-gather (the default with NCCL) or by direct messages through host memory. ``lossy`` allows loss: ``"bf16"``,
+    ``"int8"`` (in blocks of ``block_size``), ``"topk"`` (the share ``density`` of all values) or ``"lowrank"``
+    (matrices of this ``rank``), for all layers or by pattern, as in ``{"h.*": "int8", "*": "exact"}``; what a step
+    loses the next one adds (``docs/lossy.md``). ``policy`` is for :func:`poseidon.distribute`. With one worker, or
+    without a process group, the model runs unchanged.
     """
 
     def __init__(
@@ -94,6 +97,10 @@ class DistributedDataParallel(Attachable):
         gather_factors: bool | None = None,
         forward_sync_buffers: bool | None = None,
         trials: bool = True,
+        lossy: str | Mapping[str, str] | None = None,
+        rank: int | None = None,
+        density: float | None = None,
+        block_size: int | None = None,
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
@@ -131,6 +138,8 @@ class DistributedDataParallel(Attachable):
                 f"routes is {routes!r}; give a dict of unit names or patterns to routes, such as {{'*': 'allreduce'}}"
             )
         self._routes = dict(routes or {})
+        self._lossy = read_lossy(lossy, rank, density, block_size)
+        self._feedback = None if self._lossy is None else Feedback()
         self._cluster = cluster
         self._gather_factors = gather_factors
         self._trials = trials
@@ -150,7 +159,12 @@ class DistributedDataParallel(Attachable):
         self.process_group = process_group
         if process_group is None and dist.is_initialized():
             self.process_group = dist.group.WORLD
-        self._connect(process_group, init_sync)
+        try:
+            self._connect(process_group, init_sync)
+        except Exception as error:
+            if not outlives(error):
+                raise
+            self._connect(process_group, init_sync, is_alone=True)
         if static_graph and find_unused_parameters:
             warnings.warn(
                 "You passed find_unused_parameters=true to DistributedDataParallel, with static_graph the first "
@@ -164,29 +178,6 @@ class DistributedDataParallel(Attachable):
     def bucket_bytes_cap(self) -> int:
         """Maximum bytes per collective."""
         return limit_collective(self._bucket_bytes, self._policy.defers)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""
-        # Asked first: to leave a graph that is not being made takes as long as a small layer.
-        if torch.compiler.is_compiling():
-            return self._forward_in_graph(inputs, kwargs)
-        if self._engine is None or self._is_recomputing():
-            inputs, kwargs = self._moved(inputs, kwargs)
-            return self.module(*inputs, **kwargs)
-        inputs, kwargs = self._before_forward(False, inputs, kwargs)
-        outputs = self.module(*inputs, **kwargs)
-        self._after_forward(outputs)
-        return outputs
-
-    def _forward_in_graph(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model while a graph of it is made, of which our own work is no part."""
-        if self._engine is None or _apart(self._is_recomputing):
-            inputs, kwargs = self._moved(inputs, kwargs)
-            return self.module(*inputs, **kwargs)
-        inputs, kwargs = _apart(self._before_forward, True, inputs, kwargs)
-        outputs = self.module(*inputs, **kwargs)
-        _apart(self._after_forward, outputs)
-        return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -279,15 +270,6 @@ class DistributedDataParallel(Attachable):
         """Machines, links and device rates behind the plan; None with one worker."""
         return None if self._engine is None else self._engine.cluster
 
-    def expect_backward(self, outputs: Any) -> None:
-        """Have the next backward, which starts from ``outputs``, exchange gradients, although no forward has ended.
-
-        For loops in which the model's forward calls ``backward()`` itself; that forward runs inside :meth:`no_sync`.
-        """
-        if self._engine is not None:
-            self._engine.arm(True, self._engine.batch)
-            self._watch(outputs)
-
     def finish_step(self) -> None:
         """Wait until the step under way is finished: every update done, nothing on the wire."""
         self._policy.finish()
@@ -306,6 +288,11 @@ class DistributedDataParallel(Attachable):
         if self._release is not None:
             self._release()
             self._engine = self._front_end = self._team = self._buffer_sync = None
+
+    @property
+    def sharded(self) -> Sharded | None:
+        """What knows the state that one worker alone has; None: every worker has everything."""
+        return self._policy.sharded
 
     def leave_epoch(self, error: BaseException) -> None:
         """Stop exchanging with workers of which some are lost; what they did not finish is dropped."""
@@ -337,9 +324,14 @@ class DistributedDataParallel(Attachable):
     def _check_lasting(self, process_group: dist.ProcessGroup | None) -> None:
         problem = ""
         if not self._policy.is_lasting:
-            problem = 'update="server" and consistency="ssp" or "asp" keep state that is lost with its worker'
+            problem = (
+                'consistency="ssp" and "asp" keep state in tables, which is lost with its worker, and so is what local '
+                "steps with an overlap, or by time, have under way"
+            )
         elif process_group is not None and process_group is not dist.group.WORLD:
             problem = "a process_group of its own cannot be made again without a lost worker"
+        elif dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+            problem = "NCCL's operations cannot be interrupted; let poseidon.init() make the process group without it"
         if problem:
             raise UnsupportedError(f"in an elastic job (--nodes, --nproc MIN:MAX): {problem}; leave it out")
 
@@ -363,19 +355,22 @@ class DistributedDataParallel(Attachable):
                 )
         return parameters[0].device
 
-    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
+    def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool, is_alone: bool = False) -> None:
         units = find_units(self.module, self._ignored)
         if self._policy.serves:
             # Where a layer is compiled, it cannot hand its gradient over.
             keeps_tied = not has_compiled_parts(self.module)
             units = [only_dense(unit, keeps_tied) for unit in units]
-        check_overrides([unit.spec for unit in units], self._routes, standard_routes())
-        if self._policy.uses_engine and self._has_company(process_group):
+        specs = [unit.spec for unit in units]
+        check_overrides(specs, self._routes, standard_routes())
+        if self._lossy is not None:
+            self._lossy.forced(specs, Routes(lossy_routes(self._lossy)))
+        if self._policy.uses_engine and not is_alone and self._has_company(process_group):
             team = Team(process_group, self.timeout_s)
             try:
                 self._start_exchange(team, units, init_sync)
             except BaseException:
-                self._team = None
+                self._team = self._engine = self._buffer_sync = None
                 team.close()
                 raise
         self._policy.connect(self.module, self._engine)
@@ -410,6 +405,8 @@ class DistributedDataParallel(Attachable):
             static_graph=self.static_graph,
             gather_factors=self._gather_factors,
             routes=self._routes,
+            lossy=self._lossy,
+            feedback=self._feedback,
             check_interval=settings.CHECK_REPLICAS.read() if self._policy.holds_replicas else 0,
             defers=self._policy.defers,
             serves=self._policy.serves,
@@ -424,83 +421,6 @@ class DistributedDataParallel(Attachable):
         self._engine = assemble_engine(units, team, self.device, options, cluster)
         if self.forward_sync_buffers:
             self._buffer_sync = BufferSync(self.module, team, self._ignored)
-
-    def _is_recomputing(self) -> bool:
-        """Whether this forward only recomputes activations, in a backward of the model's own outputs."""
-        assert self._front_end is not None
-        return torch._C._current_graph_task_id() != -1 and self._front_end.is_in_backward
-
-    def _before_forward(
-        self, is_compiling: bool, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the policy finish what this forward does not wait for by itself, and return the inputs, in place."""
-        asks = self.module.training and torch.is_grad_enabled() and not is_compiling
-        if self._engine is not None and self._engine.plan is None and (is_compiling or has_compiled_parts(self.module)):
-            self._engine.keep_forms()
-        self._policy.before_forward(self.module, asks, self._join_config.enable)
-        if self._buffer_sync is not None:
-            self._buffer_sync.complete()
-        return self._prepare(inputs, kwargs)
-
-    def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self._engine is not None
-        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled():
-            refuse_distributed_autograd()
-            if self._steps_in_backward is None:
-                self._steps_in_backward = self._find_steps_in_backward()
-        source = 0
-        if self._join_config.enable:
-            Join.notify_join_context(self)
-            source = ShadowHook(self).announce(is_synced)
-        inputs, kwargs = self._moved(inputs, kwargs)
-        if torch.is_grad_enabled():
-            # A forward without gradients (evaluation, a target network) must not affect a backward still to come.
-            tensors = tensors_in((inputs, kwargs))
-            samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
-            self._engine.arm(is_synced, sum(map(torch.numel, tensors)), samples)
-        if self.require_forward_param_sync and not self._buffer_hook_is_late:
-            self.sync_buffers(source)
-        return inputs, kwargs
-
-    def _after_forward(self, outputs: Any) -> None:
-        assert self._engine is not None
-        if self.require_forward_param_sync and self._buffer_hook_is_late:
-            self.sync_buffers(0)
-        # Like torch: again after a forward that may have changed them, unless gradients are being accumulated.
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if not (torch.is_grad_enabled() and self._engine.is_armed):
-            return
-        self._watch(outputs)
-        if self._policy.syncs_buffers_early and not self._join_config.enable:
-            # The wire is idle here; in the next forward the buffers would queue behind gradients.
-            self._policy.finish()
-            if self._buffer_sync is not None:
-                self._buffer_sync.start(0)
-            self.require_forward_param_sync = False
-
-    def _watch(self, outputs: Any) -> None:
-        """Watch for the backward that starts from these outputs."""
-        assert self._engine is not None
-        assert self._front_end is not None
-        tensors = tensors_in(outputs)
-        unused: list[nn.Parameter] = []
-        if self.find_unused_parameters and not self.static_graph:
-            # Outputs hidden in an opaque object may depend on anything.
-            unused = unreached(tensors, self._engine.parameters) if tensors else []
-        self._front_end.watch_outputs(tensors, unused)
-
-    def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.device_ids:
-            return inputs, kwargs
-        change = move_to(self.device)
-        return map_tensors(inputs, change), map_tensors(kwargs, change)
-
-
-@uncompiled
-def _apart(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function outside the graph that is being made."""
-    return function(*args)
 
 
 def _release(front_end: AutogradFrontEnd | None, turns: BackwardTurns) -> None:

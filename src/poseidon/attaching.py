@@ -1,12 +1,13 @@
 """What users attach to a wrapper: communication hooks, buffer hooks, optimizers in backward. Copies carry hooks along.
 
+So is what lossy routes keep from step to step, for checkpoints: it is no part of the model.
 ``api.py`` calls it at the right moments.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from poseidon.engine.buffers import BufferHook, BufferSync
 from poseidon.engine.engine import Engine
 from poseidon.engine.policy import Policy, UpdateNow
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.routes.feedback import Feedback
 from poseidon.routes.hooked import Hook, HookedRoute, check_hook, name_of
 from poseidon.surface import TorchSurface
 from poseidon.team.team import Team
@@ -60,6 +62,7 @@ class Attachable(TorchSurface):
     _turns: BackwardTurns
     _buffer_sync: BufferSync | None
     _routes: dict[str, str]
+    _feedback: Feedback | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +73,31 @@ class Attachable(TorchSurface):
         self._hook_name = ""
         self._steps_in_backward: list[nn.Parameter] | None = None
         """Parameters with an optimizer of their own that runs in backward; None before the first forward."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether loss was allowed, and so there is a state of it."""
+        return self._feedback is not None
+
+    def lossy_state_dict(self) -> dict[str, Any]:
+        """Return what lossy layers keep on this worker, each worker its own: save it beside ``state_dict()``.
+
+        Empty without ``lossy``. :class:`poseidon.Checkpoint` saves it by itself.
+        """
+        if self._feedback is None:
+            return {}
+        self._policy.finish()
+        return self._feedback.state_dict()
+
+    def load_lossy_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this worker kept; what several workers kept is loaded by :meth:`load_lossy_shares`."""
+        self.load_lossy_shares([state])
+
+    def load_lossy_shares(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the sum of what some workers kept, none of them or several, for another number of workers."""
+        if self._feedback is not None:
+            self._policy.finish()
+            self._feedback.load_shares([state for state in states if state])
 
     @abstractmethod
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool) -> None:
@@ -82,7 +110,7 @@ class Attachable(TorchSurface):
         ``torch.futures.Future`` of the bucket's new values. Collective; once, before the first backward.
         """
         check_hook(hook)
-        if self._policy.defers or not self._policy.uses_engine:
+        if self._policy.takes_steps:
             raise UnsupportedError(
                 "register_comm_hook with poseidon.distribute: a hook's gradients are complete when backward() returns; "
                 "use poseidon.DistributedDataParallel"
@@ -94,6 +122,8 @@ class Attachable(TorchSurface):
             )
         if self._routes:
             raise ConfigError(f"routes={self._routes!r} with a communication hook: all gradients go through the hook")
+        if self._feedback is not None:
+            raise ConfigError("lossy with a communication hook: all gradients go through the hook; drop one of them")
         if self._engine is not None:
             self._engine.use_only(HookedRoute(state, hook))
         self._comm_hooks.append((hook, state))
@@ -111,7 +141,7 @@ class Attachable(TorchSurface):
     ) -> None:
         if not callable(hook):
             raise TypeError(f"the buffer hook must be callable; it is {hook!r}")
-        if self._policy.syncs_buffers_early:
+        if self._policy.takes_steps:
             raise UnsupportedError(
                 "buffer hooks with poseidon.distribute: it sends buffers while the wire is idle; use "
                 "poseidon.DistributedDataParallel"
@@ -136,7 +166,7 @@ class Attachable(TorchSurface):
         found = [parameter for parameter in self._module_parameters if hasattr(parameter, "_in_backward_optimizers")]
         if not found:
             return []
-        if self._policy.defers:
+        if self._policy.takes_steps:
             raise UnsupportedError(
                 "poseidon.distribute takes the optimizer's steps itself, but parameters have optimizers of their own "
                 "(_apply_optimizer_in_backward); use poseidon.DistributedDataParallel"

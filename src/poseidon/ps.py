@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from poseidon.errors import ConfigError
+from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
+from poseidon.job.elastic import this_job
 from poseidon.job.limits import time_limit
 from poseidon.tables import snapshot
 from poseidon.tables.node import Node
@@ -62,6 +63,11 @@ def connect(
     A ``transport`` must not be connected yet, or not be used for tables before all ranks have called this.
     """
     timeout_s = time_limit(timeout_s)
+    if this_job() is not None:
+        raise UnsupportedError(
+            "tables in an elastic job (--nodes, --nproc MIN:MAX): their rows are lost with the worker that has them; "
+            "start the job with a fixed number of workers, and save tables with Table.snapshot"
+        )
     if transport is not None:
         return TableJob(Node(transport, servers=servers, timeout_s=timeout_s))
     if _job_size() == 1:
@@ -271,6 +277,13 @@ class Table:
     def clock(self) -> int:
         """Finish a step: send all changes and return the new clock. Does not block; the next :meth:`get` may."""
         return self._worker.clock(self._cache)
+
+    def limit(self, staleness: int) -> None:
+        """Let this worker's reads miss at most so many clocks from now on; at most the table's own ``staleness``.
+
+        For an eager ssp table. Workers may choose differently: each waits by its own limit.
+        """
+        self._worker.limit(self._cache, staleness)
 
     def start_from(self, values: npt.ArrayLike) -> None:
         """Start with these rows (dense tables only). All workers must call it before anything else.

@@ -166,11 +166,20 @@ _WITHOUT_EFFECT = {
 }
 
 
+_OF_DISTRIBUTE = ("consistency", "staleness", "sync_every", "outer", "warmup_steps", "update", "max_grad_norm")
+"""Options that need the optimizer."""
+
+
 def refuse_torch_only(arguments: Mapping[str, Any]) -> None:
     """Raise for options of torch's class that mean something here but cannot be had."""
     for name, value in arguments.items():
         if name in _WITHOUT_EFFECT:
             continue
+        if name in _OF_DISTRIBUTE:
+            raise UnsupportedError(
+                f"{name}={value!r} needs the optimizer, which poseidon.DistributedDataParallel does not see; use "
+                f"model, optimizer = poseidon.distribute(model, optimizer, {name}={value!r}, ...)"
+            )
         if name not in _TORCH_ONLY:
             raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
         if value:

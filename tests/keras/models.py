@@ -107,6 +107,8 @@ CASES: dict[str, Case] = {
 
 ON_FOUR = amount(["mlp", "embedding"], list(CASES))
 """On four workers, where each of them compiles them all; on two they all run in the suite as well."""
+ON_JAX = amount(["mlp", "cnn", "embedding"], list(CASES))
+"""On JAX, which compiles each of them for seconds on every worker; the suite has them all on torch and TensorFlow."""
 
 
 def begin(seed: int) -> None:
@@ -166,9 +168,9 @@ class Outcome:
     summary: str
 
 
-def train_alone() -> dict[str, Reference]:
-    """Train every model on one worker with all samples."""
-    return {name: _train_alone(name) for name in CASES}
+def train_alone(names: Iterable[str] = CASES) -> dict[str, Reference]:
+    """Train models on one worker with all samples."""
+    return {name: _train_alone(name) for name in names}
 
 
 def _train_alone(name: str) -> Reference:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import poseidon
+from nightly import amount
 from ranks import run_ranks
 from twins import compare_twins, quiet, seed_of_rank, wrap, wrap_torch
 
@@ -820,19 +821,33 @@ SIDE_BY_SIDE = {
 }
 
 
+ON_FOUR = amount(
+    [
+        *(plain, gathered_factors_with_growing_batches, empty_batch_on_one_rank, accumulation_with_no_sync),
+        *(layer_called_several_times, tied_weights, frozen_parameters, unused_parameters, bucket_views, autocast_bf16),
+        *(static_graph_with_unused_and_reentrant_checkpoint, sparse_embedding, weight_used_outside_its_layer),
+        *(embedding_with_another_parameter, dense_parts_in_another_order_on_each_rank),
+    ],
+    list(SIDE_BY_SIDE),
+)
+"""On four workers too: where gradients are full, or not the same on all workers."""
+
 COMPILER = ["torch._inductor.compile_fx"]
 """What ``torch.compile`` takes a second to import when it is first used."""
 
 
 def _exactly(function: Any, *args: Any) -> Any:
-    """Run in double precision, where ten steps do not blow rounding up to a visible size, with warnings as errors."""
+    """Run in double precision, where some steps do not blow rounding up to a visible size, with warnings as errors."""
     quiet()
     torch.set_default_dtype(torch.float64)
     return function(*args)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("behaviour", SIDE_BY_SIDE, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("behaviour", "workers"),
+    [*((behaviour, 2) for behaviour in SIDE_BY_SIDE), *((behaviour, 4) for behaviour in ON_FOUR)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_side_by_side_with_torch(behaviour: Any, workers: int) -> None:
     preload = COMPILER if behaviour in (compiled_inner_model, compiled_wrapper) else ()
     routes = run_ranks(_exactly, workers, behaviour, preload=preload)[0]

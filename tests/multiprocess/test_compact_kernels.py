@@ -16,6 +16,7 @@ import torch
 
 import compact_codec
 from compact_codec import same_bits
+from nightly import amount
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.compact import ChunkRows, CompactLayout, align
 from poseidon.sums.encodings import Encoding
@@ -252,8 +253,9 @@ def _compile() -> None:
 
 
 def _main() -> None:
-    for kind in ["normal", "bf16", "zeros", "strays", "any bits"]:
-        for chunks, quotient, longer in [(2, 512, 0), (3, 700, 1)]:
+    shapes = [(2, 512, 0), (3, 700, 1)]
+    for number, kind in enumerate(["normal", "bf16", "zeros", "strays", "any bits"]):
+        for chunks, quotient, longer in amount(shapes[number % 2 :][:1], shapes):
             print(f"compacting {chunks} chunks of {quotient} values, {longer} of them longer: {kind}", flush=True)
             _compact_and_restore(kind, _rows_of(chunks, quotient, longer), divisor=1 + longer * 2 * (kind == "normal"))
     for kind in ["normal", "any bits"]:

@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import loops
+import nightly
 import poseidon
 import twins
+from loops import loss as _loss
+from loops import plain as _plain_loop
 from poseidon import zoo
 from poseidon.engine.pending import Pending
 from poseidon.errors import UnsupportedError, WorkerLostError
@@ -54,22 +58,6 @@ def _net() -> nn.Module:
         nn.Tanh(),
         nn.Linear(30, 5),
     )
-
-
-def _batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = twins.seed_of_rank(number)
-    return torch.randn(6, 3, 6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-
-
-def _loss(model: nn.Module, number: int) -> Tensor:
-    x, y = _batch(number)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    optimizer.step()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -115,29 +103,6 @@ def test_same_bits_with_every_optimizer(name: str) -> None:
     run_ranks(_compare_optimizer, 2, name)
 
 
-def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    with model.no_sync():  # type: ignore[operator]
-        _loss(model, 10 * number).backward()
-    _loss(model, 10 * number + 1).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _clipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-
-
-def _evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    _plain_loop(model, optimizer, number)
-    model.eval()
-    with torch.no_grad():
-        _loss(model, 100 + number)
-    model.train()
-
-
 def _reading(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad(set_to_none=number % 2 == 0)
     _loss(model, number).backward()
@@ -148,27 +113,6 @@ def _reading(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
     if dist.get_rank() == 0:  # one worker alone must be able to save
         copy.deepcopy(model.module)  # type: ignore[arg-type]
         optimizer.state_dict()
-
-
-def _stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    optimizer.step()
-    optimizer.step()
-
-
-def _never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    _loss(model, number).backward()
-    optimizer.step()
-    if number == 3:
-        model.zero_grad()
-
-
-def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    _loss(model, 50 + number).backward()
-    optimizer.step()
 
 
 def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -184,13 +128,13 @@ def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
 _SCALERS: weakref.WeakKeyDictionary[nn.Module, torch.amp.GradScaler] = weakref.WeakKeyDictionary()
 
 LOOPS: dict[str, Loop] = {
-    "accumulating": _accumulating,
-    "clipping": _clipping,
-    "evaluating": _evaluating,
+    "accumulating": loops.accumulating,
+    "clipping": loops.clipping,
+    "evaluating": loops.evaluating,
     "reading": _reading,
-    "stepping_twice": _stepping_twice,
-    "never_clearing": _never_clearing,
-    "backward_twice": _backward_twice,
+    "stepping_twice": loops.stepping_twice,
+    "never_clearing": loops.never_clearing,
+    "backward_twice": loops.backward_twice,
     "scaling": _scaling,
 }
 
@@ -233,7 +177,7 @@ def test_learning_rate_of_the_moment_of_step_counts(is_early: bool) -> None:
 
 def _clip_inside() -> None:
     twins.quiet()
-    plain = _train("plain", OPTIMIZERS["momentum"], _clipping, 6)
+    plain = _train("plain", OPTIMIZERS["momentum"], loops.clipping, 6)
     ours = _train("distribute", OPTIMIZERS["momentum"], _plain_loop, 6, max_grad_norm=0.1)
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
@@ -408,12 +352,12 @@ def _compare_network(name: str, routes: dict[str, str]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", nightly.amount(["alexnet", "resnet50", "inception-v3", "gpt2", "dlrm"], zoo.names()))
 def test_same_bits_for_every_network(name: str) -> None:
     # Two workers on two machines take allreduce where nothing shorter exists, three the parameter server.
     run_ranks(_compare_network, 2, name, {})
 
 
-@pytest.mark.parametrize("name", ["resnet50", "googlenet", "gpt2", "dlrm"])
+@pytest.mark.parametrize("name", nightly.amount(["googlenet", "dlrm"], ["resnet50", "googlenet", "gpt2", "dlrm"]))
 def test_same_bits_through_the_server(name: str) -> None:
     run_ranks(_compare_network, 3, name, {})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import nightly
 from run_jobs import run_poseidon
 
 SCRIPT = """
@@ -31,7 +32,9 @@ PLAIN = 'model = poseidon.DistributedDataParallel(model, routes={"*": "sharded"}
 DEFERRED = 'model, optimizer = poseidon.distribute(model, optimizer, routes={"*": "sharded"})'
 
 
-@pytest.mark.parametrize(("wrap", "silent"), [(PLAIN, -1), (DEFERRED, 0), (DEFERRED, 2)])
+@pytest.mark.parametrize(
+    ("wrap", "silent"), [(PLAIN, -1), (DEFERRED, 0), pytest.param(DEFERRED, 2, marks=nightly.only)]
+)
 def test_workers_end_when_they_like(tmp_path: Path, wrap: str, silent: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(wrap=wrap, silent=silent))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import nightly
 import poseidon
 from ranks import run_ranks
 from twins import slow_cluster
@@ -363,8 +364,9 @@ def _try(cells: list[Cell], routes: list[str]) -> dict[tuple[str, str], list[str
 @pytest.mark.parametrize("part", range(4))
 def test_every_precision_in_every_surrounding(part: int) -> None:
     # Not every cell by every route, to save time: routes differ in how values travel, not in what surrounds them.
-    more = "sharded" if part % 2 else "gathered"
-    for wrong in run_ranks(_try, 2, CELLS[part::4], ["allreduce", "factors", more]):
+    some = [["allreduce", "factors"], ["sharded", "factors"], ["allreduce", "gathered"], ["sharded"]][part]
+    routes = nightly.amount(some, ["allreduce", "factors", "sharded", "gathered"])
+    for wrong in run_ranks(_try, 2, CELLS[part::4], routes, timeout_s=nightly.amount(90.0, 400.0)):
         assert not wrong
 
 

@@ -59,7 +59,7 @@ def _check(make: Any, draw: Any, routes: dict[str, str], steps: int, options: di
 def _random_linears(seed: int, route: str, options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     shapes = random.Random(seed)
-    for _ in range(nightly.amount(4, 40)):
+    for _ in range(nightly.amount(2, 40)):
         inputs, outputs, has_bias = shapes.randint(1, 40), shapes.randint(1, 40), shapes.random() < 0.7
         leading = [shapes.randint(1, 4) for _ in range(shapes.randint(0, 2))]
         rows = [[shapes.randint(0, 5) for _ in range(dist.get_world_size())] for _ in range(3)]
@@ -79,7 +79,7 @@ def _random_linears(seed: int, route: str, options: dict[str, Any]) -> None:
 def _random_embeddings(seed: int, route: str, options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     shapes = random.Random(seed)
-    for _ in range(nightly.amount(4, 40)):
+    for _ in range(nightly.amount(2, 40)):
         rows, width = shapes.randint(1, 60), shapes.randint(1, 9)
         counts = [[shapes.randint(0, 12) for _ in range(dist.get_world_size())] for _ in range(3)]
 

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import loops
 import poseidon
 import twins
 from compact_twin import HostCompactor
+from loops import loss as _loss
+from loops import plain as _plain_loop
 from poseidon import zoo
 from poseidon.errors import ConfigError, MismatchError, UnsupportedError, WorkerLostError
 from poseidon.planning.cluster import Cluster, Link
@@ -76,18 +79,6 @@ def _net() -> nn.Module:
     )
 
 
-def _loss(model: nn.Module, number: int) -> Tensor:
-    generator = twins.seed_of_rank(number)
-    x, y = torch.randn(6, 3, 6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    optimizer.step()
-
-
 def _distribute(model: nn.Module, optimizer: torch.optim.Optimizer, update: str, **options: Any) -> Any:
     if update == "worker":
         options.setdefault("routes", {"*": "sharded"})
@@ -141,21 +132,6 @@ def test_same_bits_with_three_workers() -> None:
 # What a training loop may do.
 
 
-def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    with model.no_sync():  # type: ignore[operator]
-        _loss(model, 10 * number).backward()
-    _loss(model, 10 * number + 1).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _clipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-
-
 def _clearing_late(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     loss = _loss(model, number)
     optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -168,14 +144,6 @@ def _clearing_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, number
         parameter.grad = None
     _loss(model, number).backward()
     optimizer.step()
-
-
-def _evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    _plain_loop(model, optimizer, number)
-    model.eval()
-    with torch.no_grad():
-        _loss(model, 100 + number)
-    model.train()
 
 
 def _editing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -234,20 +202,6 @@ def _editing_state(model: nn.Module, optimizer: torch.optim.Optimizer, number: i
         optimizer.state.clear()
 
 
-def _stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    optimizer.step()
-    optimizer.step()
-
-
-def _never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    _loss(model, number).backward()
-    optimizer.step()
-    if number == 3:
-        model.zero_grad()
-
-
 def _adding_a_group(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     if number == 0:
         optimizer.param_groups[0]["params"] = [*model.parameters()][2:]
@@ -273,13 +227,6 @@ def _penalising(model: nn.Module, optimizer: torch.optim.Optimizer, number: int)
         (0.1 * penalty).backward()
 
 
-def _backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    _loss(model, number).backward()
-    _loss(model, 50 + number).backward()
-    optimizer.step()
-
-
 def _skipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
     _loss(model, number).backward()
@@ -303,21 +250,21 @@ def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
 _SCALERS: weakref.WeakKeyDictionary[nn.Module, torch.amp.GradScaler] = weakref.WeakKeyDictionary()
 
 LOOPS: dict[str, Loop] = {
-    "accumulating": _accumulating,
-    "clipping": _clipping,
+    "accumulating": loops.accumulating,
+    "clipping": loops.clipping,
     "clearing_late": _clearing_late,
     "clearing_by_hand": _clearing_by_hand,
-    "evaluating": _evaluating,
+    "evaluating": loops.evaluating,
     "editing_gradients": _editing_gradients,
     "reading_after_the_step": _reading_after_the_step,
     "editing_weights": _editing_weights,
     "editing_between": _editing_between,
     "editing_state": _editing_state,
-    "stepping_twice": _stepping_twice,
-    "never_clearing": _never_clearing,
+    "stepping_twice": loops.stepping_twice,
+    "never_clearing": loops.never_clearing,
     "adding_a_group": _adding_a_group,
     "penalising": _penalising,
-    "backward_twice": _backward_twice,
+    "backward_twice": loops.backward_twice,
     "skipping": _skipping,
     "scaling": _scaling,
 }
@@ -1055,7 +1002,7 @@ def _on_device(is_rounded: bool, max_grad_norm: float | None) -> None:
         if update == "server":
             policy: Any = wrapped._policy
             assert policy.exchanger._device is not None
-            assert bool(policy._candidates) == is_rounded
+            assert bool(policy._rounding.candidates) == is_rounded
         found = [p.detach().clone() for p in model.parameters()]
         for _, entry in sorted(optimizer.state_dict()["state"].items()):
             found += [value.clone() for value in entry.values()]

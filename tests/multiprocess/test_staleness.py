@@ -1,6 +1,7 @@
 """``poseidon.distribute`` with bounded staleness: what a worker may miss, and what it never misses."""
 
 import os
+import random
 import signal
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import poseidon
 import twins
+from poseidon.engine.bounding import ChosenBound
 from poseidon.errors import ConfigError, UnsupportedError
 from ranks import run_ranks
 
@@ -51,7 +53,7 @@ def _no_staleness() -> None:
     assert type(optimizer) is torch.optim.SGD
 
 
-def _relaxed(staleness: int, consistency: str = "ssp", **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def _relaxed(staleness: Any, consistency: str = "ssp", **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = _net()
     return poseidon.distribute(model, _sgd(model), consistency=consistency, staleness=staleness, **options)
 
@@ -75,8 +77,39 @@ def test_no_read_is_staler_than_allowed_and_training_works(staleness: int) -> No
         assert change < -0.1
 
 
-def _lonely(consistency: str) -> tuple[list[int], float]:
-    model, optimizer = _relaxed(2 if consistency == "ssp" else 0, consistency, timeout_s=20)
+def _chosen() -> tuple[list[int], int, int]:
+    stalls = random.Random(dist.get_rank())
+    measured = ChosenBound.measured
+
+    def pretend(self: ChosenBound, own_s: float, waited_s: float) -> None:
+        del own_s, waited_s
+        measured(self, 0.4 if stalls.random() < 0.25 else 0.1, 0.001)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChosenBound, "measured", pretend)
+        model, optimizer = _relaxed("auto", managed=True)
+        bounds = []
+        for number in range(50):
+            _step(model, optimizer, number)
+            bounds.append(model.staleness)
+        seen = max(model.staleness_seen)
+        chosen = model.staleness_prospects[0].bound
+        model.close()
+    return bounds, chosen, seen
+
+
+def test_a_chosen_staleness_is_the_same_on_all_workers_and_kept() -> None:
+    results = run_ranks(_chosen, 3)
+    bounds, chosen, _ = results[0]
+    assert bounds[:19] == [0] * 19
+    assert bounds[-1] == chosen > 0
+    for theirs, _, seen in results:
+        assert theirs == bounds
+        assert seen <= chosen
+
+
+def _lonely(consistency: str, staleness: Any) -> tuple[list[int], float]:
+    model, optimizer = _relaxed(staleness, consistency, timeout_s=20)
     loss = _step(model, optimizer, 0)
     dist.barrier()  # so that nobody dies before all have begun
     if dist.get_rank() == 2:
@@ -87,9 +120,9 @@ def _lonely(consistency: str) -> tuple[list[int], float]:
     return sorted(model.losses), loss.item()
 
 
-@pytest.mark.parametrize("consistency", ["ssp", "asp"])
-def test_others_go_on_when_a_worker_dies(consistency: str) -> None:
-    results = run_ranks(_lonely, 3, consistency, lost=[2])
+@pytest.mark.parametrize(("consistency", "staleness"), [("ssp", 2), ("ssp", "auto"), ("asp", 0)])
+def test_others_go_on_when_a_worker_dies(consistency: str, staleness: Any) -> None:
+    results = run_ranks(_lonely, 3, consistency, staleness, lost=[2])
     for losses, loss in results[:2]:
         assert losses == [2]
         assert loss < 1.2
@@ -97,10 +130,12 @@ def test_others_go_on_when_a_worker_dies(consistency: str) -> None:
 
 def _refusals() -> None:
     model = _net()
-    with pytest.raises(ConfigError, match="unknown consistency 'sometimes'; known: asp, bsp, ssp"):
+    with pytest.raises(ConfigError, match="unknown consistency 'sometimes'; known: asp, bsp, local, ssp"):
         poseidon.distribute(model, _sgd(model), consistency="sometimes")
     with pytest.raises(ConfigError, match="only ssp takes one"):
         poseidon.distribute(model, _sgd(model), consistency="asp", staleness=2)
+    with pytest.raises(ConfigError, match="staleness='often' with consistency='ssp'"):
+        poseidon.distribute(model, _sgd(model), consistency="ssp", staleness="often")  # type: ignore[arg-type]
     half = _net().bfloat16()
     with pytest.raises(UnsupportedError, match="float32"):
         poseidon.distribute(half, _sgd(half), consistency="asp")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import nightly
+
 pytestmark = pytest.mark.timeout(600)  # some 15 s where nothing else runs
 
 CHECKOUT = Path(__file__).parents[2]
@@ -68,6 +70,7 @@ def test_the_wheel_works_far_from_the_checkout(environment: Path, tmp_path: Path
     assert "commands" in run(python, "-c", EVERY_COMMAND, cwd=tmp_path)
 
 
+@nightly.only  # tests/multiprocess/test_commands.py runs it in the suite, from the checkout
 def test_quickstart_runs_from_any_folder(environment: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     words = ("quickstart", "--workers", "2", "--epochs", "1", "--batch", "1000", "--machines", "0")

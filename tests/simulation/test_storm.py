@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from nightly import amount
 from storm.faults import KINDS
+from storm.members import run_members
 from storm.relapses import RELAPSES
 from storm.seeds import run_seed
 
 SEEDS = 200
 PARTS = 8
+MEMBER_SEEDS = amount(60, 3000)
 # A seed that shows each defect when it is put back.
 FOUND_BY: dict[str, int] = {
     "a damaged payload is counted, and nobody is told": 12,
@@ -28,6 +31,16 @@ FOUND_BY: dict[str, int] = {
 def test_every_job_ends_with_the_right_bits_or_names_the_fault(part: int) -> None:
     wrong = [str(outcome) for seed in range(part, SEEDS, PARTS) if (outcome := run_seed(seed)).wrong]
     assert not wrong, "\n".join([*wrong, "again, with all that happened: python tests/storm/seeds.py --seed N --trace"])
+
+
+def test_workers_die_and_come_again_and_no_step_is_lost_or_taken_back() -> None:
+    outcomes = [run_members(seed) for seed in range(MEMBER_SEEDS)]
+    wrong = [str(outcome) for outcome in outcomes if outcome.wrong]
+    assert not wrong, "\n".join(wrong)
+    # Otherwise they would show little.
+    assert sum(outcome.deaths for outcome in outcomes) > MEMBER_SEEDS
+    assert sum(outcome.epochs > 2 for outcome in outcomes) > MEMBER_SEEDS // 10
+    assert sum(outcome.has_lost_shards for outcome in outcomes) < MEMBER_SEEDS // 5
 
 
 def test_a_seed_runs_the_same_way_again_and_another_one_differently() -> None:

@@ -1,6 +1,7 @@
 """Plain TensorFlow and Keras scripts (``tests/auto_scripts``), as they are, by ``poseidon run --auto`` and psd_run.
 
-Where the command itself is not what is tested, ranks run the scripts the same way without it.
+Where the command itself is not what is tested, ranks run the scripts the same way without it. Every process that a
+command starts imports TensorFlow for seconds, so in the suite only one does: psd_run's, which calls ``poseidon run``.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def test_a_script_with_placeholders_comes_out_as_alone(tmp_path: Path) -> None:
-    words = ["-m", "poseidon.cli", "run", "--quiet", "--log-dir", "none", "--nproc", "2", "--auto"]
-    said = run([*words, str(SCRIPTS / "tf_digits_feed.py")], tmp_path)
+    if nightly.IS_NIGHT:
+        words = ["-m", "poseidon.cli", "run", "--quiet", "--log-dir", "none", "--nproc", "2", "--auto"]
+        said = run([*words, str(SCRIPTS / "tf_digits_feed.py")], tmp_path)
+    else:
+        said = run_on_ranks("tf_digits_feed.py", tmp_path)
     together = load(tmp_path / "tf_digits_feed.npz")
     assert "of 64 rows this one computes 32" in said
     launch("tf_digits_feed.py", 1, tmp_path / "alone", AutoOptions(), env=QUIET, preload=["sklearn.datasets", *PRELOAD])
@@ -120,25 +124,26 @@ def test_a_loop_of_tensorflow_2(tmp_path: Path) -> None:
     assert float(found["accuracy"]) > 0.4, "a tenth by chance"
 
 
+@nightly.only
 @pytest.mark.parametrize(
     ("script", "backend"),
-    [
-        ("tf_digits_monitored", "tensorflow"),
-        ("keras_digits", "torch"),
-        pytest.param("keras_text", "tensorflow", marks=nightly.only),
-    ],
+    [("tf_digits_monitored", "tensorflow"), ("keras_digits", "torch"), ("keras_text", "tensorflow")],
 )
 def test_the_originals_command_runs_scripts(script: str, backend: str, tmp_path: Path) -> None:
-    said = run_psd(tmp_path, f"python {SCRIPTS / script}.py", KERAS_BACKEND=backend)
-    assert "server_nodes: not needed" in said
+    check_psd(run_psd(tmp_path, f"python {SCRIPTS / script}.py", KERAS_BACKEND=backend), tmp_path)
     assert float(load(tmp_path / f"{script}.npz")["accuracy"]) > (0.6 if script == "keras_text" else 0.3)
-    logs = sorted(path.name for path in (tmp_path / "logs_of_nodes").glob("worker-*"))
+
+
+def check_psd(said: str, folder: Path) -> None:
+    assert "server_nodes: not needed" in said
+    logs = sorted(path.name for path in (folder / "logs_of_nodes").glob("worker-*"))
     assert logs == ["worker-0.log", "worker-1.log"]
 
 
 def test_the_originals_command_takes_a_command_for_each_worker(tmp_path: Path) -> None:
     script = SCRIPTS / "tf_digits_feed.py"
-    run_psd(tmp_path, f"python {script} --steps 12,python {script} --batch 64 --steps 12")
+    said = run_psd(tmp_path, f"python {script} --steps 12,python {script} --batch 64 --steps 12")
+    check_psd(said, tmp_path)
     assert (tmp_path / "model.ckpt-12.index").exists()
 
 
@@ -146,15 +151,23 @@ NETWORKS = {"vgg19": "32", "vgg19-22k": "32", "inception3": "75", "resnet152": "
 """Networks of the example, and a size of pictures that each can take."""
 
 
+PARAMETERS = {
+    "vgg19-22k": 229_052_817,
+    **nightly.amount({}, {"inception3": 23_834_568, "vgg19": 143_667_240, "resnet152": 60_192_808}),
+}
+"""As published."""
+
+
 def count_parameters() -> dict[str, int]:
-    """Build the networks of the example at full size, without values."""
+    """Build networks of the example at full size, without values."""
     import tensorflow.compat.v1 as tf
 
     sys.path.insert(0, str(EXAMPLES))
     import networks  # type: ignore[import-not-found]
 
     found = {}
-    for name, (build, size, classes) in networks.NETWORKS.items():
+    for name in PARAMETERS:
+        build, size, classes = networks.NETWORKS[name]
         with tf.Graph().as_default():
             build(networks.Builder(1.0), tf.placeholder(tf.float32, [None, size, size, 3]), classes)
             found[name] = sum(int(np.prod(variable.shape.as_list())) for variable in tf.trainable_variables())
@@ -163,12 +176,7 @@ def count_parameters() -> dict[str, int]:
 
 def test_large_networks_have_their_published_numbers_of_parameters() -> None:
     (found,) = run_ranks(count_parameters, 1, env=QUIET, timeout_s=550, preload=PRELOAD)
-    assert found == {
-        "inception3": 23_834_568,
-        "vgg19": 143_667_240,
-        "vgg19-22k": 229_052_817,
-        "resnet152": 60_192_808,
-    }
+    assert found == PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -189,4 +197,6 @@ def test_a_large_network_made_small_comes_out_as_alone(name: str, tmp_path: Path
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
-    assert "3 steps, test accuracy" in run([str(EXAMPLES / "cifar10.py"), "--steps", "3", "--batch", "8"], tmp_path)
+    words = ("--steps", "3", "--batch", "8")
+    launch(str(EXAMPLES / "cifar10.py"), 1, tmp_path, AutoOptions(), *words, env=QUIET, preload=PRELOAD)
+    assert "3 steps, test accuracy" in (tmp_path / "out0").read_text()

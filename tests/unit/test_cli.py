@@ -9,7 +9,7 @@ import pytest
 
 import poseidon
 from poseidon.cli import main as cli
-from poseidon.cli.parser import suggest
+from poseidon.cli.parser import part_json, suggest
 from poseidon.errors import EXTRAS, ConfigError, WorkerLostError
 
 
@@ -186,3 +186,9 @@ def test_extras_are_those_of_the_package() -> None:
 def test_json_prints(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "--device-gflops", "100"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_json_takes_a_word_only_if_it_is_called_like_such_a_file() -> None:
+    assert part_json(["plan", "--json", "alexnet", "--batch", "8"]) == ["plan", "--json=-", "alexnet", "--batch", "8"]
+    assert part_json(["plan", "alexnet", "--json"]) == ["plan", "alexnet", "--json=-"]
+    assert part_json(["plan", "alexnet", "--json", "out.json"]) == ["plan", "alexnet", "--json", "out.json"]

@@ -152,6 +152,23 @@ def test_a_stream_is_dealt_in_order_and_continues(helpers: int) -> None:
     assert begun + _read(later) == whole
 
 
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_the_weights_of_a_stream_make_the_mean_exact(helpers: int) -> None:
+    (alone,) = [[*batches] for batches in [_some(*_streams(1, 0)[0], None)]]
+    team = _streams(3, helpers)
+    parts = [[batch.double().mean() * stream.weight for batch in stream.over(loader)] for stream, loader in team]
+    assert len(parts[0]) == len(alone)
+    for means, whole in zip(zip(*parts, strict=True), alone, strict=True):
+        assert float(sum(means)) / 3 == pytest.approx(float(whole.double().mean()), rel=1e-12)
+
+
+def test_a_stream_does_not_guess_a_weight() -> None:
+    stream = ElasticStream(Numbers(), BATCH, rank=0, size=3)
+    next(stream.over(batch for batch in DataLoader(stream, batch_size=None)))
+    with pytest.raises(ConfigError, match="how large a batch is"):
+        _ = stream.weight
+
+
 def _next(sampler: ElasticSampler, steps: int) -> Iterator[tuple[list[int], float]]:
     """Yield this worker's samples of some steps, and their weights."""
     batches = sampler.over(sampler)

@@ -76,7 +76,7 @@ def test_snapshots_of_tables(spec, tmp_path):
     path = tmp_path / "bad.npz"
 
     @given(damaged(good))
-    @fuzz(120)
+    @fuzz(60)
     def check(content):
         path.write_bytes(content)
         with only_refused():
@@ -130,7 +130,7 @@ def test_snapshots_that_are_none_or_claim_too_much_are_refused(tmp_path):
 
 
 @given(odd_json({"format": FORMAT, **PROFILE.to_dict()}))
-@fuzz(150)
+@fuzz(80)
 def test_profiles(tmp_path, content):
     path = tmp_path / "profile.json"
     path.write_bytes(content)
@@ -159,7 +159,7 @@ def test_profiles_of_impossible_parameters_are_refused(change, match):
 
 
 @given(odd_json(Cluster(4, 2).to_dict()))
-@fuzz(100)
+@fuzz(60)
 def test_clusters_for_plans(tmp_path, content):
     path = tmp_path / "cluster.json"
     path.write_bytes(content)
@@ -168,7 +168,7 @@ def test_clusters_for_plans(tmp_path, content):
 
 
 @given(odd_json(CHOSEN))
-@fuzz(100)
+@fuzz(60)
 def test_stored_choices(tmp_path, content):
     choices = Choices(tmp_path)
     choices.key = "k"
@@ -185,7 +185,7 @@ def test_cluster_files(data, tmp_path):
     path = tmp_path / "cluster.json"
 
     @given(odd_json(data))
-    @fuzz(120)
+    @fuzz(60)
     def check(content):
         path.write_bytes(content)
         with only_refused():
@@ -210,7 +210,7 @@ def test_cluster_files_in_toml(tmp_path, content):
 
 
 @given(damaged(b"0 10.0.0.1 9000\n1 10.0.0.2 9000\n") | damaged(b"node1 slots=2 port=22\nu@node2:3 # second\n"))
-@fuzz(150)
+@fuzz(80)
 def test_host_files(tmp_path, content):
     path = tmp_path / "hosts"
     path.write_bytes(content)
@@ -219,7 +219,7 @@ def test_host_files(tmp_path, content):
 
 
 @given(st.text(max_size=30) | st.sampled_from([str(value) for value in ODD_VALUES]).map("a:{}".format))
-@fuzz(100)
+@fuzz(60)
 def test_hosts_on_a_command_line(text):
     with only_refused():
         place_workers(parse_hosts(text))
@@ -239,7 +239,7 @@ def test_lines_between_launcher_and_agents(content):
 
 
 @given(damaged(pack(Header(Kind.PART, 1, 2, 3, 4, 8))))
-@fuzz(150)
+@fuzz(80)
 def test_headers_of_messages(content):
     with contextlib.suppress(FrameError):
         assert unpack(content, 8).length <= 8
@@ -248,7 +248,7 @@ def test_headers_of_messages(content):
 @pytest.mark.parametrize("spec", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_payloads_of_tables(spec):
     @given(damaged(write_patch(0, 1, PATCHES[spec][0]).tobytes()) | damaged(write_rows(0, np.arange(3)).tobytes()))
-    @fuzz(100)
+    @fuzz(60)
     def check(content):
         for read in (read_rows, lambda payload: read_patch(spec, payload)):
             with contextlib.suppress(ServerError):

@@ -56,6 +56,7 @@ def test_a_fast_wrong_answer_is_seen():
     assert cell(ddp=ddp, poseidon=repetition(last=1.01)).verdict("poseidon") == "ok"
     assert cell(ddp=ddp, poseidon=repetition(first=1.8, last=1.0)).verdict("poseidon") == "WRONG"
     assert cell(**{"ddp": ddp, "ddp-powersgd": repetition(last=1.5)}).verdict("ddp-powersgd") == "lossy"
+    assert cell(**{"ddp": ddp, "local:sync_every=9": repetition(last=1.5)}).verdict("local:sync_every=9") == "lossy"
     assert cell(ddp=ddp, poseidon=Measured(failure="boom")).verdict("poseidon") == "failed"
 
 
@@ -117,7 +118,7 @@ def test_the_linear_bound_is_always_measured_and_first():
     ("options", "complaint"),
     [
         (["--models", "lenet,nosuch"], "unknown network 'nosuch'"),
-        (["--against", "nosuch"], "unknown system 'nosuch'; known: ddp,"),
+        (["--against", "nosuch"], "unknown system 'nosuch'; known: .*ddp,"),
         (["--against", "ddp-bf16"], "needs --device cuda"),
         (["--machines", "1"], "2 to 250 machines"),
         (["--machines", ","], "names nothing"),

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import poseidon
-from poseidon import api
+from poseidon import api, ps
 from poseidon.checkpoints.memory import StepMemory, copy_over
 from poseidon.data import samplers
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.job import world
 from poseidon.job.cutting import NotedSockets
+from poseidon.team import epochs
 
 
 class FakeJob:
@@ -43,14 +45,23 @@ def test_a_copy_takes_new_memory_where_the_shape_has_changed() -> None:
     assert copy_over({"a": torch.ones(2)}, None)["a"] is not old
 
 
-@pytest.mark.parametrize("options", [{"update": "server"}, {"consistency": "ssp", "staleness": 1}])
-def test_state_that_would_be_lost_with_its_worker_is_refused(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
-) -> None:
+def test_state_that_would_be_lost_with_its_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "this_job", FakeJob)
+    monkeypatch.setattr(ps, "this_job", FakeJob)
     net = torch.nn.Linear(2, 1)
     with pytest.raises(UnsupportedError, match=r"in an elastic job .* lost with its worker; leave it out"):
-        poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), **options)  # type: ignore[arg-type]
+        poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), consistency="ssp", staleness=1)
+    with pytest.raises(UnsupportedError, match="tables in an elastic job"):
+        ps.connect()
+
+
+def test_nccl_and_other_frameworks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "this_job", FakeJob)
+    monkeypatch.setattr(epochs, "this_job", FakeJob)
+    with pytest.raises(ConfigError, match="NCCL's operations cannot be interrupted"):
+        poseidon.init("cpu:gloo,cuda:nccl")
+    with pytest.raises(UnsupportedError, match="a JAX program in an elastic job"):
+        epochs.refuse_elastic("a JAX program")
 
 
 def test_batches_are_those_of_the_largest_job(monkeypatch: pytest.MonkeyPatch) -> None:

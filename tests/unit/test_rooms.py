@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
 def load():
     spec = importlib.util.spec_from_file_location("rooms", ROOT / "scripts" / "rooms.py")
     module = importlib.util.module_from_spec(spec)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poseidon.auto.averaging import take_over
 from poseidon.auto.buffers import Buffers
+from poseidon.auto.local import LocalSteps
 from poseidon.auto.owners import Census, Holding, find_holding, find_roots, holding_tensors
 from poseidon.auto.step import ScriptStep
 from poseidon.engine.assemble import assemble_engine
@@ -32,6 +33,7 @@ from poseidon.engine.options import Options
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import LossyChoice
 from poseidon.planning.planner import Plan
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.team import Team
@@ -119,8 +121,19 @@ class GradientOwner:
 class Engines:
     """The engines of all optimizers, in order of creation."""
 
-    def __init__(self, team: Team, census: Census, step: ScriptStep, streams: Streams, report: ScriptReport) -> None:
+    def __init__(
+        self,
+        team: Team,
+        census: Census,
+        step: ScriptStep,
+        streams: Streams,
+        report: ScriptReport,
+        local: LocalSteps | None = None,
+        lossy: LossyChoice | None = None,
+    ) -> None:
         self._team = team
+        self._local = local
+        self._lossy = lossy
         self._census = census
         self._step = step
         self._streams = streams
@@ -152,6 +165,10 @@ class Engines:
                 owner.close()
         self._owners = [owner for owner in self._owners if not owner.is_gone]
         return self._owners
+
+    def is_ours(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is none of the script's."""
+        return self._local is not None and self._local.owns(optimizer)
 
     def owner_of(self, optimizer: Optimizer) -> GradientOwner:
         """Return the owner that represents an optimizer. Collective the first time, when it is created."""
@@ -189,12 +206,17 @@ class Engines:
             self._attach_pending(has_graph=True)
         for owner in self.living():
             for front_end in owner.front_ends:
-                front_end.engine.arm(True, self._step.values)
+                front_end.engine.arm(not self._is_local(owner), self._step.values)
+
+    def _is_local(self, owner: GradientOwner) -> bool:
+        """Whether the gradients of an owner stay with their worker."""
+        return self._local is not None and owner.optimizer is not None
 
     def end_backward(self) -> bool:
         """Complete the running exchanges, copy worker 0's buffers, return whether gradients are fresh. Collective."""
         roots: list[nn.Module] = []
         for owner in self.living():
+            owner.is_fresh |= self._is_local(owner)
             for front_end in owner.front_ends:
                 had_plan = front_end.engine.plan is not None
                 if not front_end.finish():
@@ -210,12 +232,18 @@ class Engines:
         """Count a step and, now and then, compare the replicas before it. Collective."""
         owner.is_fresh = False
         owner.steps += 1
+        if self._is_local(owner):
+            for front_end in owner.front_ends:
+                front_end.engine.pass_step()
+            return
         if owner.steps in _COMPARED_STEPS or owner.steps % max(_COMPARED_STEPS) == 0:
             self._compare(owner.named())
 
     def verify(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same parameters. Collective."""
         gc.collect()
+        if self._local is not None:
+            self._local.synchronize()
         self._compare([pair for owner in self.living() for pair in owner.named()])
 
     def close(self) -> None:
@@ -284,14 +312,18 @@ class Engines:
         check_same_model(team, describe(holding.named()))
         take_over(team, holding_tensors(holding.loose, holding.roots))
         device = parameters[0].device
-        engine = assemble_engine(holding.units, team, device, Options(allow_unused=True), self._cluster)
+        options = Options(allow_unused=True, lossy=self._lossy)
+        engine = assemble_engine(holding.units, team, device, options, self._cluster)
         if self._cluster is None and engine.cluster.source == "measured":
             self._cluster = engine.cluster
         owner.front_ends.append(AutoFrontEnd(engine, holding))
-        engine.arm(True, self._step.values)
-        self._report.say(
-            f"{owner.label}: {holding.describe()}, taken from worker 0; gradients are averaged during backward"
-        )
+        optimizer = None if owner.optimizer is None else owner.optimizer()
+        is_local = self._local is not None and optimizer is not None
+        engine.arm(not is_local, self._step.values)
+        fate = "each worker takes steps of its own" if is_local else "gradients are averaged during backward"
+        self._report.say(f"{owner.label}: {holding.describe()}, taken from worker 0; {fate}")
+        if self._local is not None and optimizer is not None:
+            self._local.attach(optimizer, engine, holding)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -307,4 +339,6 @@ class Engines:
 
 def _say_routes(plan: Plan) -> str:
     counts = Counter(plan.routes.values())
-    return "layers travel by " + ", ".join(f"{route} ({count})" for route, count in sorted(counts.items()))
+    lossy = {entry.route for entry in plan.entries if entry.is_lossy}
+    said = [f"{route} ({count}{', lossy' if route in lossy else ''})" for route, count in sorted(counts.items())]
+    return "layers travel by " + ", ".join(said)

@@ -94,6 +94,9 @@ class Frameworks:
             self._follow(EagerLoops(self._team, self._datasets, self._report, rate), patches)
 
     def _follow(self, follower: Follower, patches: Patches) -> None:
+        if self._options.lossy is not None and not self._followers:
+            # Not refused: a script for PyTorch may import TensorFlow just to write its logs.
+            self._report.say("--lossy is for PyTorch: gradients of Keras and TensorFlow models travel exactly")
         follower.install(patches)
         self._followers.append(follower)
 

@@ -28,6 +28,7 @@ from poseidon.auto.reductions import Counts, describe, pack, read_terms, weigh
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
 from poseidon.engine.outputs import find_leaves
+from poseidon.errors import ConfigError
 from poseidon.following.nesting import Nesting
 from poseidon.following.options import AutoOptions
 from poseidon.following.patches import Patches
@@ -60,6 +61,7 @@ class TorchGradients:
         self._report = report
         self._usage = usage
         self._same_loss = same_loss
+        self._is_local = options.local is not None
         self._is_total = options.batch == "total"
         self._reads_losses = self._is_total and options.loss == "auto"
         self._counts = Counts()
@@ -99,23 +101,30 @@ class TorchGradients:
 
     def _optimizer_made(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        if not self._step.is_forked:
+        if not (self._step.is_forked or self._engines.is_ours(optimizer)):
             self._engines.owner_of(optimizer)
 
     def _group_added(self, original: Callable[..., None], optimizer: Optimizer, group: dict[str, Any]) -> None:
         original(optimizer, group)
+        if self._engines.is_ours(optimizer):
+            return
         if self._rate != 1.0 and "lr" in optimizer.param_groups[-1]:
             optimizer.param_groups[-1]["lr"] *= self._rate
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._step.is_forked:
+        if self._step.is_forked or self._engines.is_ours(optimizer):
             return None
         owner = self._engines.owner_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
+            if self._is_local:
+                raise ConfigError(
+                    f"--local: {owner.label} evaluates the model several times in a step (a closure), and workers that "
+                    "take steps of their own would search in different directions; run it without --local"
+                )
             shared = self._shared(closure)
             return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
-        if not owner.is_fresh:
+        if not (owner.is_fresh or self._is_local):
             self._report.say(
                 f"{owner.label}: gradients that did not come from backward() are averaged in step(), as means over "
                 "samples (--loss sum takes them for sums)"

@@ -23,6 +23,7 @@ from poseidon.auto.files import Overlay
 from poseidon.auto.frameworks import Frameworks
 from poseidon.auto.gradients import TorchGradients
 from poseidon.auto.loaders import Loaders
+from poseidon.auto.local import LocalSteps
 from poseidon.auto.losses import SameLoss, tell_of_own_losses
 from poseidon.auto.output import silence
 from poseidon.auto.owners import Census
@@ -39,6 +40,7 @@ from poseidon.following.streams import Streams
 from poseidon.job.settings import VIEW
 from poseidon.job.world import World, init
 from poseidon.launch.local import follow_launcher
+from poseidon.team.epochs import refuse_elastic
 from poseidon.team.team import Team
 
 _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -47,6 +49,7 @@ _JOB_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD", "SLURM_")
 
 def run(options: AutoOptions, target: ScriptTarget) -> int:
     """Run the script as one of the workers that the environment describes; return its exit status."""
+    refuse_elastic("--auto")
     follow_launcher()
     world = init(timeout_s=options.timeout_s)
     if world.size == 1:
@@ -66,6 +69,8 @@ def run(options: AutoOptions, target: ScriptTarget) -> int:
             if status == 0:
                 loaders.conclude()
                 frameworks.conclude()
+                if options.local is not None and frameworks.has_trained:
+                    report.say("--local is for PyTorch: what TensorFlow or Keras trained was exchanged in every step")
                 gradients.conclude(is_alone=not frameworks.has_trained)
                 # No worker leaves before all are done: worker 0 hosts the job's store.
                 team.gather_ints([0], "the others to end the script")
@@ -98,7 +103,8 @@ def _install(
     seed = team.gather_ints([seed], "the seed")[0][0]
     streams, step = Streams(world.rank, seed), ScriptStep()
     census = Census()
-    engines = Engines(team, census, step, streams, report)
+    local = None if options.local is None else LocalSteps(options.local, options.outer, report)
+    engines = Engines(team, census, step, streams, report, local, options.lossy)
     usage = Usage(step, report)
     same_loss = SameLoss(team, step, report) if options.same_loss else None
     gradients = TorchGradients(team, engines, usage, step, streams, report, options, same_loss)
@@ -112,6 +118,8 @@ def _install(
         same_loss.install(patches)
     else:
         tell_of_own_losses(patches, step, report)
+    if local is not None:
+        local.install(patches)
     loaders.install(patches)
     if options.evaluation != "full":
         SharedEvaluation(team, options.evaluation == "first", engines, step, report).install(patches)
@@ -127,12 +135,14 @@ def describe(size: int, options: AutoOptions, seed: int) -> str:
         if options.batch == "per-worker"
         else "a DataLoader's batches are divided"
     )
+    steps = "" if options.local is None else f"; {options.local} local steps between exchanges ({options.outer})"
     rate = f"learning rates times {size}" if options.scale_lr else "learning rates as they are"
     writers = {"first": "worker 0's", "each": "everybody's"}
     files = writers["each" if options.files == "shared" else "first"]
+    lossy = "" if options.lossy is None else f"; gradients are lossy, as asked for ({options.lossy})"
     return (
         f"{size} workers, seed {seed}; {batch}; {rate}; evaluation: {options.evaluation}; "
-        f"{writers[options.output]} output, {files} files"
+        f"{writers[options.output]} output, {files} files{steps}{lossy}"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from poseidon.caffe.net import BuiltNet
 from poseidon.team.agree import check_same_model, describe
+from poseidon.team.epochs import refuse_elastic
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 
@@ -20,6 +21,7 @@ class JoinedWorkers:
     """
 
     def __init__(self, net: BuiltNet, timeout_s: float | None) -> None:
+        refuse_elastic("a Caffe net")
         self._net = net
         self._team = Team(None, timeout_s)
         learnable = net.learnable

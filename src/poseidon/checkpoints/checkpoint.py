@@ -16,12 +16,13 @@ everything as it was after the last complete step, which every worker keeps in m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,24 @@ from torch import nn
 
 from poseidon import files
 from poseidon.checkpoints.ahead import Ahead, StateDoor, copy_ahead, open_door
-from poseidon.checkpoints.folder import CheckpointFolder, pieces_of, read
+from poseidon.checkpoints.folder import CheckpointFolder, read
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
-from poseidon.checkpoints.sharing import HandedOver, Stock, hand_over
+from poseidon.checkpoints.replicas import Replicator, hand_on, sharded_members
+from poseidon.checkpoints.sharing import Agreement, HandedOver, Stock, agree, hand_out, hand_over
 from poseidon.checkpoints.states import (
+    LossyState,
     RandomState,
     Stateful,
     as_bytes,
     check_part,
     check_readable,
+    find_lossy,
     forget_step,
     from_bytes,
     holds,
     host_copy,
     load_into,
+    parts_that_differ,
     state_of,
 )
 from poseidon.checkpoints.writing import CheckpointWriter
@@ -52,28 +57,28 @@ from poseidon.errors import ConfigError, MismatchError, WorkerLostError
 from poseidon.job.elastic import ElasticJob, this_job
 from poseidon.job.limits import time_limit
 from poseidon.launch.stopping import Stopping
-from poseidon.team.epochs import enter_next_epoch, living_on
+from poseidon.team.epochs import enter_next_epoch, is_interruption, living_on, outlives
 from poseidon.team.team import Team
 
-_PIECE_BYTES = 4 << 20
 _MOST_CHANGES = 20
 """So often in a row may the workers of an epoch fail to meet."""
-_NEWS_S = 10.0
-"""How long to wait for the launcher to say that an epoch is over, when a collective of torch's has failed."""
 
 
 class Checkpoint:
     """Saves and restores everything that a training program needs to go on. Construction is collective.
 
     ``parts`` are the program's objects by name: anything with ``state_dict()`` and ``load_state_dict()``. They are
-    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is. The
-    random numbers of Python, NumPy and torch are saved for each worker without being named.
+    taken to be equal on all workers, and rank 0's are saved; of those in ``per_worker`` each worker's own is, and of
+    all of them if a model among them takes local steps. The random numbers of Python, NumPy and torch are saved for
+    each worker without being named, and so is what a model distributed with ``lossy`` keeps.
 
     Without a ``folder`` nothing is written to disk; an elastic job still goes on from memory.
 
     A checkpoint is written after every ``every`` steps or ``every_s`` seconds, and the newest ``keep`` stay. A worker
     that gets SIGTERM or SIGINT first completes the step, on all workers, and saves; then all end with the status of
     that signal (``on_signal=False`` leaves signals alone).
+
+    In an elastic job with ``update="server"``, what one worker alone has is also kept on ``replicas`` other machines.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Checkpoint:
         every_s: float | None = None,
         keep: int = 3,
         on_signal: bool = True,
+        replicas: int = 1,
         per_worker: Mapping[str, Stateful] | None = None,
         timeout_s: float | None = None,
         **parts: Stateful,
@@ -91,6 +97,7 @@ class Checkpoint:
         _check_amount("every", every, 1)
         _check_amount("every_s", every_s, 0.0)
         _check_amount("keep", keep, 1)
+        _check_amount("replicas", replicas, 1)
         if not parts:
             raise ConfigError(
                 "checkpoint: nothing to save; name what to save, such as model=model, optimizer=optimizer"
@@ -104,14 +111,17 @@ class Checkpoint:
         self._folder = None if folder is None else CheckpointFolder(folder, keep)
         self._every = every
         self._every_s = every_s
-        self._parts = parts
-        self._own: dict[str, Any] = {**(per_worker or {}), "random numbers": RandomState()}
+        shared, own = parts_that_differ(parts)
+        self._parts = {**parts, **shared}
+        self._extra = frozenset(shared)
+        """Parts that the checkpoint of a run without local steps lacks: then a round begins with what it has."""
+        lossy = find_lossy(parts)
+        self._own: dict[str, Any] = {**(per_worker or {}), **lossy, "random numbers": RandomState(), **own}
         self._timeout_s = time_limit(timeout_s)
-        self._team = self._gather_team()
-        self._writer: CheckpointWriter | None = None
-        self._choose_writer()
+        self._team: Team | None = None
         self._job = this_job()
         self._memory = StepMemory()
+        self._replicator = Replicator(replicas)
         self._door: StateDoor | None = None
         self._ahead: Ahead | None = None
         """What a joiner has copied before it takes its seat."""
@@ -127,8 +137,16 @@ class Checkpoint:
         self._saved_at = time.monotonic()
         self._is_checked = False
         there = [] if self._folder is None else [one.step for one in self._folder.saved()]
-        self._others = there if self._team is None else self._team.gather_json(there)[0]
+        self._others = there
         """Steps of the checkpoints that rank 0 found; empty once they are known to be this job's."""
+        try:
+            self._team = self._gather_team()
+            self._others = there if self._team is None else self._team.gather_json(there)[0]
+        except Exception as error:
+            if not outlives(error):
+                raise
+        self._writer: CheckpointWriter | None = None
+        self._choose_writer()
 
     def _gather_team(self) -> Team | None:
         return Team(None, self._timeout_s) if dist.is_initialized() and dist.get_world_size() > 1 else None
@@ -165,7 +183,7 @@ class Checkpoint:
             except ConfigError as error:
                 problem = str(error)
         state = read(
-            self._hand_out(held, problem, source),
+            hand_out(self._team, held, problem, source),
             f"the checkpoint of step {everybody[source]['step']} of rank {source}",
         )
         self._load(state)
@@ -191,6 +209,8 @@ class Checkpoint:
             if job.seat is None:
                 self._ahead = copy_ahead(job)
                 lost = WorkerLostError("this worker joins a job that is under way")
+            elif job.is_over:
+                lost = WorkerLostError("a worker was lost before the training began")
             self._door = open_door(job, self._memory)
             while True:
                 try:
@@ -198,15 +218,16 @@ class Checkpoint:
                         done = self._change(job, lost)
                         lost = None
                     elif done < 0:
-                        done = self.resume()
-                        self._keep(done)
+                        done = self._begin()
                     train(done)
+                    for part in sharded_members().values():
+                        part.complete()  # while its owners are there
                     # Together: somebody whose last step was interrupted needs those who have completed it.
                     if self._team is not None:
                         self._team.gather_ints([0], "all workers to finish")
                     return
                 except Exception as error:
-                    if not _is_interruption(job, error):
+                    if not is_interruption(job, error):
                         raise
                     lost = error.with_traceback(None)  # with it goes what the interrupted step holds
                     lost.__context__ = lost.__cause__ = None
@@ -229,7 +250,7 @@ class Checkpoint:
                 self._choose_writer()
                 return self._share()
             except Exception as failure:
-                if attempt >= _MOST_CHANGES or not _is_interruption(job, failure):
+                if attempt >= _MOST_CHANGES or not is_interruption(job, failure):
                     raise
                 error = failure.with_traceback(None)
                 error.__context__ = error.__cause__ = None
@@ -243,7 +264,9 @@ class Checkpoint:
         assert self._stopping is not None
         self._stopping.number = 0  # obeyed
         kept = self._memory.kept
-        if kept is not None and self._folder is not None:
+        if kept is not None and kept.dealt and self._folder is not None:
+            self._warn([f"step {kept.step} is not saved: this worker has only its own part of it, and ends alone"])
+        elif kept is not None and self._folder is not None:
             state = {"step": kept.step, "values": kept.values, "parts": kept.parts, "workers": [kept.own]}
             self._folder.write(kept.step, host_copy(state))
         raise SystemExit(128 + number)
@@ -254,24 +277,65 @@ class Checkpoint:
         # Used once: what an interrupted hand-over leaves is of no step.
         ahead, self._ahead = self._ahead, None
         lent = {} if self._door is None else self._door.lent
-        mine = Stock.of(kept, ahead, lent)
+        staged = self._replicator.staged
+        mine = Stock.of(kept, ahead, lent, staged)
         stocks = [mine] if team is None else [Stock.read(one) for one in team.gather_json(mine.facts())]
-        newest = max(each.step for each in stocks)
+        agreed = agree(stocks)
+        newest = agreed.newest
         self._saved_step = None  # a joiner knows of no save, and saving is collective
-        if newest < 0:  # nobody has begun
-            done = self.resume()
-            self._keep(done)
-            return done
+        self._replicator.forget()
+        if newest < 0:
+            return self._begin() or self._begin_alike()
+        if agreed.lost:
+            return self._begin_without(agreed)
+        shards = agreed.shards_of(kept, staged)
         own = None if kept is None else kept.own
         if team is not None and any(each.step < newest for each in stocks):
-            kept, self.handed = hand_over(team, stocks, kept, ahead, lent, self._hand_out)
+            kept, self.handed = hand_over(team, stocks, kept, ahead, lent)
         assert kept is not None
         self._take_over(kept, is_new=own is None)
+        hand_on(team, agreed.sources, shards)
+        kept.shards, kept.dealt = shards, dict(agreed.dealt)
         if kept is not self._memory.kept:
             self._memory.adopt(kept)
+        self._replicator.staged = None
         if self._door is not None:
             self._door.settle()
         return newest
+
+    def _begin(self) -> int:
+        """Resume from disk, or begin. Collective; returns the number of steps done."""
+        done = self.resume()
+        self._keep(done)
+        return done
+
+    def _begin_alike(self) -> int:
+        """Let all workers have the objects of rank 0, since they were made apart. Collective."""
+        team, kept = self._team, self._memory.kept
+        assert kept is not None
+        if team is not None:
+            stocks = [Stock(0 if rank == 0 else -1) for rank in range(team.size)]
+            given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {})
+            given.own = kept.own
+            self._take_over(given, is_new=False)
+            self._memory.adopt(given)
+        return 0
+
+    def _begin_without(self, agreed: Agreement) -> int:
+        """Go on from a checkpoint on disk, since a part of the last complete step is gone. Collective."""
+        what = ", ".join(f"shard {number} of {agreed.dealt[member].shards}" for member, number in agreed.lost)
+        gone = f"{what} of the optimizer's state after step {agreed.newest} is lost, with its owner and its"
+        for part in self._parts.values():
+            forget_step(part)
+        done = self.resume()
+        if not done:
+            raise ConfigError(
+                f"checkpoint: {gone} replicas, and no checkpoint was saved; save some (every=) or keep more replicas "
+                f"(replicas={self._replicator.count + 1})"
+            )
+        self._warn([f"{gone} replicas; the job goes on from the checkpoint of step {done}"])
+        self._keep(done)
+        return done
 
     def _take_over(self, kept: Kept, is_new: bool) -> None:
         """Go on from a state; of a joiner, or of a worker that was a step behind, it gets what is its own."""
@@ -307,10 +371,17 @@ class Checkpoint:
             finish = getattr(part, "finish_step", None)
             if finish is not None:
                 finish()
-        parts = {name: state_of(part) for name, part in self._parts.items()}
-        own = {name: part.state_dict() for name, part in self._own.items()}
-        # Not before: until here a lost worker may still interrupt.
-        self._memory.keep(done, parts, own, self.values)
+        epoch = 0 if self._job is None or self._job.seat is None else self._job.seat.epoch
+        before = self._memory.kept
+        staged = self._replicator.stage(self._team, epoch, done, before)
+        with contextlib.ExitStack() as stack:
+            for each in sharded_members().values():
+                stack.enter_context(each.as_is())
+            parts = {name: state_of(part) for name, part in self._parts.items()}
+            own = {name: part.state_dict() for name, part in self._own.items()}
+            # Not before: until here a lost worker may still interrupt.
+            self._memory.keep(done, parts, own, self.values, staged.shards, staged.dealt)
+        self._replicator.recycle(before)
 
     def step(self, done: int) -> None:
         """Say that ``done`` steps are complete: saves if that is due, and ends the program if asked to. Collective."""
@@ -407,42 +478,36 @@ class Checkpoint:
         self._pending = self._team.start_gather([number, int(is_late)])
         return [row[0] for row in flags], bool(flags) and bool(flags[0][1])
 
-    def _hand_out(self, content: bytes, problem: str, source: int) -> bytes | memoryview:
-        """Return the bytes that ``source`` has. Collective."""
-        team = self._team
-        if team is None:
-            if problem:
-                raise ConfigError(problem)
-            return content
-        told = team.gather_json({"size": len(content), "problem": problem})[source]
-        if told["problem"]:
-            raise ConfigError(f"rank {source}: {told['problem']}")
-        if told["size"] > files.memory_bytes():
-            raise ConfigError(f"the checkpoint of rank {source} has {told['size']} bytes, more than this machine has")
-        held = memoryview(content if team.rank == source else bytearray(told["size"]))
-        # All at once: while one is passed on, the next comes.
-        pieces = [team.start_broadcast(held[piece], source) for piece in pieces_of(len(held), _PIECE_BYTES)]
-        for future in itertools.chain.from_iterable(pieces):
-            team.result(future, "a checkpoint")
-        return held
-
     def _load(self, state: Mapping[str, Any]) -> None:
         stored = state["parts"]
         self._check_names(stored, int(state["step"]))
         for name, part in self._parts.items():
-            load_into(part, stored[name])
+            if name in stored:
+                load_into(part, stored[name])
         self.values = dict(state["values"])
         workers = state["workers"]
+        self._deal_lossy(workers)
         if self._rank < len(workers):
             for name, part in self._own.items():
-                if name in workers[self._rank]:
+                if name in workers[self._rank] and not isinstance(part, LossyState):
                     part.load_state_dict(workers[self._rank][name])
         else:
             # A worker that was not there: its own random numbers, which must not be another's.
             torch.manual_seed(torch.initial_seed() + int(state["step"]) * 65537 + self._rank)
 
+    def _deal_lossy(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Let each worker have what it kept itself; of other numbers of workers, some have several shares or none."""
+        size = 1 if self._team is None else self._team.size
+        for name, part in self._own.items():
+            if isinstance(part, LossyState):
+                part.load_shares([one[name] for one in workers[self._rank :: size] if name in one])
+                if len(workers) != size and name in workers[0]:
+                    fate = "dealt to {size}; its sum stays" if size > 1 else "dropped: one worker loses nothing"
+                    self._warn([f"{name}: what {len(workers)} workers kept is {fate.format(size=size)}"])
+
     def _check_names(self, stored: Mapping[str, Any], step: int) -> None:
-        missing, unknown = sorted(self._parts.keys() - stored.keys()), sorted(stored.keys() - self._parts.keys())
+        missing = sorted(self._parts.keys() - stored.keys() - self._extra)
+        unknown = sorted(stored.keys() - self._parts.keys())
         if missing:
             has = ", ".join(sorted(stored))
             raise ConfigError(f"the checkpoint of step {step} has no {', '.join(missing)}; it has {has}")
@@ -453,17 +518,6 @@ class Checkpoint:
         if self._rank == 0:
             for problem in problems:
                 warnings.warn(f"checkpoint: {problem}", stacklevel=3)
-
-
-def _is_interruption(job: ElasticJob, error: BaseException) -> bool:
-    """Return whether an exception means that workers were lost, and not that the program is wrong."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, WorkerLostError):
-            return True
-        found = found.__cause__ or found.__context__
-    # torch's collectives fail with a plain RuntimeError, maybe before the launcher has noticed.
-    return job.is_over or (isinstance(error, RuntimeError | OSError) and job.wait_for_end(_NEWS_S))
 
 
 def _check_amount(name: str, value: float | None, least: float) -> None:

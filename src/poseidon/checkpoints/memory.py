@@ -6,11 +6,13 @@ Tensors are copied on their device, each step into the same memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+from poseidon.checkpoints.shards import Dealt, ShardCopy
 
 
 @dataclass
@@ -23,6 +25,10 @@ class Kept:
     own: dict[str, Any]
     """This worker's own."""
     values: dict[str, Any]
+    shards: list[ShardCopy] = field(default_factory=list)
+    """What only some workers have: this one's shards, and replicas of others'..."""
+    dealt: dict[int, Dealt] = field(default_factory=dict)
+    """... for each model of which that is so."""
 
 
 class StepMemory:
@@ -33,14 +39,23 @@ class StepMemory:
         self._lent: Kept | None = None
         self._lock = threading.Lock()
 
-    def keep(self, step: int, parts: Mapping[str, Any], own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Copy these states; nothing in them may wait for other workers any more."""
+    def keep(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        own: Mapping[str, Any],
+        values: Mapping[str, Any],
+        shards: Sequence[ShardCopy] = (),
+        dealt: Mapping[int, Dealt] | None = None,
+    ) -> None:
+        """Copy these states, but not the shards; nothing in them may wait for other workers any more."""
         with self._lock:
             # None meanwhile: a copy that fails half-way must not be gone on from.
             before, self.kept = self.kept, None
             if before is None or before is self._lent:
                 before = Kept(step, {}, {}, {})
-            self.kept = Kept(step, copy_over(parts, before.parts), copy_over(own, before.own), copy_over(values, {}))
+            states = copy_over(parts, before.parts), copy_over(own, before.own), copy_over(values, {})
+            self.kept = Kept(step, *states, [*shards], dict(dealt or {}))
 
     def adopt(self, kept: Kept) -> None:
         """Keep these states as they are; nobody else may change them."""

@@ -6,21 +6,24 @@ All who have it send at once, each its part of the pieces. To a worker that has 
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from poseidon import files
 from poseidon.checkpoints.ahead import Ahead, Lent, dealt
 from poseidon.checkpoints.changes import apply_change, encode_change
-from poseidon.checkpoints.folder import read
+from poseidon.checkpoints.folder import pieces_of, read
 from poseidon.checkpoints.layout import (
+    PIECE_BYTES,
     Description,
     StatePiece,
     cut,
@@ -33,8 +36,10 @@ from poseidon.checkpoints.layout import (
     view_of,
 )
 from poseidon.checkpoints.memory import Kept
+from poseidon.checkpoints.replicas import Staged, find_sources
+from poseidon.checkpoints.shards import Dealt, ShardCopy
 from poseidon.checkpoints.states import as_bytes
-from poseidon.errors import MismatchError
+from poseidon.errors import ConfigError, MismatchError
 from poseidon.team.mail import Tag
 from poseidon.team.team import Team
 
@@ -58,24 +63,67 @@ class Stock:
     complete: tuple[int, ...] = ()
     lent: Mapping[str, int] = field(default_factory=dict)
     """What it has lent: its place, by the borrower's token."""
+    shards: tuple[tuple[int, int, int, int], ...] = ()
+    """Of states that are spread over workers: step, model, number and epoch..."""
+    dealt: tuple[tuple[int, int, int], ...] = ()
+    """... and for each such model, after the step in its memory: the epoch, and how many shards there are."""
 
     @classmethod
-    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent]) -> Stock:
+    def of(cls, kept: Kept | None, ahead: Ahead | None, lent: Mapping[str, Lent], staged: Staged | None) -> Stock:
         """Return what a worker has."""
         places = {token: each.place for token, each in lent.items()}
-        step = -1 if kept is None else kept.step
+        generations = [] if kept is None else [(kept.step, kept.shards)]
+        generations += [] if staged is None else [(staged.step, staged.shards)]
+        shards = tuple((step, each.member, each.number, each.epoch) for step, some in generations for each in some)
+        dealt = () if kept is None else tuple((member, *each) for member, each in kept.dealt.items())
+        mine = cls(-1 if kept is None else kept.step, lent=places, shards=shards, dealt=dealt)
         if ahead is None:
-            return cls(step, lent=places)
-        return cls(step, ahead.token, ahead.places, tuple(sorted(ahead.complete)), places)
+            return mine
+        return replace(mine, token=ahead.token, places=ahead.places, complete=tuple(sorted(ahead.complete)))
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Stock:
         """Return what another worker has told with :meth:`facts`."""
-        return cls(**{**facts, "complete": tuple(facts["complete"])})
+        rows = {name: tuple(tuple(each) for each in facts[name]) for name in ("shards", "dealt")}
+        return cls(**{**facts, **rows, "complete": tuple(facts["complete"])})
 
     def facts(self) -> dict[str, Any]:
         """Return this as plain data."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """From which step the workers of a new epoch go on, and who has what of it."""
+
+    newest: int
+    """The step; -1: nobody has begun."""
+    dealt: Mapping[int, Dealt] = field(default_factory=dict)
+    """How the state of each model is spread, if it is."""
+    sources: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Who sends each shard (model, number)..."""
+    lost: Sequence[tuple[int, int]] = ()
+    """... and those that nobody has."""
+
+    def shards_of(self, kept: Kept | None, staged: Staged | None) -> list[ShardCopy]:
+        """Return what one worker has of the step."""
+        if staged is not None and staged.step == self.newest:
+            return staged.shards
+        return [] if kept is None or kept.step != self.newest else kept.shards
+
+
+def agree(stocks: Sequence[Stock]) -> Agreement:
+    """Return what follows from what all workers have, the same on all of them. Pure.
+
+    Whoever keeps a step knows that all workers have had their shards and replicas of it. So the newest step that
+    anybody keeps is the last complete one; others may have its shards only, and get the rest.
+    """
+    newest = max(each.step for each in stocks)
+    if newest < 0:
+        return Agreement(newest)
+    dealt = {member: Dealt(*each) for member, *each in next(one.dealt for one in stocks if one.step == newest)}
+    holdings = [[each[1:] for each in stock.shards if each[0] == newest] for stock in stocks]
+    return Agreement(newest, dealt, *find_sources(dealt, holdings))
 
 
 @dataclass(frozen=True)
@@ -126,12 +174,8 @@ def hand_over(
     kept: Kept | None,
     ahead: Ahead | None,
     lent: Mapping[str, Lent],
-    hand_out: Callable[[bytes, str, int], bytes | memoryview],
 ) -> tuple[Kept, HandedOver | None]:
-    """Return the newest state that any worker has; of one that others sent, also how it came. Collective.
-
-    ``hand_out`` gives everybody the bytes of one worker.
-    """
+    """Return the newest state that any worker has; of one that others sent, also how it came. Collective."""
     began = time.monotonic()
     newest = max(each.step for each in stocks)
     source = next(rank for rank, each in enumerate(stocks) if each.step == newest)
@@ -140,17 +184,36 @@ def hand_over(
         rest, tensors = lift(kept.parts)
         description = describe_tensors(tensors)
         state = {"step": newest, "parts": rest, "values": kept.values, "description": description}
-        hand_out(as_bytes(state) if team.rank == source else b"", "", source)
+        hand_out(team, as_bytes(state) if team.rank == source else b"", "", source)
         by_rank = {rank: lent[each.token] for rank, each in enumerate(stocks) if each.token in lent}
         send_state(team, consignments, tensors, description, by_rank)
         return kept, None
-    received = read(hand_out(b"", "", source), f"the state of step {newest} of rank {source}")
+    received = read(hand_out(team, b"", "", source), f"the state of step {newest} of rank {source}")
     described: Description = received["description"]
     rows, came = receive_state(team, consignments, described, ahead)
     parts = lower(received["parts"], shape_rows(rows, described))
     took_s = time.monotonic() - began
     facts = HandedOver(0 if ahead is None else ahead.size, 0.0 if ahead is None else ahead.took_s, came, took_s)
     return Kept(newest, parts, {} if kept is None else kept.own, received["values"]), facts
+
+
+def hand_out(team: Team | None, content: bytes, problem: str, source: int) -> bytes | memoryview:
+    """Return the bytes that ``source`` has, or raise its problem. Collective."""
+    if team is None:
+        if problem:
+            raise ConfigError(problem)
+        return content
+    told = team.gather_json({"size": len(content), "problem": problem})[source]
+    if told["problem"]:
+        raise ConfigError(f"rank {source}: {told['problem']}")
+    if told["size"] > files.memory_bytes():
+        raise ConfigError(f"the checkpoint of rank {source} has {told['size']} bytes, more than this machine has")
+    held = memoryview(content if team.rank == source else bytearray(told["size"]))
+    # All at once: while one is passed on, the next comes.
+    pieces = [team.start_broadcast(held[piece], source) for piece in pieces_of(len(held), PIECE_BYTES)]
+    for future in itertools.chain.from_iterable(pieces):
+        team.result(future, "a checkpoint")
+    return held
 
 
 def send_state(

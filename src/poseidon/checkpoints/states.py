@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +34,13 @@ def check_part(name: str, part: Any) -> None:
 
 
 def state_of(part: Any) -> Any:
-    """Return a part's state; of a model, under the names that it has without wrapper and compiler."""
+    """Return a part's state; of a model, under the names that it has without wrapper and compiler.
+
+    Of a model whose workers drift apart, it is what they agreed on last.
+    """
     inner = _plain(part)
+    if _differs(inner):
+        return inner.shared_state_dict()
     return (inner.module if _is_wrapper(inner) else inner).state_dict()
 
 
@@ -45,6 +50,59 @@ def load_into(part: Any, state: Any) -> None:
     if _is_wrapper(inner):
         state = {f"module.{name}": value for name, value in state.items()}
     inner.load_state_dict(state)
+
+
+def parts_that_differ(parts: Mapping[str, Any]) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
+    """Return what else to save where a model takes local steps: for all workers alike, and for each its own.
+
+    Then optimizers and all else differ between workers, too. These states are loaded after those of ``parts``.
+    """
+    shared: dict[str, Stateful] = {}
+    own: dict[str, Stateful] = {}
+    drifting = [name for name, part in parts.items() if _differs(_plain(part))]
+    for name in drifting:
+        for_all, for_each = _plain(parts[name]).checkpoint_parts()
+        shared |= {f"{name}: {what}": part for what, part in for_all.items()}
+        own |= {f"{name}: {what}": part for what, part in for_each.items()}
+    if drifting:
+        own |= {f"{name} of this worker": part for name, part in parts.items() if name not in drifting}
+    return shared, own
+
+
+def _differs(part: Any) -> bool:
+    """Whether a model's workers drift apart: it tells what they share, and what is each one's own."""
+    return callable(getattr(type(part), "checkpoint_parts", None))
+
+
+class LossyState:
+    """What the lossy layers of a distributed model keep on this worker; each worker has its own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> Any:
+        """Return it."""
+        return self._model.lossy_state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over what this worker kept."""
+        self._model.load_lossy_state_dict(state_dict)
+
+    def load_shares(self, states: Sequence[Any]) -> None:
+        """Take over the sum of what some workers kept."""
+        self._model.load_lossy_shares(states)
+
+
+def find_lossy(parts: Mapping[str, Any]) -> dict[str, LossyState]:
+    """Return the lossy states of the distributed models among a program's parts, by the names they are saved as."""
+    found: dict[str, LossyState] = {}
+    for name, part in parts.items():
+        for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if getattr(module, "is_lossy", False) is True and hasattr(module, "lossy_state_dict"):
+                # Alike for a compiled model and the one inside.
+                inside = path.replace("_orig_mod", "").strip(".")
+                found[f"{name}.{inside}, lossy" if inside else f"{name}, lossy"] = LossyState(module)
+    return found
 
 
 def holds(part: Any, model: nn.Module) -> bool:

@@ -10,16 +10,21 @@ from pathlib import Path
 import torch
 
 from poseidon import files, zoo
+from poseidon.cli import to_loss
+from poseidon.cli.bench_words import parse_count, parse_paced, say, words_of
 from poseidon.cli.lab import ended_by_signals
 from poseidon.errors import ConfigError
 from poseidon.lab.bench import BenchSettings, run_bench, write_results
 from poseidon.lab.bench_worker import WorkerSettings, build
 from poseidon.lab.picture import draw
 from poseidon.lab.results import LINEAR, Cell, cells_from_json, format_table
-from poseidon.lab.spec import MAX_MACHINES, parse_rate
+from poseidon.lab.spec import parse_rate
+from poseidon.lab.system_names import SHORT
 from poseidon.lab.systems import OPTIMIZERS, POWERSGD_START, PRECISIONS, SYSTEMS, check_system
 
 DEFAULT_OUTPUT = Path("bench.json")
+DEFAULT_SYSTEMS = "linear,ddp,poseidon"
+DEFAULT_STEPS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", default="alexnet", help=f"of: {', '.join(zoo.names())}; or torchvision/NAME, transformers/NAME"
     )
     what.add_argument("--machines", default="4", help="cluster sizes, such as 2,4,8")
-    what.add_argument("--rate", default="1gbit", help="link speeds, such as 1gbit,10gbit")
+    what.add_argument("--rate", help="link speeds, such as 1gbit,10gbit (default 1gbit; with --to-loss 100mbit)")
     what.add_argument(
         "--against",
-        default="linear,ddp,poseidon",
-        help=f"systems: {', '.join(SYSTEMS)}; Poseidon's with options, as in poseidon-distribute:update=server",
+        help=f"systems: {', '.join(SYSTEMS)}; in short {', '.join(SHORT)}; Poseidon's with options, as in "
+        "poseidon-distribute:update=server or local:sync_every=50 (default linear,ddp,poseidon)",
     )
-    what.add_argument("--batch", default="32", help="samples per worker; per model too: 32,gpt2=4")
+    what.add_argument("--batch", help="samples per worker; per model too: 32,gpt2=4 (default 32)")
     what.add_argument("--precision", choices=tuple(PRECISIONS), default="float32", help="bf16: under torch.autocast")
     what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="default sgd, with momentum")
     what.add_argument("--tiny", action="store_true", help="the zoo's tiny networks, for a quick look")
@@ -47,12 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make passes take this time without using the CPU (use a small batch)",
     )
     how = parser.add_argument_group("how it is measured")
-    how.add_argument("--steps", type=int, default=10, help="timed steps per repetition (default 10)")
+    how.add_argument("--steps", type=int, help="timed steps per repetition (default 10)")
     how.add_argument("--warmup", type=int, default=3, help="steps before them, not timed (default 3)")
     how.add_argument("--repetitions", type=int, default=3, help="rounds over all systems (default 3)")
     how.add_argument("--threads", type=int, default=1, help="CPU threads per worker (default 1)")
     how.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all workers share one GPU")
     how.add_argument("--timeout", type=float, default=600.0, help="most seconds for one cell (default 600)")
+    to_loss.add_arguments(parser)
     out = parser.add_argument_group("what comes out")
     out.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="JSON file (default bench.json)")
     out.add_argument("--picture", type=Path, help="PNG file (default: the JSON file's name with .png)")
@@ -61,13 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; the status is 1 if a system failed or its result differs from DDP's."""
+    if args.to_loss or (args.plot and to_loss.holds_losses(args.plot[0])):
+        return to_loss.run(args)
     if args.plot:
         cells = [cell for path in args.plot for cell in _read_cells(path)]
         _report(cells, args.picture or args.plot[0].with_suffix(".png"))
         return 0
     settings = make_settings(args)
     with ended_by_signals():
-        cells = run_bench(settings, _say, lambda cells: write_results(args.output, settings, cells))
+        cells = run_bench(settings, say, lambda cells: write_results(args.output, settings, cells))
     print(f"results: {args.output}")
     _report(cells, args.picture or args.output.with_suffix(".png"))
     return int(any(cell.verdict(name) in ("failed", "WRONG") for cell in cells for name in cell.systems))
@@ -75,14 +83,17 @@ def run(args: argparse.Namespace) -> int:
 
 def make_settings(args: argparse.Namespace) -> BenchSettings:
     """Return checked settings for the options."""
-    models = _words(args.models)
-    systems = _words(args.against)
+    to_loss.refuse_options(args)
+    steps = DEFAULT_STEPS if args.steps is None else args.steps
+    models = words_of(args.models)
+    systems = words_of(args.against or DEFAULT_SYSTEMS)
     for system in systems:
         check_system(system, args.device)
-    batch, batches = parse_batches(args.batch)
-    for name in ("steps", "warmup", "repetitions", "threads"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    batch, batches = parse_batches(args.batch or "32")
+    counts = {"steps": steps, "warmup": args.warmup, "repetitions": args.repetitions, "threads": args.threads}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {count}")
     if "ddp-powersgd" in systems and args.warmup <= POWERSGD_START:
         raise ConfigError(
             f"--warmup {args.warmup} is too short for ddp-powersgd, which sends whole gradients in its first "
@@ -92,7 +103,7 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
         model=models[0],
         systems=tuple(dict.fromkeys([LINEAR, *systems])),
         batch=batch,
-        steps=args.steps,
+        steps=steps,
         warmup=args.warmup,
         repetitions=args.repetitions,
         threads=args.threads,
@@ -110,8 +121,8 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
             build(replace(worker, model=model))
     return BenchSettings(
         models=tuple(models),
-        machines=tuple(_parse_count(word) for word in _words(args.machines)),
-        rates_bits=tuple(parse_rate(word) for word in _words(args.rate)),
+        machines=tuple(parse_count(word) for word in words_of(args.machines)),
+        rates_bits=tuple(parse_rate(word) for word in words_of(args.rate or "1gbit")),
         worker=worker,
         batches=batches,
         cell_timeout_s=args.timeout,
@@ -122,7 +133,7 @@ def parse_batches(words: str) -> tuple[int, dict[str, int]]:
     """Return the common batch and those of single models for ``32,gpt2=4``."""
     common = 32
     single: dict[str, int] = {}
-    for word in _words(words):
+    for word in words_of(words):
         model, equals, size = word.rpartition("=")
         if not size.isdigit() or int(size) < 1 or (equals and not _is_model(model)):
             raise ConfigError(f"--batch {word!r} is not understood; write 32, or 32,gpt2=4 with a network's name")
@@ -133,32 +144,8 @@ def parse_batches(words: str) -> tuple[int, dict[str, int]]:
     return common, single
 
 
-def parse_paced(word: str) -> tuple[float, float]:
-    """Return forward and backward milliseconds for ``40:80``."""
-    try:
-        forward, backward = (float(part) for part in word.split(":"))
-    except ValueError:
-        raise ConfigError(f"--paced {word!r} is not understood; write FORWARD_MS:BACKWARD_MS, such as 40:80") from None
-    if forward < 0 or backward < 0:
-        raise ConfigError(f"--paced {word!r}: times must not be negative")
-    return forward, backward
-
-
 def _is_model(name: str) -> bool:
     return name in zoo.names() or zoo.is_borrowed(name)
-
-
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise ConfigError(f"{text!r} names nothing; give at least one, separated by commas")
-    return words
-
-
-def _parse_count(word: str) -> int:
-    if not word.isdigit() or not 2 <= int(word) <= MAX_MACHINES:
-        raise ConfigError(f"--machines {word!r}: a benchmark needs 2 to {MAX_MACHINES} machines")
-    return int(word)
 
 
 def _read_cells(path: Path) -> list[Cell]:
@@ -176,7 +163,3 @@ def _report(cells: list[Cell], picture: Path) -> None:
         print(f"\npicture: {picture}")
     except ConfigError as error:
         print(f"\nno picture: {error}", file=sys.stderr)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -19,6 +19,7 @@ from poseidon.planning.table import format_bytes
 from poseidon.profiling.source import ProfileSource, device_flops, device_rates, find_profile
 from poseidon.sim.advice import Explanation, explain, format_explanation
 from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA
+from poseidon.sim.proposals import format_proposals, proposals_to_dict, propose
 from poseidon.sim.setting import Setting
 from poseidon.sim.systems import SYSTEMS, find_system
 
@@ -41,11 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems = ", ".join(SYSTEMS)
     parser.add_argument("--system", default="poseidon", help=f"what is predicted, of: {systems} (default: poseidon)")
     parser.add_argument(
+        "--allow",
+        choices=("lossy",),
+        help="lossy: propose ways that lose something too, with what each gains and costs",
+    )
+    parser.add_argument(
         "--json",
         type=Path,
         nargs="?",
         const=STDOUT,
-        metavar="FILE",
+        metavar="FILE.json",
         help="print plan and prediction as JSON, and nothing else; with a FILE: also write them there",
     )
 
@@ -79,9 +85,13 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster is None:
         cluster = with_device(cluster, source, profile)
     save_profile(args, profile)
-    explanation = explain(make_setting(args, profile, cluster, args.system))
+    setting = make_setting(args, profile, cluster, args.system)
+    explanation = explain(setting)
     plan = explanation.outcome.plan
+    proposals = propose(setting) if args.allow and cluster.workers > 1 else None
     facts = {**plan.to_dict(), "prediction": _to_dict(explanation)} if args.json else {}
+    if args.json and proposals is not None:
+        facts["proposals"] = proposals_to_dict(proposals)
     if args.json == STDOUT:
         print(json.dumps(facts, indent=1))
         return 0
@@ -89,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     memory = f", {format_bytes(profile.memory_bytes)} of memory" if profile.memory_bytes else ""
     print(f"times: {profile.source}, {profile.device}, batch {profile.batch} per worker{memory}")
     print(format_explanation(explanation))
+    if proposals is not None:
+        print(format_proposals(proposals))
     if args.json:
         files.write_json(args.json, facts, "plan")
     return 0

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         const=STDOUT,
-        metavar="FILE",
+        metavar="FILE.json",
         help="print all figures as JSON, and nothing else; with a FILE: write them there",
     )
     out.add_argument("--picture", type=Path, help="write speedup curves to this PNG file")

@@ -7,12 +7,13 @@ goes on from a checkpoint, on as many workers or on others, sees the samples tha
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate, default_convert, get_worker_info
 
 from poseidon.data.balancing import Balancer
 from poseidon.data.shares import cut
@@ -73,9 +74,8 @@ class Position:
         self._tell_left()
         self._begin_pass()
         try:
-            for batch in loader:
-                self._hand_out()
-                yield batch
+            for given in loader:
+                yield self._hand_out(given)
                 self._end_batch()
             self._begin_epoch()
         finally:
@@ -90,10 +90,9 @@ class Position:
     def _begin_pass(self) -> None:
         """Prepare for handing out batches."""
 
-    def _hand_out(self) -> None:
-        """Count one batch."""
-        self.done += 1
-        self._seen += self._total
+    @abstractmethod
+    def _hand_out(self, given: Any) -> Any:
+        """Count one batch that the loader has given, and return it."""
 
     def _end_batch(self) -> None:
         """Note that a batch was used."""
@@ -245,7 +244,7 @@ class ElasticSampler(Position, Sampler[list[int]]):
             epoch = cut_epoch(self._length, self.batch_size, self._most, self._drops_last)
             self._balancer.begin(self.batch_size, max(stop - start for start, stop in itertools.pairwise(epoch)))
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, given: Any) -> Any:
         place = self.done - self._first
         if place + 1 >= len(self._cuts):
             raise ConfigError(
@@ -259,6 +258,7 @@ class ElasticSampler(Position, Sampler[list[int]]):
         self.done, self._seen = self.done + 1, stop
         if self._balancer is not None:
             self._balancer.handed += 1
+        return given
 
     def _end_batch(self) -> None:
         if self._balancer is not None:
@@ -298,8 +298,8 @@ class ElasticStream(Position, IterableDataset[Any]):
 
     Every worker reads the whole stream, and passes on its share of each batch, collated. Going on from a position reads
     up to it again, and a stream that comes otherwise each time cannot be continued. A last batch with fewer samples
-    than workers is left out. Iterate over ``stream.over(loader)``. ``batch_size`` and ``fixed_batch`` are those of
-    :class:`ElasticSampler`; shares are equal, whatever the workers' speeds.
+    than workers is left out. Iterate over ``stream.over(loader)``. ``batch_size``, ``fixed_batch`` and :attr:`weight`
+    are those of :class:`ElasticSampler`; shares differ by one sample at most, whatever the workers' speeds.
     """
 
     def __init__(
@@ -315,6 +315,20 @@ class ElasticStream(Position, IterableDataset[Any]):
         super().__init__(batch_size, 0, rank, size, fixed_batch)
         self._source = source
         self._collate = collate
+        self._tells_size = False
+        """Whether a batch comes with the number of samples that all workers have of it."""
+        self._weight: float | None = 1.0
+
+    @property
+    def weight(self) -> float:
+        """How much this worker's mean counts in the batch handed out last: 1 where shares are equal."""
+        if self._weight is None:
+            raise ConfigError(
+                "ElasticStream.weight: how large a batch is comes with it only from DataLoader(stream, "
+                "batch_size=None) itself, without a collate_fn: give stream.over() that loader, and change its "
+                "batches afterwards; or give the stream collate="
+            )
+        return self._weight
 
     def __iter__(self) -> Iterator[Any]:
         """Return this worker's share of each batch that is left."""
@@ -330,7 +344,15 @@ class ElasticStream(Position, IterableDataset[Any]):
                 return
             if number % turns == turn:
                 mine = share(0, len(batch), self._rank, self._size)
-                yield self._collate(batch[mine.start : mine.stop])
+                dealt = self._collate(batch[mine.start : mine.stop])
+                yield (len(batch), dealt) if self._is_over and self._tells_size else dealt
+
+    def _hand_out(self, given: Any) -> Any:
+        count, batch = given if self._tells_size else (self._total, given)
+        mine = share(0, count, self._rank, self._size)
+        self._weight = len(mine) * self._size / count if self._tells_size else None
+        self.done, self._seen = self.done + 1, self._seen + self._total
+        return batch
 
     def over(self, loader: Iterable[T]) -> Iterator[T]:
         """Hand out the rest of the stream from a loader that reads from here, and count it."""
@@ -340,6 +362,9 @@ class ElasticStream(Position, IterableDataset[Any]):
                 "ElasticStream with persistent_workers=True: the loader's processes would keep the position and place "
                 "that they began with; leave persistent_workers out"
             )
+        # Only where nobody comes between, who would not expect it.
+        is_plain = isinstance(loader, DataLoader) and loader.collate_fn is default_convert
+        self._tells_size = loader is self or (is_plain and getattr(loader, "dataset", None) is self)
         return super().over(loader)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from poseidon.engine.engine import Engine
 from poseidon.engine.options import Options
+from poseidon.errors import UnsupportedError
 from poseidon.planning.cluster import Cluster
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
@@ -44,6 +45,11 @@ def assemble_engine(
     no layer travels as factors, regardless of ``options``, and a warning is issued.
     """
     if not _computes_alike(team, device):
+        if options.lossy is not None and any(way == "lowrank" for _, way in options.lossy.patterns):
+            raise UnsupportedError(
+                'lossy="lowrank" needs workers that round matrix products alike, and these do not, as the warning '
+                'above says; use "int8" there'
+            )
         linear = [unit.name for unit in units if unit.spec.kind in ("linear", "tied")]
         known = standard_routes()
         whole = next(iter(standard_routes(encrypts=team.encrypts)))

@@ -132,7 +132,11 @@ class Backward:
         used = [verdict.used[parameter] for parameter in numbers] if verdict.used else [True] * len(numbers)
         with aside():
             # Removed first, so that its memory is freed as it lands.
-            self._exchanges.pop(number).finish(any(used))
+            exchange = self._exchanges.pop(number)
+            exchange.finish(any(used))
+            if not all(used):
+                exchange.take_back(used)
+            del exchange
             if live.bucket is not None:
                 live.bucket.unpack(used)
         if self._spans is not None and number in self._left_at:

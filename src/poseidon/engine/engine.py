@@ -66,6 +66,8 @@ class Engine:
         self.options = options = replace(options, check_interval=agreed)
         self.step = 0
         self.batch = 0
+        self.samples = 0
+        """Samples of all forwards so far, as far as they are known."""
         self.is_armed = False
         """Whether the next backward exchanges gradients (false under no_sync and before any forward)."""
         self.divide_by_active = False
@@ -243,6 +245,7 @@ class Engine:
                 "restart from a checkpoint"
             )
         self.is_armed, self.batch = is_armed, batch
+        self.samples += samples
         self.team.watch.note(self.step, "in forward", samples)
 
     def will_be_dense(self) -> bool:
@@ -362,6 +365,11 @@ class Engine:
             self._forgotten = set(forgotten)
         else:  # outputs of one forward may have a backward each
             self._forgotten &= set(forgotten)
+
+    def pass_step(self) -> None:
+        """Count a step in which no gradients are exchanged."""
+        self.team.watch.note(self.step, "finished backward")
+        self.step += 1
 
     def shadow_backward(self, is_dense: bool) -> None:
         """Take part in a backward for which this worker has no input, so that the others can proceed.

@@ -41,6 +41,12 @@ def clip(optimizer: Any, parameters: Sequence[nn.Parameter], max_grad_norm: floa
 
     It does so with fused optimizers: the norm of gradients that are still scaled means nothing.
     """
+    unscale(optimizer)
+    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+
+
+def unscale(optimizer: Any) -> None:
+    """Divide an optimizer's gradients by the scale of a GradScaler that leaves that to the step."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
         inverse = scale.double().reciprocal().float()
@@ -48,7 +54,6 @@ def clip(optimizer: Any, parameters: Sequence[nn.Parameter], max_grad_norm: floa
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse.to(parameter.grad.device))
         optimizer.grad_scale = None
-    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
 
 
 def check_optimizer(optimizer: Any) -> None:

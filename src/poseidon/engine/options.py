@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from poseidon.planning.lossy import LossyChoice
+from poseidon.routes.feedback import Feedback
+
 
 @dataclass(frozen=True)
 class Options:
@@ -22,6 +25,10 @@ class Options:
     """Factors travel by a collective (True) or by direct messages (False); None: by a collective with NCCL."""
     routes: Mapping[str, str] | None = None
     """Routes the user forces, by unit name or pattern."""
+    lossy: LossyChoice | None = None
+    """Layers for which the user allows loss; ahead of ``routes``."""
+    feedback: Feedback | None = None
+    """What these layers keep from step to step; the caller's, because it outlives an engine. None: begin anew."""
     check_interval: int = 0
     """Steps between two comparisons of a part of the parameters with the other workers'; 0: none (``replicas.py``)."""
     defers: bool = False

@@ -7,14 +7,14 @@ Afterwards the parameter gets its own class back and has no overhead.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from poseidon.engine.classes import Replacement, replace_class, restore_class
 
 Land = Callable[[nn.Parameter], None]
 
@@ -41,7 +41,7 @@ _LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 """What most arguments are: nothing is inside them."""
 
 
-class Pending:
+class Pending(Replacement):
     """Mixed into a parameter's class while its update is pending."""
 
     _poseidon_land: Land
@@ -58,34 +58,22 @@ class Pending:
         land(*args, *kwargs.values())
         return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def _poseidon_open(self) -> None:
         land(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        land(self)
-        return self.__reduce_ex__(protocol)
-
-
-@cache
-def _pending_class(plain: type) -> type:
-    return type(f"Pending{plain.__name__}", (Pending, plain), {})
 
 
 def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:
     """Make the first touch call ``land_it(parameter)``, which must call :func:`make_plain` before anything else."""
     for parameter in parameters:
-        if not isinstance(parameter, Pending):
-            parameter.__class__ = _pending_class(type(parameter))
+        replace_class(parameter, Pending)
         parameter._poseidon_land = land_it  # type: ignore[attr-defined]
 
 
 def make_plain(parameters: Iterable[nn.Parameter]) -> None:
     """Restore the parameters' own class."""
     for parameter in parameters:
-        if isinstance(parameter, Pending):
-            parameter.__class__ = type(parameter).__bases__[1]
-            del parameter._poseidon_land
+        if restore_class(parameter, Pending):
+            del parameter._poseidon_land  # type: ignore[attr-defined]
 
 
 def land(*values: Any) -> None:

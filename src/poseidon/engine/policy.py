@@ -2,7 +2,7 @@
 
 Before: the exchanges of ``routes/`` are under way. A wrapper (``poseidon/api.py``) has one engine and one policy.
 :class:`UpdateNow` behaves like PyTorch's DDP: when ``backward()`` returns, ``.grad`` is the mean. ``update.py`` defers
-updates, ``relaxed.py`` lets workers drift apart.
+updates, ``relaxed.py`` and ``local.py`` let workers drift apart.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.engine import Engine
 
 
@@ -25,6 +26,8 @@ class Policy(ABC):
     """Means may land after ``backward()`` has returned."""
     serves: bool = False
     """The owners of the parameter server's chunks take the steps."""
+    takes_steps: bool = False
+    """The policy takes the steps of the user's optimizer, so nothing else may, and no hook may come between."""
     syncs_buffers_early: bool = False
     """Buffers travel right after the forward that changed them instead of before the next one."""
     holds_replicas: bool = True
@@ -33,6 +36,11 @@ class Policy(ABC):
     """Whether training can go on with other workers, from a copy of the last complete step."""
     is_copyable: bool = True
     """Whether a copy of the wrapper can have its own policy."""
+
+    @property
+    def sharded(self) -> Sharded | None:
+        """What knows the state that one worker alone has; None: every worker has everything."""
+        return None
 
     @abstractmethod
     def connect(self, module: nn.Module, engine: Engine | None) -> None:

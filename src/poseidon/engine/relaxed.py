@@ -9,20 +9,23 @@ updates of the mean gradient; other optimizers approximate them.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from poseidon.engine.bounding import ChosenBound
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_max_norm, check_optimizer, clear_gradients, defer, give_back, plain_step
 from poseidon.engine.policy import Policy
 from poseidon.errors import UnsupportedError
 from poseidon.job.closing import Stage, at_exit
+from poseidon.planning.staleness import MOST, Prospect
 from poseidon.ps import Table, connect
 from poseidon.wire.settings import WireSettings
 
@@ -78,12 +81,16 @@ class Ledger:
 class Shared:
     """Parameters in a table that all workers add to. Construction is collective and starts from worker 0's values."""
 
-    def __init__(self, ledger: Ledger, table: Table, workers: int) -> None:
+    def __init__(self, ledger: Ledger, table: Table, workers: int, bound: ChosenBound | None = None) -> None:
+        self.bound = bound
         self._table = table
         self._workers = workers
         self._every_row = np.arange(ledger.rows)
-        table.start_from(ledger.read())
+        first = ledger.read()
+        table.start_from(np.pad(first, ((0, table.spec.rows - ledger.rows), (0, 0))))
         ledger.write(table.get(self._every_row))
+        self._began_s = time.perf_counter()
+        self._waited_s = 0.0
 
     def share(self, ledger: Ledger, before: np.ndarray[Any, Any]) -> None:
         """Add this worker's change and read the others'; blocks while a worker is too far behind."""
@@ -91,18 +98,26 @@ class Shared:
         change -= before
         change /= self._workers
         self._table.inc(self._every_row, change)
+        ended_s = time.perf_counter()
+        if self.bound is not None:
+            self.bound.measured(ended_s - self._began_s, self._waited_s)
         self._table.clock()
+        if self.bound is not None:
+            self.bound.clocked()
         ledger.write(self._table.get(self._every_row))
+        self._began_s = time.perf_counter()
+        self._waited_s = self._began_s - ended_s
 
 
 class RelaxedUpdates(Policy):
     """Steps the optimizer on this worker's own gradients and shares the changes through a table.
 
-    ``bound`` is the staleness allowed, ``consistency`` its kind: "ssp" or "asp". ``managed`` and ``settings`` go to
-    :func:`poseidon.ps.connect` and its tables.
+    ``staleness`` is the bound; for "ssp" also "auto": chosen from the workers' step times (``bounding.py``).
+    ``managed`` and ``settings`` go to :func:`poseidon.ps.connect` and its tables.
     """
 
     uses_engine = False
+    takes_steps = True
     is_copyable = False
     is_lasting = False
     is_updating = True
@@ -112,7 +127,7 @@ class RelaxedUpdates(Policy):
         self,
         optimizer: Optimizer,
         consistency: str,
-        staleness: int,
+        staleness: int | Literal["auto"],
         max_grad_norm: float | None = None,
         *,
         timeout_s: float | None = None,
@@ -125,7 +140,8 @@ class RelaxedUpdates(Policy):
         self._optimizer = optimizer
         # Without staleness every read sees exactly the finished steps, as "bsp" promises.
         self._consistency = "bsp" if consistency == "ssp" and staleness == 0 else consistency
-        self._staleness = staleness
+        self._is_chosen = staleness == "auto"
+        self._staleness = MOST if staleness == "auto" else staleness
         self._max_grad_norm = max_grad_norm
         self._timeout_s = timeout_s
         self._managed = managed
@@ -136,17 +152,23 @@ class RelaxedUpdates(Policy):
         """Join the job's tables and copy worker 0's parameters. Collective."""
         self._ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
         self._job = connect(timeout_s=self._timeout_s, settings=self._settings)
+        workers = self._job.workers
+        # With staleness="auto" the workers' step times lie behind the parameters.
+        rows = self._ledger.rows + len(workers) * self._is_chosen
         try:
             self._table = self._job.table(
                 "parameters",
-                self._ledger.rows,
+                rows,
                 WIDTH,
                 self._ledger.dtype_name,
                 consistency=self._consistency,
                 staleness=self._staleness,
                 managed=self._managed,
             )
-            self._shared = Shared(self._ledger, self._table, len(self._job.workers))
+            bound = None
+            if self._is_chosen and len(workers) > 1:
+                bound = ChosenBound(self._table, np.arange(self._ledger.rows, rows), workers.index(self._job.rank))
+            self._shared = Shared(self._ledger, self._table, len(workers), bound)
         except BaseException:
             self._job.__exit__(*sys.exc_info())
             raise
@@ -157,6 +179,18 @@ class RelaxedUpdates(Policy):
     def staleness_seen(self) -> Counter[int]:
         """Number of parameter rows read at each staleness, in clocks."""
         return self._table.staleness_seen
+
+    @property
+    def staleness(self) -> int | None:
+        """Clocks that this worker's reads may miss at present; None without a bound."""
+        if self._shared.bound is not None:
+            return self._shared.bound.bound
+        return None if self._consistency == "asp" else 0 if self._is_chosen else self._staleness
+
+    @property
+    def prospects(self) -> list[Prospect]:
+        """What each staleness promised when one was last chosen, the best first; empty before, and if it is given."""
+        return [] if self._shared.bound is None else list(self._shared.bound.prospects)
 
     @property
     def losses(self) -> dict[int, int]:

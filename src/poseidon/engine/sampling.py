@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import read_lossy
 from poseidon.planning.planner import Plan, make_plan
+from poseidon.planning.route import Routes
 from poseidon.routes import standard_routes
+from poseidon.routes.lossy import lossy_routes
 from poseidon.units import Load
 
 if TYPE_CHECKING:
@@ -16,18 +19,33 @@ if TYPE_CHECKING:
     from poseidon.routes.base import LiveUnit
 
 
-def plan(model: nn.Module, sample_inputs: Any, cluster: Cluster, routes: Mapping[str, str] | None = None) -> Plan:
+def plan(
+    model: nn.Module,
+    sample_inputs: Any,
+    cluster: Cluster,
+    routes: Mapping[str, str] | None = None,
+    *,
+    lossy: str | Mapping[str, str] | None = None,
+    rank: int | None = None,
+    density: float | None = None,
+    block_size: int | None = None,
+) -> Plan:
     """Return the plan for training ``model`` on ``cluster`` with one worker's batch ``sample_inputs``.
 
     Inputs are a tensor, a tuple of positional arguments or a dict of keyword arguments. Runs one forward of the model
     in evaluation mode, without gradients. For training under autocast, call it under autocast: factors are then counted
-    in the short type.
+    in the short type. ``routes``, ``lossy`` and its options are those of
+    :class:`~poseidon.DistributedDataParallel`.
     """
     from poseidon.engine.discover import find_units
 
+    choice = read_lossy(lossy, rank, density, block_size)
     units = find_units(model)
+    specs = [unit.spec for unit in units]
+    known = Routes([*standard_routes().values(), *lossy_routes(choice)])
+    forced = {} if choice is None else choice.forced(specs, known)
     loads = sample_loads(model, units, sample_inputs)
-    return make_plan([unit.spec for unit in units], loads, cluster, standard_routes(), routes)
+    return make_plan(specs, loads, cluster, known, {**forced, **(routes or {})})
 
 
 def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) -> dict[str, Load]:

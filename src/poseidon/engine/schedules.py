@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from poseidon.planning.transfers import Conditions, SentBits
 from poseidon.routes.base import Context, Exchanger, LiveItem, LiveUnit, can_be_served
 from poseidon.routes.buckets import Bucket
 from poseidon.routes.catalogue import COLLECTIVES, ShardedRoute, served_routes, standard_routes
+from poseidon.routes.feedback import Feedback
+from poseidon.routes.lossy import lossy_routes
 from poseidon.sim.ranking import observed_profile
 from poseidon.sums.slots import chunk_bytes_for
 from poseidon.team.nccl import nccl_uses_sockets
@@ -74,7 +77,10 @@ class Schedules:
         self._options = options
         self._parameters: tuple[nn.Parameter, ...] = tuple(p for unit in units for p in unit.parameters)
         is_cuda = any(parameter.is_cuda for parameter in self._parameters)
-        self._context = Context(team, cluster, is_cuda)
+        kept = None if options.lossy is None else options.feedback or Feedback()
+        if kept is not None:
+            kept.bind(units)
+        self._context = Context(team, cluster, is_cuda, kept=kept)
         self._exchangers: dict[str, Exchanger] = {}
         if team.encrypts:
             check_encryptable(units, options.routes or {})
@@ -82,6 +88,9 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = open_choosing(team, self.routes, options.tries, self._parameters[0].device)
         specs = [unit.spec for unit in units]
+        lossy = {} if options.lossy is None or routes is not None else options.lossy.forced(specs, self.routes)
+        self._forced: Mapping[str, str] = {**lossy, **(options.routes or {})}
+        """Routes by unit name or pattern, of which the first that matches counts."""
         # A sparse gradient shares no bucket with others.
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
         kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
@@ -90,7 +99,7 @@ class Schedules:
             specs,
             cluster,
             served_routes() if options.serves else self.routes,
-            None if options.serves else options.routes,
+            None if options.serves else self._forced,
         )
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
@@ -100,7 +109,8 @@ class Schedules:
         """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
-        self.dense = self._bind(self._pack([self.routes.first_for(spec).name for spec in specs], self._packing))
+        whole = [lossy.get(spec.name, self.routes.first_for(spec).name) for spec in specs]
+        self.dense = self._bind(self._pack(whole, self._packing))
         """Full gradients only."""
         self._prepare(self.dense)
         self.planned: LiveSchedule | None = None
@@ -180,13 +190,14 @@ class Schedules:
             whole = next(iter(standard_routes(encrypts=self._team.encrypts).values()))
             return Routes([whole, *served_routes().values()])
         topology, gathers = self._team.topology, self._options.gather_factors
-        return standard_routes(
+        exact = standard_routes(
             offers_server=self._offers_server(),
             gathers_factors=is_cuda and self._team.is_nccl if gathers is None else gathers,
             combines_first=topology.has_levels and topology.is_even and not is_cuda,
             chunk_bytes=chunk_bytes_for(self._cluster.between.bytes_per_s, lands_whole=not self._options.defers),
             encrypts=self._team.encrypts,
         )
+        return Routes([*exact.values(), *lossy_routes(self._options.lossy)])
 
     def _offers_server(self) -> bool:
         return self._can_serve and (not self._team.is_nccl or self._options.defers)
@@ -239,20 +250,21 @@ class Schedules:
         known = [name for name in fulls if name in self.routes] or [next(iter(self.routes))]
         forms = self._team.gather_ints([int(self.keeps_forms)], "the choice of a plan")
         keeps_forms = any(row[0] for row in forms)
-        overrides = self._options.routes
         return make_candidates(
-            self.model, self._order, loads, self.routes, overrides, first.plan, first.packing, known, keeps_forms
+            self.model, self._order, loads, self.routes, self._forced, first.plan, first.packing, known, keeps_forms
         )
 
     def _describe(self, candidates: Sequence[Candidate], loads: dict[str, Load]) -> str:
         """Return what a stored choice among these plans is known by."""
         options, device = self._options, self._parameters[0].device
-        others = {
+        others: dict[str, Any] = {
             "versions": [__version__, torch.__version__],
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "plans": [one.name for one in candidates],
             "options": [options.bucket_bytes, options.defers, sorted((options.routes or {}).items())],
         }
+        if options.lossy is not None:
+            others["lossy"] = repr(options.lossy)
         return describe_job(self.model.units, loads, self._cluster, others)
 
     def _common_loads(self) -> dict[str, Load]:
@@ -316,8 +328,12 @@ class Schedules:
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options
         parameters = tuple(self._parameters[p] for p in item.parameters)
+        # What is kept lies as the parameters do, and a gradient that travels in place may lie otherwise.
+        is_in_place = not options.serves and (
+            not self.routes[item.route].is_lossy or all(parameter.is_contiguous() for parameter in parameters)
+        )
         bucket = (
-            Bucket(parameters, options.keep_views and not options.serves, not options.serves)
+            Bucket(parameters, options.keep_views and not options.serves, is_in_place)
             if item.is_packed or options.serves
             else None
         )

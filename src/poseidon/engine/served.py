@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +25,9 @@ from torch.optim import Optimizer
 from poseidon.engine.aside import aside
 from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.engine import Engine
-from poseidon.engine.optimizers import (
-    check_elementwise,
-    freeze_options,
-    step_groups,
-)
+from poseidon.engine.optimizers import check_elementwise, freeze_options, step_groups
 from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
+from poseidon.engine.rounding import Rounding
 from poseidon.engine.step import Phase
 from poseidon.engine.taken import TakenSteps
 from poseidon.engine.watched import Touch, unwatch, watch
@@ -44,7 +41,6 @@ class ServedUpdates(TakenSteps):
     """Lets the owners step one optimizer; any thread may touch parameters."""
 
     serves = True
-    is_lasting = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
         super().__init__(optimizer, max_grad_norm)
@@ -63,20 +59,9 @@ class ServedUpdates(TakenSteps):
         """What ``.grad`` was on this worker, as long as it may turn out that nobody used the parameter."""
         self._due: set[LiveItem] = set()
         """Items whose new weights are under way."""
-        self._candidates: set[nn.Parameter] = set()
-        """Parameters that the model only uses rounded..."""
-        self._rounded: set[nn.Parameter] = set()
-        """... and those of them that hold rounded values at present."""
-        self._exact_items: set[LiveItem] = set()
-        """Items of rounded parameters that arrive exact from now on."""
+        self._rounding = Rounding()
         self._has_state = True
         """The user's optimizer has its whole state, as the user may have changed it."""
-        self._observed: dict[nn.Parameter, set[Touch]] | None = defaultdict(set)
-        """How the first forward touches parameters..."""
-        self._looked_up: Counter[nn.Parameter] = Counter()
-        """... and how many rows it looks up."""
-        self._exact_rows: dict[nn.Parameter, list[Tensor]] = {}
-        """Numbers of rows that hold exact values in a parameter that is rounded otherwise."""
 
     # What the wrapper and the front end call.
 
@@ -106,13 +91,13 @@ class ServedUpdates(TakenSteps):
                 'join() with update="server": a worker without input takes no steps, but owns chunks; leave update out'
             )
         is_opaque = has_compiled_parts(module)
-        if self._observed is not None and asks and not is_opaque:
+        if self._rounding.is_open and asks and not is_opaque:
             for parameter in self.engine.parameters:
                 watch(parameter, self)
         if not asks or is_opaque:
             self.finish()
             with self._lock, self._broken_by_errors():
-                self._fetch_exact(self._rounded)
+                self._fetch_exact(self._rounding.rounded)
                 self._show_gradients()
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
@@ -120,14 +105,16 @@ class ServedUpdates(TakenSteps):
         if not self.engine.in_backward:  # called for every gradient
             with self.guard():
                 self._end_step()
-                self._round_rows()
+                with in_private():
+                    self._rounding.round_rows()
                 with torch._C.DisableTorchFunctionSubclass():  # it compares replicas, which is no use of them
                     self.engine.begin_backward(unused)
 
     def end_backward(self) -> None:
         """Leave the means with their owners; in the first backward, let everybody have them."""
         if self.engine.plan is None:
-            self._agree_on_rounding()
+            self._rounding.agree(self.engine)
+            self._release_parameters()
             self._land_at_once()
             self._follow_plan()
             return
@@ -136,7 +123,7 @@ class ServedUpdates(TakenSteps):
             self._lazy, self._coefficient = dict.fromkeys(self.engine.parameters), None
             for parameter in self.engine.parameters:
                 watch(parameter, self)
-            with _in_private():
+            with in_private():
                 for parameter in self.engine.parameters:
                     # Sent, so its memory is free. What is here later was added by a backward without an exchange.
                     self._sent[parameter], parameter.grad = parameter.grad, None
@@ -163,15 +150,14 @@ class ServedUpdates(TakenSteps):
     def touch(self, parameter: nn.Parameter, touch: Touch) -> None:
         """Put in place what an operation needs."""
         with self._lock, self._broken_by_errors():
-            if self._observed is not None:
-                self._observed[parameter].add(touch)
+            self._rounding.observe(parameter, touch)
             if touch is Touch.NEW_GRADIENT:
                 self._lazy.pop(parameter, None)
             elif touch is Touch.GRADIENT:
                 self._show_gradient(parameter)
             else:
                 self._land(self._item_of.get(parameter))
-                if touch is Touch.VALUES and parameter in self._rounded:
+                if touch is Touch.VALUES and parameter in self._rounding.rounded:
                     self._fetch_exact({parameter})
             self._unwatch_if_plain(parameter)
 
@@ -179,10 +165,10 @@ class ServedUpdates(TakenSteps):
         """Put rows in place: exact ones, where the rest is rounded."""
         with self._lock, self._broken_by_errors():
             item = self._item_of.get(parameter)
-            if self._observed is not None:
-                self._observed[parameter].add(Touch.ROWS)
-                self._looked_up[parameter] += numbers.unique().numel()
-            is_rounded = parameter in self._rounded or (item in self._due and self._comes_rounded(item))
+            self._rounding.observe_rows(parameter, numbers)
+            is_rounded = parameter in self._rounding.rounded or (
+                item in self._due and self._rounding.comes_rounded(item)
+            )
             if item is not None and is_rounded and numbers.numel():
                 self._fetch_rows(item, numbers)
             else:
@@ -191,36 +177,24 @@ class ServedUpdates(TakenSteps):
 
     def _fetch_rows(self, item: LiveItem, numbers: Tensor) -> None:
         (parameter,) = item.parameters
-        with _in_private():
+        with in_private():
             distinct = numbers.detach().reshape(-1).unique().to(torch.int64)
             wait = self.exchanger.ask_rows(item, distinct.cpu().numpy())
             # Before they are written: what lands is made from what was here.
             self._land(item)
-            # Not counted as a change: in the lower precision, in which all others use it, it is none.
-            parameter.data.index_copy_(0, distinct, wait().to(parameter.device))
-            self._exact_rows[parameter] = [*self._exact_rows.get(parameter, []), distinct]
-
-    def _round_rows(self) -> None:
-        """Round the rows that were looked up again: all workers hold the same bits when a backward begins."""
-        for parameter, looked_up in self._exact_rows.items():
-            if parameter in self._rounded:
-                with _in_private():
-                    numbers, table = torch.cat(looked_up), parameter.data
-                    table.index_copy_(0, numbers, table[numbers].to(torch.bfloat16).to(table.dtype))
-        self._exact_rows.clear()
+            self._rounding.put_rows(parameter, distinct, wait().to(parameter.device))
 
     def open(self, parameter: nn.Parameter) -> None:
         """Put everything in place."""
         with self._lock:
-            if self._observed is not None:
-                self._observed[parameter].add(Touch.VALUES)
             for touch in (Touch.VALUES, Touch.GRADIENT):
                 self.touch(parameter, touch)
             unwatch(parameter)
 
     def _unwatch_if_plain(self, parameter: nn.Parameter) -> None:
         is_due = self._item_of.get(parameter) in self._due
-        if not (is_due or parameter in self._lazy or parameter in self._rounded or self._observed is not None):
+        is_rounded = parameter in self._rounding.rounded
+        if not (is_due or parameter in self._lazy or is_rounded or self._rounding.is_open):
             unwatch(parameter)
 
     # Gradients.
@@ -230,7 +204,7 @@ class ServedUpdates(TakenSteps):
         if self.engine.phase is not Phase.CLOSED:
             return
         self.engine.settle()
-        with _in_private():
+        with in_private():
             for parameter in self.engine.unused:
                 # No worker has a gradient of it, so what its .grad was counts.
                 if parameter in self._lazy:
@@ -247,7 +221,7 @@ class ServedUpdates(TakenSteps):
             return
         item = self._item_of[parameter]
         assert item.bucket is not None
-        with _in_private():
+        with in_private():
             flat = self.exchanger.fetch_means(item)
             if self._coefficient is not None:
                 flat *= self._coefficient.to(flat.device)
@@ -269,18 +243,14 @@ class ServedUpdates(TakenSteps):
         """Wait for the weights of an item and put them in place."""
         if item is None or item not in self._due:
             return
-        with _in_private():
+        with in_private():
             self.exchanger.under_way.pop(item).finish(is_used=True)
             assert item.bucket is not None
             self._write(item, item.bucket.flat)
         self._due.remove(item)
+        self._rounding.note_landed(item)
         for parameter in item.parameters:
-            if self._comes_rounded(item):
-                self._rounded.add(parameter)
             self._unwatch_if_plain(parameter)
-
-    def _comes_rounded(self, item: LiveItem) -> bool:
-        return item.parameters[0] in self._candidates and item not in self._exact_items
 
     def _write(self, item: LiveItem, flat: Tensor) -> None:
         assert item.bucket is not None
@@ -289,15 +259,13 @@ class ServedUpdates(TakenSteps):
     def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
         """Replace rounded values, of all parameters that travel with these, by the exact ones."""
         for item in {self._item_of[parameter]: None for parameter in parameters}:
-            with _in_private():
+            with in_private():
                 flat, is_exact_later = self.exchanger.fetch_weights(item)
-                if is_exact_later:
-                    self._exact_items.add(item)
                 assert item.bucket is not None
                 # Not counted as a change: what was computed from the rounded values would have been the same.
                 torch._foreach_copy_([parameter.data for parameter in item.parameters], item.bucket.views_of(flat))
+            self._rounding.note_exact(item, is_exact_later)
             for parameter in item.parameters:
-                self._rounded.discard(parameter)
                 self._unwatch_if_plain(parameter)
 
     # Replacements for the optimizer's own methods.
@@ -313,7 +281,7 @@ class ServedUpdates(TakenSteps):
             if self._exchanger is None:
                 self._step_here(list(group_of), options, group_of)
                 return
-            with _in_private():
+            with in_private():
                 self._order(options, group_of)
             self._step_here([p for p in group_of if p not in self._item_of], options, group_of)
 
@@ -323,7 +291,7 @@ class ServedUpdates(TakenSteps):
             return False
         with self._lock, self._broken_by_errors():
             members = [p for group in self.optimizer.param_groups for p in group["params"]]
-            with _in_private():
+            with in_private():
                 for parameter in members:
                     if set_to_none:
                         parameter.grad = None
@@ -342,7 +310,7 @@ class ServedUpdates(TakenSteps):
                 return
             self.finish()
             full: State = defaultdict(dict)
-            with _in_private():
+            with in_private():
                 for item in self.exchanger.items:
                     self.exchanger.fetch_state(item, full)
             # In the order of the groups, as a plain optimizer would have made it.
@@ -369,14 +337,14 @@ class ServedUpdates(TakenSteps):
             self._show_gradients()
             for item in exchanger.items:
                 exchanger.start(item, (), 0)
-        weights = shard.weights_in_hand(set(self._item_of) - self._rounded)
+        weights = shard.weights_in_hand(set(self._item_of) - self._rounding.rounded)
         state = self._take_state() if self._has_state else None
         self._coefficient = self._clip()
         in_hand = gradients_in_hand(shard, self._lazy)
         update = make_update(self.optimizer, self.plain, options, group_of)
         exchanger.order(Order(update, in_hand, self._coefficient, weights, state))
         self._due = set(exchanger.items)
-        self._rounded.clear()
+        self._rounding.rounded.clear()
         for parameter in self._item_of:
             watch(parameter, self)
 
@@ -422,7 +390,7 @@ class ServedUpdates(TakenSteps):
             members[group_of[parameter]].append(parameter)
         self.is_updating = True
         try:
-            with _in_private():
+            with in_private():
                 step_groups(self.optimizer, self.plain, options, members)
         finally:
             self.is_updating = False
@@ -437,35 +405,10 @@ class ServedUpdates(TakenSteps):
             self._show_gradients()
             if self.exchanger.under_way:
                 # There was no step(): the owners send the weights as they are.
-                with _in_private():
+                with in_private():
                     self.exchanger.order(Order(None, {}))
                     for item in list(self.exchanger.under_way):
                         self.exchanger.under_way.pop(item).finish(is_used=True)
-
-    def _agree_on_rounding(self) -> None:
-        """Let all workers choose the same parameters to be sent rounded. Collective."""
-        engine = self.engine
-        everybody = engine.team.gather_ints([self._need_of(p) for p in engine.parameters], "how parameters are used")
-        columns = dict(zip(engine.parameters, zip(*everybody, strict=True), strict=True))
-        self._candidates = {parameter for parameter, column in columns.items() if all(column)}
-        engine.mark_rounded(self._candidates, {p for p in self._candidates if 2 in columns[p]})
-        self._observed = None
-        for parameter in engine.parameters:
-            unwatch(parameter)
-
-    def _need_of(self, parameter: nn.Parameter) -> int:
-        """Return what the first forward needed of a parameter: 0 exact values, 1 rounded ones, 2 some exact rows too.
-
-        Rows pay up to half of them: the exact ones take 32 bits, and rounding saves 16.
-        """
-        assert self._observed is not None
-        touches = self._observed[parameter] & {Touch.ROUNDED, Touch.VALUES, Touch.ROWS}
-        if parameter.dtype is not torch.float32 or Touch.ROUNDED not in touches or Touch.VALUES in touches:
-            return 0
-        if Touch.ROWS not in touches:
-            return 1
-        is_table = parameter.is_contiguous() and 2 * self._looked_up[parameter] < parameter.shape[0]
-        return 2 if is_table else 0
 
     def _follow_plan(self) -> None:
         planned = self.engine.planned
@@ -482,7 +425,7 @@ class ServedUpdates(TakenSteps):
             if self._exchanger is None:
                 return
             self._end_step()
-            self._fetch_exact(self._rounded)
+            self._fetch_exact(self._rounding.rounded)
             self.show_state()
             self.exchanger.leave()
 
@@ -505,7 +448,7 @@ class ServedUpdates(TakenSteps):
 
 
 @contextlib.contextmanager
-def _in_private() -> Iterator[None]:
+def in_private() -> Iterator[None]:
     """Touch parameters unwatched, and without the caller's context."""
     with aside(), torch._C.DisableTorchFunctionSubclass():
         yield

@@ -34,6 +34,7 @@ class TakenSteps(Policy):
     """Takes the steps of one optimizer; with one worker, only clips the norm."""
 
     defers = True
+    takes_steps = True
     syncs_buffers_early = True
     is_copyable = False
 

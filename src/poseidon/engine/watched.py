@@ -6,10 +6,8 @@ may stay watched: a rounded weight serves a layer under autocast, which rounds i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from poseidon.engine.classes import Replacement, replace_class, restore_class
 from poseidon.engine.pending import HARMLESS
 
 
@@ -62,7 +61,7 @@ _READS = frozenset(attribute.__get__ for attribute in _GRADIENT)
 _WRITES = frozenset(way for attribute in _GRADIENT for way in (attribute.__set__, attribute.__delete__))
 
 
-class Watched:
+class Watched(Replacement):
     """Mixed into a parameter's class while it is watched."""
 
     _poseidon_watcher: Watcher
@@ -98,13 +97,8 @@ class Watched:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def _poseidon_open(self) -> None:
         self._poseidon_watcher.open(self)  # type: ignore[arg-type]
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._poseidon_watcher.open(self)  # type: ignore[arg-type]
-        return self.__reduce_ex__(protocol)
 
 
 def _kind(func: Callable[..., Any], parameter: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Touch:
@@ -137,20 +131,13 @@ def is_rounding(device_type: str) -> bool:
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.bfloat16
 
 
-@cache
-def _watched_class(plain: type) -> type:
-    return type(f"Watched{plain.__name__}", (Watched, plain), {})
-
-
 def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
     """Let ``watcher`` prepare a parameter for whatever touches it."""
-    if not isinstance(parameter, Watched):
-        parameter.__class__ = _watched_class(type(parameter))
+    replace_class(parameter, Watched)
     parameter._poseidon_watcher = watcher  # type: ignore[attr-defined]
 
 
 def unwatch(parameter: nn.Parameter) -> None:
     """Restore a parameter's own class."""
-    if isinstance(parameter, Watched):
-        parameter.__class__ = type(parameter).__bases__[1]
-        del parameter._poseidon_watcher
+    if restore_class(parameter, Watched):
+        del parameter._poseidon_watcher  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@ from typing import Literal
 
 from poseidon.errors import ConfigError, unknown_name
 from poseidon.job.limits import time_limit
-from poseidon.launch.auto_options import AUTO_OPTIONS, BATCHES, EVALUATIONS, FILES, LOSSES, WRITERS
+from poseidon.launch.auto_options import AUTO_OPTIONS, BATCHES, EVALUATIONS, FILES, LOSSES, OUTERS, WRITERS
+from poseidon.planning.lossy import LossyChoice, read_lossy
 
 USAGE = "python -m poseidon.auto [options] script.py [arguments] | -m module [arguments]"
 
@@ -28,6 +29,10 @@ class AutoOptions:
     """Give the script the mean over workers of a training loss that it reads."""
     scale_lr: bool = False
     """Multiply the optimizers' learning rates by the number of workers."""
+    local: int | None = None
+    """Steps between two exchanges of parameters; None: gradients are exchanged in every backward."""
+    outer: Literal["average", "nesterov"] = "average"
+    """With ``local``: whether parameters are averaged, or stepped by their mean change with Nesterov momentum."""
     seed: int | None = None
     """The seed of a script that sets none; None: worker 0 draws one."""
     files: Literal["private", "python", "shared"] = "private"
@@ -38,6 +43,8 @@ class AutoOptions:
     """Names of loaders that every worker reads as a whole."""
     deal: tuple[str, ...] = ()
     """Names of loaders that are dealt out whenever gradients are on."""
+    lossy: LossyChoice | None = None
+    """How much the gradients of PyTorch models may lose; None: nothing."""
     timeout_s: float | None = None
     """How long to wait for another worker; None: ``POSEIDON_TIMEOUT``."""
 
@@ -48,15 +55,32 @@ class AutoOptions:
             ("--loss", self.loss, LOSSES),
             ("--files", self.files, FILES),
             ("--output", self.output, WRITERS),
+            ("--outer", self.outer, OUTERS),
         ):
             if value not in known:
                 raise unknown_name(what, value, known)
         if twice := sorted(set(self.whole) & set(self.deal)):
             raise ConfigError(f"{twice[0]} is in both --whole and --deal; name it in one of them")
+        self._check_local()
         if self.timeout_s is not None:
             time_limit(self.timeout_s, "--timeout")
         if self.seed is not None and self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must not be negative")
+
+    def _check_local(self) -> None:
+        if self.local is None:
+            if self.outer != "average":
+                raise ConfigError(f"--outer {self.outer} needs --local H: only then there are outer steps")
+            return
+        if self.local < 1:
+            raise ConfigError(f"--local is {self.local}; expected at least 1 step between two exchanges")
+        if self.lossy is not None:
+            raise ConfigError("--local with --lossy: gradients do not travel; leave one of them out")
+        if self.batch == "total":
+            raise ConfigError(
+                "--local with --batch total: each worker trains on its own batches, and that is never what one machine "
+                "computes; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)
@@ -95,11 +119,14 @@ def options_of(known: argparse.Namespace) -> AutoOptions:
         loss=known.loss,
         same_loss=known.same_loss,
         scale_lr=known.scale_lr,
+        local=known.local,
+        outer=known.outer,
         seed=known.seed,
         files=known.files,
         output=known.output,
         whole=_names(known.whole),
         deal=_names(known.deal),
+        lossy=read_lossy(known.lossy, known.rank, known.density, known.block_size),
         timeout_s=known.timeout,
     )
 

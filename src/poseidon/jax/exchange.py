@@ -20,6 +20,7 @@ from poseidon.jax.short_forms import ShortForm, agree_on_forms, find_forms, run_
 from poseidon.jax.trees import check_like, describe_leaves, name_leaves, take_tree
 from poseidon.planning.planner import Plan
 from poseidon.routes import standard_routes
+from poseidon.team.epochs import refuse_elastic
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.units import Kind
@@ -40,6 +41,7 @@ class TreeExchange:
     """
 
     def __init__(self, params: Any, options: ExchangeOptions, size: int) -> None:
+        refuse_elastic("a JAX program")
         self.size = size
         """The number of workers."""
         self.rank = 0

@@ -25,6 +25,8 @@ BEAT_S = 0.5
 """Seconds between two heartbeats to the launcher."""
 CUT_S = 0.1
 """While an epoch is over and its connections may still be used, they are cut again so often."""
+NEWS_S = 10.0
+"""How long to wait for the launcher to say that an epoch is over, when a collective of torch's has failed."""
 NEVER = -1
 """The epoch of a worker that has not been in any."""
 

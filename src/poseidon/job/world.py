@@ -18,7 +18,7 @@ from typing import Any
 from poseidon.errors import ConfigError
 from poseidon.job import settings
 from poseidon.job.cutting import TORCH
-from poseidon.job.elastic import this_job
+from poseidon.job.elastic import NEWS_S, this_job
 from poseidon.job.filter import admit_only_peers, shut_afterwards
 from poseidon.job.limits import time_limit, torch_limit
 from poseidon.job.settings import WHOLE, refuse
@@ -151,7 +151,14 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
     import torch.distributed as dist
 
     job = this_job()
-    if job is not None and job.seat is None and not dist.is_initialized():
+    if job is not None and "nccl" in (backend or ""):
+        raise ConfigError(
+            f"backend={backend!r} in an elastic job (--nodes, --nproc MIN:MAX): NCCL's operations cannot be "
+            "interrupted when a worker is lost; leave it out, then gloo and Poseidon's wire serve GPUs too"
+        )
+    is_first = job is not None and job.seat is None and not dist.is_initialized()
+    if is_first:
+        assert job is not None
         if job.is_late:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         else:
@@ -165,24 +172,41 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
         # One channel fills Ethernet; every further one costs the GPU multiprocessors and the host a busy thread. VGG19
         # on 8 x 10 GbE ran 5 % faster with one. Inside a machine NCCL needs its channels, so it chooses for itself.
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
-    if world.size > 1 and not dist.is_initialized():
+    while world.size > 1 and not dist.is_initialized():
         # NCCL's operations cannot be interrupted when a worker is lost.
         has_nccl = torch.cuda.is_available() and job is None
-        chosen = backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo")
-        timeout = timedelta(seconds=torch_limit(time_limit(timeout_s)))
-        meeting: dict[str, Any] = {"init_method": f"tcp://{_in_brackets(world.master_addr)}:{world.master_port}"}
-        if settings.RUN.read():
-            with TORCH.noting():
-                meeting = {"store": _open_store(world, timeout)}
-        with (
-            contextlib.nullcontext() if _connects_late() else shut_afterwards(world.master_port),
-            TORCH.noting(),
-        ):
-            tell(startup="waits for the other workers to join")
-            dist.init_process_group(chosen, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
-        if settings.RUN.read() and world.rank == 0 and world.master_port is not None:
-            admit_only_peers(world.master_port)
+        try:
+            _make_group(world, backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo"), timeout_s)
+            break
+        except Exception:
+            # A worker of an elastic job may be lost before all have met; then the others meet without it.
+            if job is None or not is_first or not job.wait_for_end(NEWS_S):
+                raise
+            job.leave()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            job.arrive()
+            world = World.from_environment()
     return world
+
+
+def _make_group(world: World, backend: str, timeout_s: float | None) -> None:
+    """Make the default process group. Collective."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=torch_limit(time_limit(timeout_s)))
+    meeting: dict[str, Any] = {"init_method": f"tcp://{_in_brackets(world.master_addr)}:{world.master_port}"}
+    if settings.RUN.read():
+        with TORCH.noting():
+            meeting = {"store": _open_store(world, timeout)}
+    with (
+        contextlib.nullcontext() if _connects_late() else shut_afterwards(world.master_port),
+        TORCH.noting(),
+    ):
+        tell(startup="waits for the other workers to join")
+        dist.init_process_group(backend, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
+    if settings.RUN.read() and world.rank == 0 and world.master_port is not None:
+        admit_only_peers(world.master_port)
 
 
 def join_workers(timeout_s: float | None = None) -> int:

@@ -27,6 +27,7 @@ from poseidon.keras.inputs import deal_inputs, symbolic_batch
 from poseidon.keras.sharing import add_up_metrics, mean_logs, share, state_of
 from poseidon.keras.units import describe_model, find_units
 from poseidon.planning.planner import Plan
+from poseidon.team.epochs import refuse_elastic
 from poseidon.team.team import Team
 
 log = logging.getLogger("poseidon.keras")
@@ -83,6 +84,7 @@ class Distribution:
             raise ConfigError(
                 f"{model.name} is already distributed; first call close() on the object that distribute() returned"
             )
+        refuse_elastic("a Keras model")
         self.model = model
         self._options = options
         self._team = Team(None, options.exchange.timeout_s)

@@ -16,10 +16,12 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from poseidon.lab.systems import OPTIMIZERS, Trainer, autocast, make_trainer
 from poseidon.planning.profile import Profile
 from poseidon.profiling.measuring import profile_model
 from poseidon.team.calibrate import measure_flops
+
+T = TypeVar("T")
 
 MARK = "@bench "
 PROFILED_STEPS = 2
@@ -76,8 +80,8 @@ class _Block:
 
 def main(settings: WorkerSettings) -> None:
     """Measure every system in turn, ``repetitions`` times."""
-    device = _prepare(settings)
-    tell = _tell if dist.get_rank() == 0 else _tell_nobody
+    device = prepare(settings.device, settings.threads, settings.timeout_s)
+    tell = tell_parent if dist.get_rank() == 0 else tell_nobody
     torch.manual_seed(0)
     original = build(settings)
     sizes = [(parameter.numel(), parameter.element_size()) for parameter in original.model.parameters()]
@@ -91,14 +95,15 @@ def main(settings: WorkerSettings) -> None:
             if system in broken:
                 continue
             tell("begin", system=system)
-            blocks, failure = _measure_together(settings, system, original, device)
+            measure = partial(_measure, settings, system, original, device)
+            blocks, failure = do_together(measure, device)
             if failure:
                 broken.add(system)
                 tell("failure", system=system, failure=failure)
             else:
                 tell("repetition", system=system, note=blocks[0].note, **asdict(_combine(blocks)))
     # No rank leaves before all are done; the group ends with the process, since destroying it may hang.
-    _settle(device)
+    settle(device)
 
 
 def build(settings: WorkerSettings) -> zoo.Network:
@@ -108,33 +113,33 @@ def build(settings: WorkerSettings) -> zoo.Network:
     )
 
 
-def _prepare(settings: WorkerSettings) -> torch.device:
-    torch.set_num_threads(settings.threads)
-    if settings.device == "cuda":
+def prepare(device: str, threads: int, timeout_s: float) -> torch.device:
+    """Join the other ranks with the same group and the same settings for all systems; return where to compute."""
+    torch.set_num_threads(threads)
+    if device == "cuda":
         torch.cuda.set_device(0)
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
-    # The same group and the same NCCL settings for all systems.
-    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
-    poseidon.init(backend, timeout_s=settings.timeout_s)
-    return torch.device(settings.device, 0) if settings.device == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    poseidon.init(backend, timeout_s=timeout_s)
+    return torch.device(device, 0) if device == "cuda" else torch.device("cpu")
 
 
-def _measure_together(
-    settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device
-) -> tuple[list[_Block], str]:
-    """Measure one system once; return every rank's view, and the error of the first that failed."""
+def do_together(task: Callable[[], T], device: torch.device) -> tuple[list[T], str]:
+    """Do something on all ranks; return what every rank made of it, and the error of the first that failed."""
+    mine: T | None = None
+    failure = ""
     try:
-        mine: _Block | str = _measure(settings, system, original, device)
+        mine = task()
     except Exception as error:
         traceback.print_exc()
-        mine = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        failure = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     _free(device)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    failures = [one for one in everyone if isinstance(one, str)]
-    return ([], failures[0]) if failures else (everyone, "")
+    dist.all_gather_object(everyone, (mine, failure))
+    failures = [text for _, text in everyone if text]
+    return ([], failures[0]) if failures else ([result for result, _ in everyone], "")
 
 
 def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.device) -> tuple[Profile, float]:
@@ -142,7 +147,7 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
     network = _own_copy(settings, original, device)
     inputs, targets = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
     optimizer = OPTIMIZERS[settings.optimizer](network.model)
-    _settle(device)
+    settle(device)
     profile = profile_model(
         network.model,
         inputs,
@@ -153,7 +158,7 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
         around=lambda: autocast(settings.precision, device),
         repetitions=PROFILED_STEPS,
     )
-    _settle(device)
+    settle(device)
     return profile, measure_flops(device)
 
 
@@ -171,13 +176,13 @@ def _measure(settings: WorkerSettings, system: str, original: zoo.Network, devic
     batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
     trainer = make_trainer(system, network, batch, settings.optimizer, settings.precision)
     try:
-        _choose(trainer)
+        choose(trainer)
         return _time_steps(trainer, settings, device)
     finally:
         trainer.close()
 
 
-def _choose(trainer: Trainer) -> None:
+def choose(trainer: Trainer) -> None:
     """Train until a system that tries several plans has kept one; then begin anew from the same weights."""
     if not getattr(trainer.module, "is_choosing", False):
         return
@@ -207,21 +212,21 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
     first = trainer.step()
     for _ in range(settings.warmup - 1):
         trainer.step()
-    _settle(device)
+    settle(device)
     sent_before = bytes_sent()
-    _settle(device)
+    settle(device)
     began = time.perf_counter()
     for _ in range(settings.steps):
         last = trainer.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
-    _settle(device)
+    settle(device)
     sent = bytes_sent() - sent_before
     return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item(), trainer.note())
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     """Wait until all ranks are done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -245,12 +250,13 @@ def bytes_sent(interface: str = "eth0") -> int:
     return 0
 
 
-def _tell(event: str, **details: Any) -> None:
+def tell_parent(event: str, **details: Any) -> None:
+    """Report an event to the process that started the ranks."""
     print(MARK + json.dumps({"event": event, **details}), flush=True)
 
 
-def _tell_nobody(event: str, **details: Any) -> None:
-    pass
+def tell_nobody(event: str, **details: Any) -> None:
+    """Say nothing: the other ranks' part of :func:`tell_parent`."""
 
 
 def _from_json(text: str) -> WorkerSettings:
@@ -261,13 +267,13 @@ def _from_json(text: str) -> WorkerSettings:
     return WorkerSettings(**data)
 
 
-def _run() -> None:
+def run_worker(work: Callable[[], None]) -> None:
     """Run and exit at once: libraries' threads may hang in the interpreter's shutdown."""
     # A worker that is ended past the cell's limit says where each of its threads stands.
     faulthandler.register(signal.SIGTERM, chain=True)
     status = 1
     try:
-        main(_from_json(sys.argv[1]))
+        work()
         status = 0
     except Exception:
         traceback.print_exc()
@@ -278,4 +284,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    _run()
+    run_worker(lambda: main(_from_json(sys.argv[1])))

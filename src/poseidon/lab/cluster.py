@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +159,12 @@ class Lab:
         mounts = [] if here.mounts_fd < 0 else [here.mounts_fd]
         with _Opened(self.state.warden.pid, [here.net_fd, here.uts_fd, *mounts]) as opened:
             return namespace.call_inside(opened[:2], start, opened[2] if mounts else None)
+
+    def connect(self, machine: int, address: tuple[str, int], timeout_s: float) -> socket.socket:
+        """Return a connection that is made from a machine."""
+        check_machine(machine, self.machines)
+        with _Opened(self.state.warden.pid, [self.state.machines[machine].net_fd]) as opened:
+            return namespace.call_inside(opened, lambda: socket.create_connection(address, timeout_s))
 
     @property
     def has_names(self) -> bool:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from poseidon.errors import ConfigError
-from poseidon.lab.results import LINEAR, LOSSY, Cell
+from poseidon.lab.results import LINEAR, Cell
 from poseidon.lab.spec import format_rate
+from poseidon.lab.system_names import traits_of
 
 PANELS_PER_ROW = 3
 STYLES: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def _draw_panel(axis: object, model: str, rate: int, cells: Sequence[Cell]) -> N
     further = itertools.cycle(FURTHER)
     for system, points in speedup_lines(cells).items():
         machines, speedups = zip(*points, strict=True)
-        label = f"{system} (lossy)" if system in LOSSY else system
+        label = f"{system} (lossy)" if not traits_of(system).is_exact else system
         axis.plot(machines, speedups, label=label, **(STYLES.get(system) or {"marker": "x", "color": next(further)}))
     ticks = sorted({1, *(cell.machines for cell in cells)})
     axis.set_xticks(ticks)

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from poseidon.lab.spec import UNSHAPED, format_rate
+from poseidon.lab.system_names import traits_of
 from poseidon.planning.profile import Profile
 
 LINEAR = "linear"
-LOSSY = frozenset({"ddp-bf16", "ddp-powersgd"})
 # How far the losses of two exact systems may end apart, as a fraction of the loss's total change: rounding differences
 # from another order of additions and from TF32 grow with every step, while a wrong mean gradient is off by about 1.
 LOSS_TOLERANCE = 0.05
@@ -101,7 +101,7 @@ class Cell:
             return "failed"
         if system == LINEAR:
             return ""
-        if system in LOSSY:
+        if not traits_of(system).is_exact:
             return "lossy"
         reference = self._reference(system)
         if reference is None:
@@ -110,7 +110,7 @@ class Cell:
 
     def _reference(self, system: str) -> Repetition | None:
         """Return the reference for an exact system's loss: plain DDP, or else the first other exact system."""
-        exact = [name for name in self.systems if name != LINEAR and name not in LOSSY]
+        exact = [name for name in self.systems if name != LINEAR and traits_of(name).is_exact]
         for name in sorted(exact, key=lambda name: name != "ddp"):
             if (name != system or name == "ddp") and self.systems[name].repetitions:
                 return self.systems[name].repetitions[0]

@@ -23,6 +23,7 @@ SERVER = Path("/usr/sbin/sshd")
 CLIENT_CONFIG = Path("/etc/ssh/ssh_config")
 PORT = 22
 _ANSWER_S = 20.0
+_ASK_S = 0.02
 
 
 def serve(lab: Lab) -> Path:
@@ -76,19 +77,23 @@ def start_server(lab: Lab, machine: int, home: Path) -> subprocess.Popen[bytes]:
 
 def await_server(lab: Lab, machine: int, home: Path) -> None:
     """Return when the machine's server greets; asked from the machine itself."""
-    code = f"import socket; s = socket.create_connection(('{lab.address(machine)}', {PORT}), 2); print(s.recv(4))"
     deadline = time.monotonic() + _ANSWER_S
-    while True:
-        probe = lab.spawn(machine, ["python3", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        out, _ = probe.communicate(timeout=10)
-        if b"SSH-" in out:
-            return
+    while not _greets(lab, machine):
+        time.sleep(_ASK_S)
         if time.monotonic() > deadline:
             log = home / f"sshd{machine}.log"
             said = log.read_text(errors="replace").strip() if log.exists() else "nothing"
             raise ConfigError(
                 f"sshd on {machine_name(machine)} does not answer within {_ANSWER_S:g} s; it says: {said}"
             )
+
+
+def _greets(lab: Lab, machine: int) -> bool:
+    try:
+        with lab.connect(machine, (lab.address(machine), PORT), timeout_s=2.0) as connection:
+            return connection.recv(4) == b"SSH-"
+    except OSError:
+        return False
 
 
 def _write_server_config(home: Path, env: Mapping[str, str]) -> None:

@@ -6,7 +6,6 @@ only in how gradients become a mean. A new one is a function that wraps a model,
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from poseidon.errors import ConfigError, unknown_name
+from poseidon.lab.system_names import POWERSGD_RANK, SHORT, read_system
 from poseidon.zoo import Network
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -26,9 +26,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16}
 """What forward computes in; None: without autocast."""
-POWERSGD_RANK = 4
 # PowerSGD sends whole gradients until this step; 2 is the least it accepts with error feedback.
 POWERSGD_START = 2
+ONE_BUCKET_MB = 1e6
+"""More than any model."""
 
 
 @dataclass
@@ -99,7 +100,10 @@ def _ddp_bf16(
 def _ddp_powersgd(
     model: nn.Module, optimizer: torch.optim.Optimizer, _: Options
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    wrapped = _wrap_ddp(model)
+    # Its hook starts collectives in callbacks. With gloo nothing keeps those of several buckets in one order on all
+    # ranks, and they get mixed up; a single bucket has none to mix up with.
+    is_gloo = next(model.parameters()).device.type == "cpu"
+    wrapped = _wrap_ddp(model, bucket_cap_mb=ONE_BUCKET_MB if is_gloo else None)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
     )
@@ -144,22 +148,9 @@ def check_system(name: str, device: str) -> None:
 
 
 def _read_system(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the system and its options from ``SYSTEM[:OPTION=VALUE...]``, such as ``poseidon:bucket_cap_mb=8``."""
-    name, *words = text.split(":")
+    name, options = read_system(text)
     if name not in SYSTEMS:
-        raise unknown_name("system", name, list(SYSTEMS))
-    options: dict[str, Any] = {}
-    for word in words:
-        key, is_given, value = word.partition("=")
-        if not is_given:
-            raise ConfigError(f"{text}: {word!r} is not understood; write OPTION=VALUE, such as bucket_cap_mb=8")
-        if key == "routes":
-            options[key] = {"*": value}
-            continue
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
+        raise unknown_name("system", name, [*SYSTEMS, *SHORT])
     return name, options
 
 
@@ -171,9 +162,14 @@ def make_trainer(
     precision: str = "float32",
 ) -> Trainer:
     """Return a system's training loop for a network already on its device."""
-    system, options = _read_system(name)
-    module, stepper = SYSTEMS[system](network.model, OPTIMIZERS[optimizer](network.model), options)
+    module, stepper = wrap(name, network.model, OPTIMIZERS[optimizer](network.model))
     return Trainer(network, module, stepper, *batch, precision)
+
+
+def wrap(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer as a system wraps them."""
+    system, options = _read_system(name)
+    return SYSTEMS[system](model, optimizer, options)
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -182,7 +178,11 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def _wrap_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.parallel.DistributedDataParallel:
+def _wrap_ddp(
+    model: nn.Module, group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None
+) -> nn.parallel.DistributedDataParallel:
     device = next(model.parameters()).device
     devices = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=devices, process_group=group, bucket_cap_mb=bucket_cap_mb
+    )

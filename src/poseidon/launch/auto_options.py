@@ -6,11 +6,14 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from poseidon.planning.lossy import LOSSY
+
 BATCHES = ("per-worker", "total")
 EVALUATIONS = ("full", "first", "shard")
 LOSSES = ("auto", "mean", "sum")
 FILES = ("private", "python", "shared")
 WRITERS = ("first", "each")
+OUTERS = ("average", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,12 @@ AUTO_OPTIONS = (
     AutoOption("--eval", "with --auto: who computes outputs in evaluation", "full", EVALUATIONS),
     AutoOption("--loss", "with --auto: how the loss combines the samples of a batch", "auto", LOSSES),
     AutoOption("--same-loss", "with --auto: a loss that the script reads is the workers' mean", is_flag=True),
+    AutoOption("--local", "with --auto: let workers exchange parameters every H steps only", type=int, metavar="H"),
+    AutoOption("--outer", "with --auto --local: what is done with their mean change", "average", OUTERS),
+    AutoOption("--lossy", "with --auto: let gradients lose something, to send fewer bytes", choices=LOSSY),
+    AutoOption("--rank", "with --lossy lowrank: columns of the factors (4)", type=int, metavar="R"),
+    AutoOption("--density", "with --lossy topk: the share of values that travels (0.01)", type=float, metavar="D"),
+    AutoOption("--block-size", "with --lossy int8: values that share a scale (256)", type=int, metavar="N"),
     AutoOption("--seed", "with --auto: seed of a script that sets none", type=int, metavar="N"),
     AutoOption("--whole", "with --auto: loaders to leave whole, separated by commas", "", metavar="NAMES"),
     AutoOption("--deal", "with --auto: loaders to deal out, separated by commas", "", metavar="NAMES"),

@@ -103,6 +103,11 @@ class JobKeeper:
         """Note that a worker has ended; one that was killed is started again."""
         self.roster.end(rank, has_finished=status == 0)
         place = self._places[rank]
+        if status == 0 and self.roster.has_stayed_apart(rank):
+            self._output.say(
+                f"{place.label} has ended without joining the others: in an elastic job the program trains inside "
+                "poseidon.Checkpoint.run"
+            )
         if status < 0 and place.machine not in self._gone:
             self._vacancies.lose(Opening(place.machine, place.local_rank), now)
 

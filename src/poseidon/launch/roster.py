@@ -94,6 +94,7 @@ class _Worker:
     """It wants to know the others' doors."""
     heard_at: float | None = None
     stopped_at: float | None = None
+    was_seated: bool = False
     has_ended: bool = False
     has_finished: bool = False
     is_removed: bool = False
@@ -138,7 +139,9 @@ class Roster:
         """Note that a worker has ended, or is lost with its machine."""
         worker = self._workers[number]
         if not worker.has_ended:
-            worker.has_ended, worker.has_finished = True, has_finished
+            # One that came late and never joined has done something else than the others.
+            took_part = worker.was_seated or self.epoch == NEVER
+            worker.has_ended, worker.has_finished = True, has_finished and took_part
 
     # What follows.
 
@@ -151,6 +154,11 @@ class Roster:
     def has_finished(self) -> bool:
         """Whether a worker of this job has come to the end of its training."""
         return any(worker.has_finished for worker in self._workers.values())
+
+    def has_stayed_apart(self, number: int) -> bool:
+        """Whether a worker that came when the job was under way has ended without joining it."""
+        worker = self._workers[number]
+        return self.epoch != NEVER and worker.has_ended and not worker.was_seated
 
     @property
     def is_short(self) -> bool:
@@ -205,7 +213,7 @@ class Roster:
         seats = self._deal(seated)
         self._members, self._changes_since, self._is_soft = tuple(seated), None, False
         for number in seated:
-            self._workers[number].port = 0
+            self._workers[number].port, self._workers[number].was_seated = 0, True
         return [Seated(seats, lost, joined)]
 
     def _deal(self, seated: Sequence[int]) -> dict[int, Seat]:

@@ -9,9 +9,9 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from types import ModuleType
 
 from poseidon.observe.frames import calls_of
+from poseidon.observe.gpu import UNKNOWN, gauge_of
 
 _INPUT = re.compile(
     r"/torch/utils/data/|/poseidon/(?:data|auto/dealing|auto/batches|caffe/io/)|/datasets/|/webdataset/"
@@ -60,15 +60,11 @@ def device_use() -> tuple[int, float]:
     torch = sys.modules.get("torch")
     # Asked only of a process that uses its GPU: to ask another one would start the driver.
     if torch is None or not torch.cuda.is_initialized():
-        return 0, -1.0
+        return 0, UNKNOWN
     taken = int(torch.cuda.memory_reserved())
-    management: ModuleType | None = sys.modules.get("pynvml")
-    if management is None:
-        return taken, -1.0
-    try:
-        return taken, float(torch.cuda.utilization()) / 100
-    except Exception:  # the driver's library has errors of its own
-        return taken, -1.0
+    # Plain in newer versions of torch, with the driver's prefix in none.
+    uuid = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
+    return taken, gauge_of(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").share_used() if uuid else UNKNOWN
 
 
 def _resident_bytes() -> int:

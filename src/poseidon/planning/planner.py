@@ -35,11 +35,21 @@ class PlanEntry:
     why: str
     costs: dict[str, Cost]
     """Every route that was possible."""
+    is_lossy: bool = False
+    """The user allowed loss for this unit, and its route has some."""
 
     @property
     def cost(self) -> Cost:
         """Cost of the chosen route."""
         return self.costs[self.route]
+
+    @property
+    def exact_bytes(self) -> float:
+        """Bytes of the best exact route; of the chosen one, if that is exact."""
+        if not self.is_lossy:
+            return self.cost.wire_bytes
+        others = [cost for name, cost in self.costs.items() if name != self.route]
+        return min(others, key=lambda cost: cost.seconds, default=self.cost).wire_bytes
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,8 @@ def _decide(unit: Unit, load: Load | None, cluster: Cluster, routes: Routes, ove
     if wanted is not None and cluster.workers > 1:
         costs = {**_costs(unit, load, cluster, [wanted]), **costs}
         costs.setdefault(wanted.name, Cost(0.0, 0.0, 0.0))
-        name, why = wanted.name, "asked for"
+        why = _say_price(unit, costs[name], costs[wanted.name], name, wanted)
+        name = wanted.name
     return PlanEntry(
         unit=unit.name,
         kind=unit.kind,
@@ -176,7 +187,19 @@ def _decide(unit: Unit, load: Load | None, cluster: Cluster, routes: Routes, ove
         route=name,
         why=why,
         costs=costs,
+        is_lossy=routes[name].loses(unit),
     )
+
+
+def _say_price(unit: Unit, exact: Cost, asked: Cost, name: str, wanted: Route) -> str:
+    """Say why a unit takes the route that was asked for; of a lossy one, what it saves."""
+    if not wanted.is_lossy:
+        return "asked for"
+    if not wanted.loses(unit):
+        return f"too small for {wanted.name}: exact"
+    if asked.wire_bytes >= exact.wire_bytes:
+        return f"lossy, asked for; {name} would be exact, with no more bytes"
+    return f"lossy, asked for: {exact.wire_bytes / max(asked.wire_bytes, 1.0):.3g}x fewer bytes than {name}"
 
 
 def find_forced(unit: Unit, overrides: Mapping[str, str], possible: Sequence[Route]) -> Route | None:

@@ -42,6 +42,11 @@ class Route(ABC):
     """Small units may leave in one message per peer (``shipments.py``); their exchanger then sends parcels."""
     uses_wire: bool = False
     """Whether all that it sends goes over the wire (``team.mail``, ``connect_wire``), as a job that encrypts needs."""
+    is_lossy: bool = False
+    """It loses something, and keeps that for the next step, so only users choose it. What shares an item depends on
+    the model alone: a job that goes on from a checkpoint must round alike from its first step."""
+    refuses: str = "gradients that it cannot carry"
+    """What it does not accept, for errors."""
     note: str = ""
     """Why the planner prefers it to the first route that accepts the same units, if it saves no bytes."""
 
@@ -66,6 +71,10 @@ class Route(ABC):
     def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - for routes that depend on it
         """Return whether the planner may choose it without being asked."""
         return True
+
+    def loses(self, unit: Unit) -> bool:  # noqa: ARG002 - for routes that depend on it
+        """Return whether something of this unit is lost on the way; never by an exact route."""
+        return self.is_lossy
 
     @property
     def is_packed(self) -> bool:

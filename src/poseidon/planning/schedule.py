@@ -154,7 +154,8 @@ class Packing:
         if not route.is_packed:
             return _by_unit(units)
         limit_bytes = route.limit_bytes(self.asked_bytes, self.defers, self.cluster)
-        return even_buckets(sizes, limit_bytes) if self.is_even else assign_buckets(sizes, limit_bytes)
+        is_even = self.is_even and not route.is_lossy
+        return even_buckets(sizes, limit_bytes) if is_even else assign_buckets(sizes, limit_bytes)
 
 
 def make_schedule(
@@ -175,13 +176,15 @@ def make_schedule(
     place = {unit: position for position, unit in enumerate(order)}
     found: list[tuple[int, Item]] = []
     for route in (routes[name] for name in dict.fromkeys(route_of)):
-        members = [p for unit in order if route_of[unit] == route.name for p in model.parameters_of[unit]]
+        mine = [unit for unit in _packed_order(route, order) if route_of[unit] == route.name]
+        members = [p for unit in mine for p in model.parameters_of[unit]]
         units = [model.unit_of[p] for p in members]
         sizes = [(model.kinds[p], model.parameters[p].size_bytes) for p in members]
         groups = packing.pack(route, sizes, units)
         for position, group in enumerate(groups):
             item = _make_item(model, route, [members[i] for i in group], loads)
-            found.append((place[units[group[-1]]], replace(item, priority=len(groups) - position)))
+            last = max(place[units[member]] for member in group)
+            found.append((last, replace(item, priority=len(groups) - position)))
     found.sort(key=lambda pair: pair[0])
     items = tuple(replace(item, number=number) for number, (_, item) in enumerate(found))
     items = _with_shipments(items, place, routes, packing.cluster)
@@ -192,6 +195,11 @@ def make_schedule(
             queues.setdefault(queue, []).append(item.number)
     flagged = _flagged(items, routes, always_compares)
     return Schedule(model, tuple(route_of), items, {name: tuple(queue) for name, queue in queues.items()}, flagged)
+
+
+def _packed_order(route: Route, order: Sequence[int]) -> Sequence[int]:
+    """Return the order in which units share items: as they become ready, or one that never changes."""
+    return sorted(order, reverse=True) if route.is_lossy else order
 
 
 def _flagged(items: Sequence[Item], routes: Routes, always_compares: bool) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from poseidon.planning.planner import Plan, PlanEntry
@@ -35,6 +36,13 @@ def format_plan(plan: Plan) -> str:
         parts.append(f"one machine sends {format_bytes(total)} per step{saved}")
     else:
         parts.append("one worker: nothing is exchanged")
+    lossy = [entry for entry in plan.entries if entry.is_lossy]
+    if lossy:
+        exact = sum(entry.exact_bytes for entry in plan.entries)
+        parts.append(
+            f"lossy, as asked for: {len(lossy)} of {len(plan.entries)} layers; "
+            f"exact, one machine would send {format_bytes(exact)} per step"
+        )
     parts.append(f"cluster: {plan.cluster}")
     if plan.tried:
         parts.append(format_tried(plan))
@@ -74,15 +82,9 @@ def _row(entry: PlanEntry | tuple[PlanEntry, ...]) -> tuple[str, ...]:
 
 
 def _folded(entries: Sequence[PlanEntry]) -> list[PlanEntry | tuple[PlanEntry, ...]]:
-    """Fold runs of more than three dense units into one line: a ResNet has about 150 of them."""
+    """Fold runs of more than three dense units of one route into one line: a ResNet has about 150 of them."""
     folded: list[PlanEntry | tuple[PlanEntry, ...]] = []
-    run: list[PlanEntry] = []
-    for entry in [*entries, None]:
-        if entry is not None and entry.kind == "dense":
-            run.append(entry)
-            continue
-        folded.extend([tuple(run)] if len(run) > 3 else run)
-        run = []
-        if entry is not None:
-            folded.append(entry)
+    for (kind, _), group in itertools.groupby(entries, key=lambda entry: (entry.kind, entry.route)):
+        run = tuple(group)
+        folded.extend([run] if kind == "dense" and len(run) > 3 else run)
     return folded

@@ -25,6 +25,7 @@ from poseidon.team.team import Team
 from poseidon.units import Unit
 
 if TYPE_CHECKING:
+    from poseidon.routes.feedback import Feedback
     from poseidon.routes.pairs import Pairs
 
 FactorPair = tuple[Tensor, Tensor]
@@ -153,6 +154,14 @@ class Context:
     """Whether any parameter is on a CUDA device."""
     rounded: set[nn.Parameter] = field(default_factory=set)
     """Parameters that the model only uses rounded to bf16 (``served.py``)."""
+    kept: Feedback | None = None
+    """What lossy routes keep; None where none was asked for."""
+
+    @property
+    def feedback(self) -> Feedback:
+        """What lossy routes keep, for one of them."""
+        assert self.kept is not None, "a lossy route is opened that nobody asked for"
+        return self.kept
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -191,6 +200,12 @@ class Exchange(ABC):
 
         Workers may finish items in different orders, so this must not be collective. The exception is an item for which
         some worker raised a flag: then all workers finish everything in one order.
+        """
+
+    def take_back(self, used: Sequence[bool]) -> None:  # noqa: B027 - a no-op for exact routes
+        """Keep what came for those of the item's parameters that no worker used in this step, after :meth:`finish`.
+
+        ``.grad`` of these stays unchanged, so a route that sends what it kept of earlier steps would lose it.
         """
 
     def join_stream(self) -> None:  # noqa: B027 - a no-op for most

@@ -180,9 +180,21 @@ class ServedExchanger(Exchanger):
         """Wait for the sums of all chunks owned here, and return their means."""
         for item, exchange in self.under_way.items():
             self.team.result(self._adders[item].when_summed(exchange.version), item.name)
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
+            self.await_steps()
             yield from self._adders[item].means()
+
+    def await_steps(self) -> None:
+        """Let the current stream wait for what the owner's steps have computed."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def runs_by_owner(self) -> list[list[tuple[nn.Parameter, int, int]]]:
+        """Return the pieces that each rank owns: parameter, and where in it the piece begins and ends."""
+        found: list[list[tuple[nn.Parameter, int, int]]] = [[] for _ in range(self.team.size)]
+        for item, slot in self._slots.items():
+            for chunk in slot.chunks:
+                found[chunk.owner] += runs(item, chunk)
+        return found
 
     def fetch(self, item: LiveItem, what: Ask) -> list[tuple[Chunk, Answer]]:
         """Return what the owners have of an item's chunks; blocks."""

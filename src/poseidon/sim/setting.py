@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
+from poseidon.planning.lossy import LossyChoice
 from poseidon.planning.profile import Profile
 from poseidon.planning.transfers import SentBits
 from poseidon.sim.media import ETHERNET_PAYLOAD, MEDIA, Medium
@@ -65,6 +66,8 @@ class Setting:
     steps: int = 5
     overrides: dict[str, str] = field(default_factory=dict)
     """Forced routes, as input for the planner."""
+    lossy: LossyChoice | None = None
+    """Layers for which loss is allowed, where the planner decides how full gradients travel."""
 
     def __post_init__(self) -> None:
         if self.chunk_bytes is not None and self.chunk_bytes < 1:

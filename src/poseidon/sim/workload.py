@@ -16,6 +16,7 @@ from poseidon.planning.transfers import Conditions, Transfer
 from poseidon.routes import standard_routes
 from poseidon.routes.bits import is_rounded
 from poseidon.routes.catalogue import served_routes
+from poseidon.routes.lossy import lossy_routes
 from poseidon.sim.adam import FactorPush, pays_pushed
 from poseidon.sim.setting import Setting
 
@@ -44,9 +45,11 @@ class Workload:
 def make_workload(setting: Setting) -> Workload:
     """Plan with the real planner, pack with the real schedule, and turn its items into transfers."""
     profile, cluster, system = setting.profile, setting.cluster, setting.system
-    routes = _routes(setting)
+    lossy = setting.lossy if system.dense == "planned" else None
+    routes = Routes([*_routes(setting).values(), *lossy_routes(lossy)])
+    forced = {} if lossy is None else lossy.forced(profile.specs, routes)
     overrides = setting.overrides if system.special == "planned" else {}
-    plan = make_plan(profile.specs, profile.loads, cluster, routes, overrides)
+    plan = make_plan(profile.specs, profile.loads, cluster, routes, {**forced, **overrides})
     count = len(plan.entries)
     if system.dense == "none" or cluster.workers == 1:
         return Workload(plan, (), (0.0,) * count, (0.0,) * count)

@@ -79,7 +79,7 @@ FEWEST_COMPACTED = 4096
 """Shorter chunks travel plain."""
 SMALLEST_COMPACTED = 1 << 15
 """Values of a bucket. Below this there is little to save. Above it, halving, adding and joining on the host would keep
-Python's threads busy for milliseconds at the end of a backward, where nothing hides them; a device takes a few calls."""
+threads of Python busy for milliseconds at the end of a backward, where nothing hides them; a device needs few calls."""
 MOST_COMPACTED = 1 << 24
 """So that any position in a chunk has 32 bits."""
 ALIGNMENT = 16

@@ -25,6 +25,12 @@ class Encoding(IntEnum):
     """New weights as their change (``compact.py``) from those that the receiver has, laid out like ``COMPACT``."""
     ROUNDED_CHANGE = 4
     """The same from those that the receiver has, rounded to bf16."""
+    BF16 = 5
+    """Lossy (``lossy.py``): float32 rounded to 16 bits."""
+    INT8 = 6
+    """Lossy: about 8 bits a value, with a scale for each block."""
+    TOPK = 7
+    """Lossy: the largest values and their places."""
 
 
 Payload = Array | memoryview

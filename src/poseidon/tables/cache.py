@@ -11,7 +11,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from poseidon.errors import ServerError
+from poseidon.errors import ConfigError, ServerError
 from poseidon.tables.importance import most_changed
 from poseidon.tables.rows import Index, Patch
 from poseidon.tables.tables import Reply, TableSpec
@@ -44,6 +44,26 @@ class TableCache:
         self._sent: list[deque[tuple[int, Patch]]] = [deque() for _ in range(places)]
         """By place: numbered updates that no reply has included yet."""
         self._sent_count = [0] * places
+
+    def limit(self, staleness: int) -> None:
+        """Let this worker's reads miss at most so many clocks from now on, up to the table's own bound.
+
+        Servers know the table's bound alone. An eager one sends changed rows whenever the slowest clock advances, so
+        rows that are fresh enough always come.
+        """
+        bound = self.spec.model.bound
+        if self.spec.consistency != "ssp" or not self.spec.eager or bound is None or not 0 <= staleness <= bound:
+            raise ConfigError(
+                f"table {self.spec.name!r} ({self.spec.consistency}, staleness {self.spec.staleness}, "
+                f"{'eager' if self.spec.eager else 'not eager'}) cannot be limited to a staleness of {staleness}; "
+                "an eager ssp table can, up to its own"
+            )
+        self._bound = staleness
+
+    @property
+    def awaited_clock(self) -> int:
+        """The clock at which servers, by the table's own bound, wait for the workers that a read here waits for."""
+        return self.clock if self._bound is None else self.clock + (self.spec.model.bound or 0) - self._bound
 
     def inc(self, patch: Patch) -> None:
         """Add changes; visible here at once, to others some time after the next :meth:`tick`."""

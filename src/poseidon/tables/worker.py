@@ -66,6 +66,11 @@ class Worker:
             self._post.check()
             return cache.read(rows)
 
+    def limit(self, cache: TableCache, staleness: int) -> None:
+        """Let reads miss at most so many clocks from now on."""
+        with self._post.news:
+            cache.limit(staleness)
+
     def inc(self, cache: TableCache, patch: Patch) -> None:
         """Add changes to the worker's copy, to be sent at the clock or, if managed, over idle bandwidth."""
         with self._post.news:
@@ -173,7 +178,7 @@ class Worker:
         if not self._post.news.wait_for(is_over, self._timeout_s / 2):
             while not is_over():
                 for rank in set(self._holders):
-                    self._post.send(rank, Kind.LOST, cache.spec.ident, cache.clock)
+                    self._post.send(rank, Kind.LOST, cache.spec.ident, cache.awaited_clock)
                 if not self._post.news.wait_for(is_over, self._timeout_s / 2 / (COMPLAINTS - 1)):
                     for rank in silent():
                         self._doubt(rank, f"no answer about table {cache.spec.name!r} at clock {cache.clock}")

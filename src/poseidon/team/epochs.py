@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from poseidon.job.elastic import ElasticJob
+from poseidon.errors import MismatchError, UnsupportedError, WorkerLostError
+from poseidon.job.elastic import NEWS_S, ElasticJob, this_job
 from poseidon.job.world import World, init
 from poseidon.team.team import forget_groups
 
@@ -47,6 +48,39 @@ def live_on(member: EpochMember) -> None:
 def living_on() -> list[EpochMember]:
     """Return what lives on from epoch to epoch, in the order in which it was made."""
     return [member for _, member in sorted(_MEMBERS.items())]
+
+
+def is_interruption(job: ElasticJob, error: BaseException) -> bool:
+    """Return whether an exception means that workers were lost, and not that the program is wrong."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, WorkerLostError):
+            return True
+        found = found.__cause__ or found.__context__
+    # torch's collectives fail with a plain RuntimeError, maybe before the launcher has noticed.
+    may_be = isinstance(error, RuntimeError | OSError) and not isinstance(error, UnsupportedError | MismatchError)
+    return job.is_over or (may_be and job.wait_for_end(NEWS_S))
+
+
+def refuse_elastic(what: str) -> None:
+    """Raise :class:`~poseidon.errors.UnsupportedError` in an elastic job, for what cannot live on in the next epoch."""
+    if this_job() is not None:
+        raise UnsupportedError(
+            f"{what} in an elastic job (--nodes, --nproc MIN:MAX) cannot go on without a lost worker; give a fixed "
+            "number of workers, or train PyTorch models inside poseidon.Checkpoint.run"
+        )
+
+
+def outlives(error: BaseException) -> bool:
+    """Return whether this worker goes on although an object could not be connected, since workers were lost.
+
+    So it is before the training: until ``poseidon.Checkpoint.run``, where all meet anew, this worker is alone then.
+    """
+    job = this_job()
+    if job is None or not is_interruption(job, error):
+        return False
+    job.leave()
+    return True
 
 
 def enter_next_epoch(job: ElasticJob, error: BaseException, look: Callable[[], None] = lambda: None) -> World:

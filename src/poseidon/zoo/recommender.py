@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +16,8 @@ _TABLES, _ROWS, _VECTOR_SIZE = 8, 100_000, 64
 _DENSE_FEATURES = 13
 _BAG_SIZE = 4
 """Rows of one table that a sample looks up and sums."""
+_SKEW = 8
+"""Power of a uniform number that draws rows where clicks can be learned: half of the lookups hit 1/256 of a table."""
 
 
 class Recommender(nn.Module):
@@ -57,6 +60,29 @@ class Clicks:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean binary cross entropy of logits against clicks."""
         return F.binary_cross_entropy_with_logits(outputs, targets)
+
+
+def learnable_clicks(task: Task) -> Callable[[int, torch.Generator], tuple[tuple[Tensor, ...], Tensor]]:
+    """Return a source of clicks that can be predicted, for the network of ``task``.
+
+    Every row and dense feature has a hidden weight, the same in every process; a sample's click is drawn with the
+    probability that their sum gives. Few rows are drawn often and most seldom, as in real logs.
+    """
+    assert isinstance(task, Clicks)
+    hidden = torch.Generator("cpu").manual_seed(0)
+    row_weights = torch.randn((_TABLES, task.rows), generator=hidden) / 2
+    dense_weights = torch.randn(_DENSE_FEATURES, generator=hidden) / 4
+    tables = torch.arange(_TABLES)[None, :, None]
+
+    def draw(size: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor]:
+        dense = torch.randn((size, _DENSE_FEATURES), generator=generator)
+        uniform = torch.rand((size, _TABLES, _BAG_SIZE), generator=generator)
+        rows = (task.rows * uniform**_SKEW).long()
+        logits = dense @ dense_weights + row_weights[tables, rows].sum((1, 2))
+        clicks = torch.rand(size, generator=generator) < torch.sigmoid(logits)
+        return (dense, rows), clicks.float()
+
+    return draw
 
 
 def dlrm(sizes: Sizes) -> tuple[nn.Module, Task]:

@@ -56,13 +56,22 @@ class Block(nn.Module):
 class TransformerNet(nn.Module):
     """Decoder-only transformer from token numbers to logits over the vocabulary."""
 
-    def __init__(self, vocabulary: int, context: int, head_size: int, dropout: float) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        head_size: int,
+        dropout: float,
+        *,
+        layers: int = _LAYERS,
+        heads: int = _HEADS,
+    ) -> None:
         super().__init__()
-        hidden = _HEADS * head_size
+        hidden = heads * head_size
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Embedding(context, hidden)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(hidden, _HEADS, dropout) for _ in range(_LAYERS)))
+        self.blocks = nn.Sequential(*(Block(hidden, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -111,4 +120,4 @@ def _initialise(model: TransformerNet) -> None:
     for block in model.blocks.children():
         assert isinstance(block, Block)
         for weight in (block.attention.proj.weight, block.mlp.get_parameter("2.weight")):
-            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * _LAYERS))
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * len(model.blocks)))

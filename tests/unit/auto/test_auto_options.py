@@ -7,6 +7,7 @@ import pytest
 from poseidon.auto.session import describe
 from poseidon.errors import ConfigError
 from poseidon.following.options import AutoOptions, ScriptTarget, parse
+from poseidon.planning.lossy import LossyChoice
 
 
 def test_our_options_end_where_the_script_begins() -> None:
@@ -19,6 +20,15 @@ def test_a_module_and_its_arguments() -> None:
     options, target = parse(["--eval", "shard", "--whole", "a, b", "-m", "pack.train", "--lr", "1"])
     assert options == AutoOptions(evaluation="shard", whole=("a", "b"))
     assert target == ScriptTarget("pack.train", True, ("--lr", "1"))
+
+
+def test_loss_is_asked_for_by_name() -> None:
+    options, _ = parse(["--lossy", "lowrank", "--rank", "8", "train.py"])
+    assert options.lossy == LossyChoice((("*", "lowrank"),), rank=8)
+    assert "gradients are lossy, as asked for (*: lowrank)" in describe(2, options, 1)
+    assert "lossy" not in describe(2, AutoOptions(), 1)
+    with pytest.raises(ConfigError, match="rank=8 is for lossy='lowrank', which is not asked for"):
+        parse(["--rank", "8", "train.py"])
 
 
 def test_no_script_is_said_so() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import nightly
 from poseidon.job.elastic import NEVER, Seat
 from poseidon.launch.roster import (
     SILENT_S,
@@ -83,6 +84,18 @@ def test_one_that_says_that_it_leaves_is_not_waited_for() -> None:
     assert (list(seated.seats), seated.lost) == ([0, 1], (2,))
     roster.end(2, has_finished=True)  # its process ends later, which changes nothing
     assert not roster.has_finished
+
+
+def test_one_that_ends_well_without_having_joined_has_not_finished_the_training() -> None:
+    roster = started(2)
+    roster.add(2, 0, 1, "10.0.0.1")
+    hear(roster, 2, NEVER)
+    roster.end(2, has_finished=True)
+    assert roster.has_stayed_apart(2)
+    assert not roster.has_finished
+    roster.end(0, has_finished=True)
+    assert not roster.has_stayed_apart(0)
+    assert roster.has_finished
 
 
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
@@ -251,7 +264,7 @@ class FakeWorker:
             self.epoch, self.is_waiting, self.is_wanted = news["seat"].epoch, False, False
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(nightly.amount(25, 60)))
 def test_whatever_happens_the_living_meet_in_one_epoch(seed: int) -> None:
     chance = random.Random(seed)
     workers = [FakeWorker(number) for number in range(6)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import nightly
 from compact_codec import compact, same_bits
 from poseidon.errors import ServerError
 from poseidon.sums import device
@@ -28,7 +29,7 @@ CHUNK_VALUES = 2 * FEWEST_COMPACTED
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(nightly.amount(2, 4)))
 def test_zeros_and_uneven_chunks_keep_their_bits_in_whatever_order_messages_come(workers: int, seed: int) -> None:
     order = random.Random(seed)
     sizes = [64 * 1001, 64 * 64 * workers]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import nightly
 from compact_codec import same_bits
 from poseidon.errors import FrameError, ServerError, WorkerLostError
 from poseidon.sums.encodings import Encoding
@@ -32,7 +33,7 @@ def in_rank_order(values: list[Array]) -> Array:
 
 @both
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(nightly.amount(1, 3)))
 def test_many_slots_and_chunks_in_random_order(kind: str, workers: int, seed: int) -> None:
     order = random.Random(seed)
     sizes = [CHUNK_VALUES * 7 + 3, CHUNK_VALUES * workers * 2, 1100]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from poseidon.routes.served import ALIGNMENT, align, runs
 from poseidon.routes.shard import Order, Piece, Shard, State, read_state
 from poseidon.sums import stepping
 from poseidon.sums.arithmetic import Adder
+from poseidon.sums.chunks import Chunk
 from poseidon.sums.device import DeviceAdder, DeviceArithmetic
 from poseidon.sums.encodings import Encoding
 from poseidon.sums.fetching import Ask, FetchDesk
@@ -512,3 +514,40 @@ def test_the_step_waits_for_touched_rows_and_uses_them(kind: str) -> None:
         parameter.grad = part.view_as(parameter)
     reference.optimizer.step()
     assert all(torch.equal(worker.take(), reference.flat) for worker in team)
+
+
+class Held(StepThread):
+    """Keeps what it is given until :meth:`taken` asks."""
+
+    def __init__(self, most_values: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda _: None)
+            super().__init__(most_values=most_values)
+
+    def taken(self) -> list[int]:
+        """Return the versions of the jobs that are stepped next, together."""
+        return [job.version for job in self._take()]
+
+
+def test_steps_that_wait_are_taken_together_by_urgency_up_to_a_number_of_values() -> None:
+    thread = Held(most_values=100)
+    first, second = object(), object()
+
+    def put(priority: int, values: int, order: object) -> None:
+        waiting: Any = SimpleNamespace(total=SimpleNamespace(chunk=Chunk(0, 0, 0, values, 0)))
+        adder: Any = None
+        # The version tells one job from another.
+        thread.put(priority, StepJob(adder, [waiting], 1000 * priority + values, order))
+
+    put(3, 20, first)
+    put(1, 50, first)
+    put(2, 30, first)
+    put(4, 1, first)
+    assert thread.taken() == [1050, 2030, 3020]  # the next one would be one value too many
+    put(5, 200, first)
+    put(6, 1, second)
+    assert thread.taken() == [4001]
+    assert thread.taken() == [5200]  # too large for company, but not to be stepped
+    put(7, 1, first)
+    assert thread.taken() == [6001]  # another order has other learning rates
+    assert thread.taken() == [7001]

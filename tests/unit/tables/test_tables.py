@@ -262,3 +262,33 @@ def test_files_of_another_shape_or_kind_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "pickled.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(ConfigError, match="is not a snapshot of a table"):
         snapshot.load(tmp_path / "pickled.npy", TableSpec("t", 6, 2))
+
+
+def test_a_worker_may_limit_its_own_staleness_and_still_gets_what_it_needs() -> None:
+    pair = Pair(2, consistency="ssp", staleness=3)
+    pair.get(0, 1)
+    pair.get(1, 1)
+    pair.caches[0].limit(1)
+    pair.step(0, [1], 1.0)
+    assert not len(pair.caches[0].stale(index(1)))
+    pair.step(0, [1], 1.0)
+    # By the table's own bound worker 0 could read on.
+    assert pair.caches[0].stale(index(1)).tolist() == [1]
+    assert pair.server.clocks.awaited_by(pair.caches[0].clock) == []
+    assert pair.server.clocks.awaited_by(pair.caches[0].awaited_clock) == [1]
+    pair.step(1, [1], 10.0)
+    assert pair.get(0, 1) == [12.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "staleness"),
+    [
+        ({"consistency": "ssp", "staleness": 2}, 3),
+        ({"consistency": "ssp", "staleness": 2}, -1),
+        ({"consistency": "ssp", "staleness": 2, "eager": False}, 1),
+        ({"consistency": "asp"}, 0),
+    ],
+)
+def test_limits_that_a_table_cannot_keep_are_refused(options: Any, staleness: int) -> None:
+    with pytest.raises(ConfigError, match=f"staleness of {staleness}"):
+        TableCache(TableSpec("t", 6, 2, **options)).limit(staleness)

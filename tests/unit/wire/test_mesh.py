@@ -63,7 +63,7 @@ def test_messages_may_be_read_in_any_order_and_a_rank_may_be_ahead(three) -> Non
 
 
 def test_senders_of_more_than_the_kernel_takes_do_not_wait_for_each_other(three) -> None:
-    data = [bytes([rank]) * (20 << 20) for rank in range(3)]
+    data = [bytes([rank]) * (12 << 20) for rank in range(3)]
     numbers = [mesh.send(mine) for mesh, mine in zip(three, data, strict=True)]
     with ThreadPoolExecutor(3) as threads:
         results = threads.map(lambda mesh, number, mine: mesh.receive(number, mine, 30.0), three, numbers, data)

@@ -1,0 +1,37 @@
+"""How the options of ``poseidon bench`` are written, for both of its comparisons, and how it reports progress."""
+
+from __future__ import annotations
+
+from poseidon.errors import ConfigError
+from poseidon.lab.spec import MAX_MACHINES
+
+
+def parse_paced(word: str) -> tuple[float, float]:
+    """Return forward and backward milliseconds for ``40:80``."""
+    try:
+        forward, backward = (float(part) for part in word.split(":"))
+    except ValueError:
+        raise ConfigError(f"--paced {word!r} is not understood; write FORWARD_MS:BACKWARD_MS, such as 40:80") from None
+    if forward < 0 or backward < 0:
+        raise ConfigError(f"--paced {word!r}: times must not be negative")
+    return forward, backward
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a list with commas; there must be one."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError(f"{text!r} names nothing; give at least one, separated by commas")
+    return words
+
+
+def parse_count(word: str) -> int:
+    """Return a number of machines."""
+    if not word.isdigit() or not 2 <= int(word) <= MAX_MACHINES:
+        raise ConfigError(f"--machines {word!r}: a benchmark needs 2 to {MAX_MACHINES} machines")
+    return int(word)
+
+
+def say(line: str) -> None:
+    """Print a line of progress at once."""
+    print(line, flush=True)

@@ -1,0 +1,304 @@
+"""Step 3, lossy: matrices travel as products of two narrow ones (PowerSGD), with warm start and error feedback.
+
+``sums/lowrank.py`` has the idea. Both factors go through the parameter server as exact sums (``sums/``), which all
+workers receive alike; what they compute from them is alike on equal machines, as with ``factors``. The first factors
+leave as soon as an item's gradients are final. A thread of its own makes the received ones orthonormal and lets the
+second ones leave, while backward goes on or, under ``distribute``, the next forward.
+
+What a worker keeps is what the product of P and its own Q lacks of its own gradient. The mean is the product of P and
+the mean Q, so all that was sent and all that is kept add up to all gradients.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from poseidon.errors import UnsupportedError
+from poseidon.planning.lossy import as_matrix
+from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
+from poseidon.routes.feedback import Feedback
+from poseidon.routes.rounded import fixed_slots, take_back
+from poseidon.sums.events import Waiter, record
+from poseidon.sums.host import host_adders
+from poseidon.sums.lowrank import host_digest, orthonormalize, split_bucket
+from poseidon.sums.server import SumServer
+from poseidon.sums.slots import Slot
+from poseidon.team.membership import PeerLostError
+from poseidon.team.team import CLOSE_S, Team
+from poseidon.team.wiring import connect_wire
+
+
+class LowRankExchanger(Exchanger):
+    """Averages buckets in low rank over the team; calls may come in any order."""
+
+    def __init__(self, context: Context, rank: int) -> None:
+        team = self._team = context.team
+        _check_alike(team)
+        self._rank = rank
+        self._feedback = context.feedback
+        self._transport = connect_wire(team, range(team.size), link=context.cluster.between, route="lowrank")
+        self._server = SumServer(self._transport)
+        self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(peer, why)))
+        self._waiter = Waiter("poseidon-low-rank-copies") if context.is_cuda else None
+        self._narrow: dict[LiveItem, _Narrow] = {}
+        self._booked = 0
+        self._chores: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._helper = threading.Thread(target=self._help, name="poseidon-low-rank", daemon=True)
+        self._helper.start()
+
+    def prepare(self, items: Sequence[LiveItem]) -> None:
+        """Agree on two slots for each bucket: for the first factors, and for the second ones."""
+        team = self._team
+        self._narrow = {item: _Narrow(item, self._rank, self._feedback, self._waiter) for item in items}
+        narrow = list(self._narrow.values())
+        lefts = fixed_slots(self._booked, items, [one.layout.left_size for one in narrow], team.size)
+        second = self._booked + len(items)
+        rights = fixed_slots(second, items, [one.layout.right_size for one in narrow], team.size)
+        self._booked = second + len(items)
+        for one, left, right in zip(narrow, lefts, rights, strict=True):
+            one.slots = left, right
+        slots = [*lefts, *rights]
+        adders = host_adders(slots, ["float32"] * len(slots), team.rank, team.size)
+        self._server.book(zip(slots, adders, strict=True))
+        # Nobody may send before all workers know the slots.
+        team.gather_ints([len(slots)], "the parameter server")
+
+    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:  # noqa: ARG002
+        """Send the first factors; the rest follows by itself."""
+        exchange = _LowRankExchange(self._team, self._narrow[item], item, self._feedback)
+        left, right = (self._server.reserve(slot, step) for slot in exchange.narrow.slots)
+
+        def send_left() -> None:
+            _follow(left(exchange.narrow.host_left), lambda: self._later(turn, exchange), exchange.fail)
+
+        def turn() -> None:
+            exchange.turn(send_right)
+
+        def send_right() -> None:
+            _follow(right(exchange.narrow.host_right), lambda: self._later(exchange.land, exchange), exchange.fail)
+
+        exchange.begin(send_left)
+        return exchange
+
+    def close(self) -> None:
+        """Stop the threads and close the connections."""
+        self._chores.put(None)
+        self._helper.join(timeout=CLOSE_S)
+        if self._waiter is not None:
+            self._waiter.close()
+        self._transport.close()
+
+    def _later(self, chore: Callable[[], None], exchange: _LowRankExchange) -> None:
+        """Do something on the helper's thread; the wire's must not wait for arithmetic."""
+        self._chores.put(partial(self._attempt, chore, exchange))
+
+    def _attempt(self, chore: Callable[[], None], exchange: _LowRankExchange) -> None:
+        try:
+            chore()
+        except BaseException as error:
+            self._server.fail(error)
+            exchange.fail(error)
+
+    def _help(self) -> None:
+        while (chore := self._chores.get()) is not None:
+            with torch.no_grad():
+                chore()
+            del chore  # what it refers to must not live until the next one comes
+
+
+def _follow(summed: Future[Any], then: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+    def done(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            then()
+        else:
+            fail(error)
+
+    summed.add_done_callback(done)
+
+
+class _Narrow:
+    """The memory of one bucket's factors, on its device and beside it, used in one step after the other."""
+
+    slots: tuple[Slot, Slot]
+
+    def __init__(self, item: LiveItem, rank: int, feedback: Feedback, waiter: Waiter | None) -> None:
+        parameters = item.parameters
+        device = self.device = parameters[0].device
+        shapes = [_dense_shape(parameter) for parameter in parameters]
+        self.sizes = [parameter.numel() for parameter in parameters]
+        layout = self.layout = split_bucket(self.sizes, [as_matrix(shape, rank) for shape in shapes], rank)
+        self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
+        self.right = torch.empty(layout.right_size, dtype=torch.float32, device=device)
+        is_apart = waiter is not None and device.type == "cuda"
+        self.waiter = waiter if is_apart else None
+        self.stream = torch.cuda.Stream(device) if is_apart else None
+        both = self.left, self.right
+        held = [torch.empty_like(one, device="cpu", pin_memory=True) if is_apart else one for one in both]
+        self.host_left, self.host_right = (one.numpy() for one in held)
+        self._held_left, self._held_right = held
+        # Made once: in a step every call of Python counts, on a thread that has a device to feed.
+        self.rest = feedback.flat_of(item, device)
+        self.rests, self.whole_rests = self.split(self.rest)
+        """Of each matrix, and of what travels as it is."""
+        self.bases = [feedback.base_of(parameters[one.place], one.columns, rank) for one in layout.matrices]
+        """Q of the step before, of each matrix; alike on all workers."""
+        self.ps = [self.left[one.left].view(one.rows, rank) for one in layout.matrices]
+        self.qs = self.split_right(self.right)
+        self.whole_left = [self.left[span] for _, span in layout.whole]
+
+    def split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the matrices of a tensor that lies as the bucket does, and what travels as it is."""
+        pieces, layout = flat.split(self.sizes), self.layout
+        return (
+            [pieces[one.place].view(one.rows, one.columns) for one in layout.matrices],
+            [pieces[place] for place, _ in layout.whole],
+        )
+
+    def split_right(self, right: Tensor) -> list[Tensor]:
+        """Return the second factors."""
+        return [right[one.right].view(one.columns, self.layout.rank) for one in self.layout.matrices]
+
+    def fetch_left(self) -> None:
+        """Copy what travels first out of the device."""
+        self._copy(self._held_left, self.left)
+
+    def fetch_right(self) -> None:
+        """Copy what travels then out of the device."""
+        self._copy(self._held_right, self.right)
+
+    def bring_left(self) -> None:
+        """Copy what came back first to the device."""
+        self._copy(self.left, self._held_left)
+
+    def bring_right(self) -> None:
+        """Copy what came back then to the device."""
+        self._copy(self.right, self._held_right)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if target is not source:
+            target.copy_(source, non_blocking=True)
+
+
+class _LowRankExchange(Exchange):
+    """One bucket: :meth:`begin`, then :meth:`turn` and :meth:`land` on the helper's thread, then :meth:`finish`."""
+
+    def __init__(self, team: Team, narrow: _Narrow, item: LiveItem, feedback: Feedback) -> None:
+        self.narrow = narrow
+        self._team = team
+        self._item = item
+        self._feedback = feedback
+        self._flat = item.pack()
+        self._matrices, self._whole = narrow.split(self._flat)
+        self._is_sound: list[bool] = []
+        """By matrix: whether its P is finite."""
+        self._future: Future[torch.cuda.Event | None] = Future()
+
+    def begin(self, send: Callable[[], None]) -> None:
+        """Add what was kept, make the first factors, and ``send`` them once they are in host memory."""
+        narrow = self.narrow
+        with torch.no_grad():
+            self._flat.add_(narrow.rest)
+            for matrix, base, p in zip(self._matrices, narrow.bases, narrow.ps, strict=True):
+                torch.mm(matrix, base, out=p)
+            if self._whole:
+                torch._foreach_copy_(narrow.whole_left, self._whole)
+                torch._foreach_zero_(narrow.whole_rests)
+            if narrow.stream is None:
+                send()
+                return
+            narrow.stream.wait_stream(torch.cuda.current_stream(narrow.device))
+            with torch.cuda.stream(narrow.stream):
+                narrow.fetch_left()
+                self._after(send)
+
+    def turn(self, send: Callable[[], None]) -> None:
+        """Make P orthonormal, ``send`` the second factors, and keep what the product lacks."""
+        narrow, layout = self.narrow, self.narrow.layout
+        for one in layout.matrices:
+            self._is_sound.append(orthonormalize(narrow.host_left[one.left].reshape(one.rows, layout.rank)))
+        with self._aside():
+            narrow.bring_left()
+            for matrix, p, q in zip(self._matrices, narrow.ps, narrow.qs, strict=True):
+                torch.mm(matrix.t(), p, out=q)
+            if narrow.stream is None:
+                # A copy: the mean comes in the place of this worker's own.
+                own = narrow.split_right(narrow.right.clone())
+                send()
+            else:
+                own = narrow.qs
+                narrow.fetch_right()
+                self._after(send)
+            for place, is_sound in enumerate(self._is_sound):
+                if is_sound:
+                    matrix, p, rest = self._matrices[place], narrow.ps[place], narrow.rests[place]
+                    torch.addmm(matrix, p, own[place].t(), alpha=-1, out=rest)
+
+    def land(self) -> None:
+        """Take the mean of the second factors, from which the next step begins."""
+        narrow = self.narrow
+        with self._aside():
+            narrow.bring_right()
+            for place, one in enumerate(narrow.layout.matrices):
+                if self._is_sound[place] and np.isfinite(narrow.host_right[one.right]).all():
+                    narrow.bases[place].copy_(narrow.qs[place])
+            self._future.set_result(None if narrow.stream is None else record(narrow.stream))
+
+    def finish(self, is_used: bool) -> None:  # noqa: ARG002
+        """Put the products in place of the gradients."""
+        done = self._team.result(self._future, self._item.name)
+        narrow = self.narrow
+        if done is not None:
+            torch.cuda.current_stream(narrow.device).wait_event(done)
+        with torch.no_grad():
+            for matrix, p, q in zip(self._matrices, narrow.ps, narrow.qs, strict=True):
+                torch.mm(p, q.t(), out=matrix)
+            if self._whole:
+                torch._foreach_copy_(self._whole, narrow.whole_left)
+
+    def take_back(self, used: Sequence[bool]) -> None:
+        """Keep what came of gradients that nobody uses."""
+        take_back(self._item, self._flat, self._feedback, used)
+
+    def fail(self, error: BaseException) -> None:
+        """End the exchange with an error; the first one stays."""
+        if not self._future.done():
+            self._future.set_exception(error)
+
+    def _after(self, send: Callable[[], None]) -> None:
+        """Call ``send`` once the stream has done what it was given."""
+        assert self.narrow.stream is not None
+        assert self.narrow.waiter is not None
+        self.narrow.waiter.put(record(self.narrow.stream), send, self.fail)
+
+    def _aside(self) -> Any:
+        stream = self.narrow.stream
+        return torch.cuda.stream(stream) if stream is not None else torch.no_grad()
+
+
+def _dense_shape(parameter: Tensor) -> Sequence[int]:
+    """Return the sizes of a parameter's dimensions in the order in which its values lie in a bucket."""
+    if parameter.is_contiguous():
+        return parameter.shape
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return [parameter.shape[dimension] for dimension in order]
+
+
+def _check_alike(team: Team) -> None:
+    """Raise :class:`UnsupportedError` unless all workers make the same P orthonormal alike. Collective."""
+    digests = [row[0] for row in team.gather_ints([host_digest()], "the arithmetic of low rank")]
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise UnsupportedError(
+            f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round differently (another "
+            'processor or library), so lossy="lowrank" would let replicas drift apart; use "int8" there'
+        )

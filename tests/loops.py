@@ -1,0 +1,65 @@
+"""Training loops for tests that compare two ways to train bit by bit: one call is one step, on pictures of 6 x 6."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import twins
+
+
+def loss(model: nn.Module, number: int) -> Tensor:
+    """Return the loss for a batch that differs between ranks and numbers."""
+    generator = twins.seed_of_rank(number)
+    x, y = torch.randn(6, 3, 6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss(model, number).backward()
+    optimizer.step()
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    with model.no_sync():  # type: ignore[operator]
+        loss(model, 10 * number).backward()
+    loss(model, 10 * number + 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss(model, number).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    plain(model, optimizer, number)
+    model.eval()
+    with torch.no_grad():
+        loss(model, 100 + number)
+    model.train()
+
+
+def stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss(model, number).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss(model, number).backward()
+    optimizer.step()
+    if number == 3:
+        model.zero_grad()
+
+
+def backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss(model, number).backward()
+    loss(model, 50 + number).backward()
+    optimizer.step()
