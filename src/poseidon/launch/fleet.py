@@ -65,7 +65,8 @@ class Fleet:
         It first ends the processes with the marks ``ends``.
         """
         is_here, home = ssh.is_here(host), self._home(host)
-        link = AgentLink(len(self.links), host, is_here, home, self._settings, self._silence_s)
+        silence_s = protocol.patience_s(self._silence_s, is_here)
+        link = AgentLink(len(self.links), host, is_here, home, self._settings, silence_s)
         self.links.append(link)
         link.listen(self._events)
         link.send(
@@ -74,7 +75,7 @@ class Fleet:
             script=self._script,
             interface=host.interface,
             via_ssh=not link.is_local,
-            silence_s=self._silence_s,
+            silence_s=silence_s,
             ends=list(ends),
         )
         return link.number

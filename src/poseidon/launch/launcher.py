@@ -312,7 +312,7 @@ class Launcher:
         # Only when there is nothing to read: a blocked terminal must not look like lost machines.
         for link in self._fleet.links:
             if not link.is_closed and link.is_silent():
-                self._lose_machine(link.number, f"{link.host.name} has sent no heartbeat for {self._silence_s:g} s")
+                self._lose_machine(link.number, f"{link.host.name} has sent no heartbeat for {link.silence_s:g} s")
 
     def _show_status(self, now: float) -> None:
         self._observer.look(now)
@@ -356,7 +356,7 @@ class Launcher:
             if left is None:
                 self._output.say(
                     f"{link.host.name} could not be checked for leftovers; "
-                    f"its agent ends all workers {self._silence_s:g} s after it has lost the launcher"
+                    f"its agent ends all workers {link.silence_s:g} s after it has lost the launcher"
                 )
             elif left:
                 self._output.say(f"{link.host.name}: processes {left} did not end even when killed; end them there")

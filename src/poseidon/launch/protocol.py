@@ -13,6 +13,9 @@ ALIVE_S = 1.5
 """Seconds between two heartbeats, in both directions."""
 SILENCE_S = 8.0
 """After this long without one, the other side is considered gone."""
+LOCAL_SILENCE_S = 300.0
+"""The same on the launcher's own machine, outside elastic jobs: a pipe's end tells that the other side is gone, and silence
+mostly that the machine is busy."""
 ELASTIC_SILENCE_S = 3.0
 """The same in elastic jobs, where a machine that was given up too early can come back."""
 
@@ -56,7 +59,12 @@ ALIVE = "alive"
 
 def beat_s(silence_s: float) -> float:
     """Return the seconds between heartbeats where so long a silence means an end."""
-    return ALIVE_S * silence_s / SILENCE_S
+    return ALIVE_S * min(1.0, silence_s / SILENCE_S)
+
+
+def patience_s(silence_s: float, is_local: bool) -> float:
+    """Return how long an agent may be silent, in a job where machines may be so for ``silence_s``."""
+    return LOCAL_SILENCE_S if is_local and silence_s >= SILENCE_S else silence_s
 
 
 def pack(kind: str, **content: Any) -> bytes:

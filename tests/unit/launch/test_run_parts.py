@@ -269,3 +269,11 @@ def test_a_worker_tells_the_launcher_through_its_pipe(monkeypatch: pytest.Monkey
         os.close(writing)
     assert report.parse(b"noise") == {}
     assert report.parse(b"[1]") == {}
+
+
+def test_a_busy_machine_of_the_launchers_own_is_not_lost() -> None:
+    assert protocol.patience_s(protocol.SILENCE_S, is_local=True) == protocol.LOCAL_SILENCE_S
+    assert protocol.patience_s(protocol.SILENCE_S, is_local=False) == protocol.SILENCE_S
+    # In an elastic job a machine that was given up too early comes back.
+    assert protocol.patience_s(protocol.ELASTIC_SILENCE_S, is_local=True) == protocol.ELASTIC_SILENCE_S
+    assert protocol.beat_s(protocol.LOCAL_SILENCE_S) == protocol.ALIVE_S
