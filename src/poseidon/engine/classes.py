@@ -10,8 +10,6 @@ from abc import abstractmethod
 from functools import cache
 from typing import Any
 
-from torch import nn
-
 
 class Replacement:
     """Mixed into a parameter's class for a while: a copy is made of a parameter that has its own class again."""
@@ -30,19 +28,9 @@ class Replacement:
 
 
 @cache
-def _mixed(mixin: type, plain: type) -> type:
+def mixed(mixin: type, plain: type) -> type:
+    """Return ``plain`` with a class of ours mixed in; ``__bases__[1]`` of it is ``plain`` again.
+
+    Whoever swaps classes does so in line: it happens for each parameter in each step, where every call counts.
+    """
     return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
-
-
-def replace_class(parameter: nn.Parameter, mixin: type) -> None:
-    """Mix a class into a parameter's own, unless it is."""
-    if not isinstance(parameter, mixin):
-        parameter.__class__ = _mixed(mixin, type(parameter))
-
-
-def restore_class(parameter: nn.Parameter, mixin: type) -> bool:
-    """Give a parameter its own class back; return whether it had another one."""
-    if not isinstance(parameter, mixin):
-        return False
-    parameter.__class__ = type(parameter).__bases__[1]
-    return True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from poseidon.engine.classes import Replacement, replace_class, restore_class
+from poseidon.engine.classes import Replacement, mixed
 
 Land = Callable[[nn.Parameter], None]
 
@@ -65,15 +65,17 @@ class Pending(Replacement):
 def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:
     """Make the first touch call ``land_it(parameter)``, which must call :func:`make_plain` before anything else."""
     for parameter in parameters:
-        replace_class(parameter, Pending)
+        if not isinstance(parameter, Pending):
+            parameter.__class__ = mixed(Pending, type(parameter))
         parameter._poseidon_land = land_it  # type: ignore[attr-defined]
 
 
 def make_plain(parameters: Iterable[nn.Parameter]) -> None:
     """Restore the parameters' own class."""
     for parameter in parameters:
-        if restore_class(parameter, Pending):
-            del parameter._poseidon_land  # type: ignore[attr-defined]
+        if isinstance(parameter, Pending):
+            parameter.__class__ = type(parameter).__bases__[1]
+            del parameter._poseidon_land
 
 
 def land(*values: Any) -> None:

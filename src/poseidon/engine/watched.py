@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from poseidon.engine.classes import Replacement, replace_class, restore_class
+from poseidon.engine.classes import Replacement, mixed
 from poseidon.engine.pending import HARMLESS
 
 
@@ -133,11 +133,13 @@ def is_rounding(device_type: str) -> bool:
 
 def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
     """Let ``watcher`` prepare a parameter for whatever touches it."""
-    replace_class(parameter, Watched)
+    if not isinstance(parameter, Watched):
+        parameter.__class__ = mixed(Watched, type(parameter))
     parameter._poseidon_watcher = watcher  # type: ignore[attr-defined]
 
 
 def unwatch(parameter: nn.Parameter) -> None:
     """Restore a parameter's own class."""
-    if restore_class(parameter, Watched):
-        del parameter._poseidon_watcher  # type: ignore[attr-defined]
+    if isinstance(parameter, Watched):
+        parameter.__class__ = type(parameter).__bases__[1]
+        del parameter._poseidon_watcher

@@ -14,8 +14,8 @@ ALIVE_S = 1.5
 SILENCE_S = 8.0
 """After this long without one, the other side is considered gone."""
 LOCAL_SILENCE_S = 300.0
-"""The same on the launcher's own machine, outside elastic jobs: a pipe's end tells that the other side is gone, and silence
-mostly that the machine is busy."""
+"""The same on the launcher's own machine, outside elastic jobs: a pipe's end tells that the other side is gone, and
+silence mostly that the machine is busy."""
 ELASTIC_SILENCE_S = 3.0
 """The same in elastic jobs, where a machine that was given up too early can come back."""
 

@@ -34,11 +34,11 @@ class Price:
 
 PRICES = {
     "exact": Price("none", "the mean of all gradients"),
-    "bf16": Price("none seen", "docs/slow-links.md"),
-    "int8": Price("none seen", "docs/slow-links.md"),
-    "lowrank": Price("some more steps", "docs/slow-links.md; Vogels et al. 2019"),
-    "topk": Price("more steps", "docs/slow-links.md; Lin et al. 2018"),
-    "local": Price("more steps, growing with sync_every", "docs/slow-links.md; Douillard et al. 2023"),
+    "bf16": Price("none seen", "guide: slow links"),
+    "int8": Price("none seen", "guide: slow links"),
+    "lowrank": Price("some more steps", "guide; Vogels et al. 2019"),
+    "topk": Price("more steps", "guide; Lin et al. 2018"),
+    "local": Price("more steps, growing with sync_every", "guide; Douillard et al. 2023"),
 }
 """In the order of what they lose, the least first."""
 
