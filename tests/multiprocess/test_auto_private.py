@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -84,7 +85,18 @@ def contents(folder: Path) -> dict[str, object]:
 
 
 def leftovers(directory: Path) -> set[Path]:
-    return {found for place in scratch.places(directory) for found in place.glob(f"*{scratch.PREFIX}*")}
+    """Return the scratch folders that nobody uses: other jobs of this machine have theirs in the same places."""
+    found = {one for place in scratch.places(directory) for one in place.glob(f"*{scratch.PREFIX}*")}
+    return {one for one in found if not is_used(one)}
+
+
+def is_used(folder: Path) -> bool:
+    try:
+        with (folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by its worker, or removed just now
+        return folder.exists() and (folder / "lock").exists()
+    return False
 
 
 @pytest.fixture(scope="module")
