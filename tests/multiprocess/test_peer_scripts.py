@@ -20,6 +20,7 @@ from poseidon.following.options import AutoOptions
         ("dicts_padded.py", 2),  # a mean over tokens that are not padding
         ("detector_lists.py images", 3),  # a loss for each image, added up
         ("half_labelled.py", 2),  # a teacher reads batches, without gradients, that are then trained on
+        ("seq2seq_buckets.py batch", 2),  # a sampler that draws its order before torch draws the loader's seed
         ("endless_loader.py thread", 2),  # a thread reads the loader
         ("private_gradients.py mean", 3),  # torch.func's transformations, gradients set by hand
     ],
