@@ -72,7 +72,7 @@ class WrapperOptions(TypedDict, total=False):
     mix: float
     """Under local: share of its own weights that a worker keeps when a fragment arrives ``overlap`` steps later."""
     compress: str | None
-    """Under local: let changes travel as "bf16" or "int8", with error feedback; None: exactly."""
+    """Under local: let changes travel as "bf16", "int8" or "int4", with error feedback; None: exactly."""
 
 
 def distribute(

@@ -21,7 +21,7 @@ from poseidon.routes.staging import Stager
 from poseidon.sums.arithmetic import Adder
 from poseidon.sums.feedback import LossyAdder
 from poseidon.sums.host import host_adders
-from poseidon.sums.lossy import Bf16Codec, Int8Codec, LossyCodec
+from poseidon.sums.lossy import Bf16Codec, Int4Codec, Int8Codec, LossyCodec
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot, make_slots
 from poseidon.team.membership import PeerLostError
@@ -29,8 +29,8 @@ from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import find_format
 from poseidon.wire.pool import Pool
 
-COMPRESSIONS = ("bf16", "int8")
-"""Names of what :class:`LossyMeans` can do."""
+COMPRESSIONS: dict[str, LossyCodec] = {"bf16": Bf16Codec(), "int8": Int8Codec(DEFAULT_BLOCK), "int4": Int4Codec()}
+"""What :class:`LossyMeans` can do, by name."""
 
 
 class Means(ABC):
@@ -116,8 +116,8 @@ class LossyMeans(Means):
 def find_codec(compression: str) -> LossyCodec:
     """Return the encoding of a name."""
     if compression not in COMPRESSIONS:
-        raise unknown_name("compress", compression, COMPRESSIONS)
-    return Bf16Codec() if compression == "bf16" else Int8Codec(DEFAULT_BLOCK)
+        raise unknown_name("compress", compression, tuple(COMPRESSIONS))
+    return COMPRESSIONS[compression]
 
 
 def share_of(compression: str | None) -> float:

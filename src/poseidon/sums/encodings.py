@@ -31,6 +31,8 @@ class Encoding(IntEnum):
     """Lossy: about 8 bits a value, with a scale for each block."""
     TOPK = 7
     """Lossy: the largest values and their places."""
+    INT4 = 8
+    """Lossy: about 4 bits a value, with a scale for each block."""
 
 
 Payload = Array | memoryview

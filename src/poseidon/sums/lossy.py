@@ -9,6 +9,7 @@ encoding     a chunk
 ============ ===========================================================================================
 ``BF16``     every value in 16 bits, rounded to nearest
 ``INT8``     for each block of B values: B - 8 in 8 bits, 8 in 4 bits, 2 bytes of scale, so B - 2 bytes
+``INT4``     for each block of B values: all in 4 bits, 2 bytes of scale
 ``TOPK``     of every 65,536 values the largest, as they are, then their places in 2 bytes each
 ============ ===========================================================================================
 
@@ -33,7 +34,7 @@ PIECE = 1 << 15
 """Values that are encoded at a time, so that all steps of it find them in the core's own cache."""
 _LARGEST_CODE = 127
 _TAIL = 8
-"""Values of a block that get 4 bits."""
+"""Values of a block that get 4 bits, in ``INT8``."""
 _COARSE = 18
 """Their steps, in those of the others: 7 of them reach the largest value."""
 _SCALE_BYTES = 2
@@ -105,10 +106,15 @@ class Int8Codec(_FixedSize):
     block: int = 256
     encoding = Encoding.INT8
 
+    @property
+    def tail(self) -> int:
+        """How many values of a whole block get 4 bits."""
+        return _TAIL
+
     def size_bytes(self, values: int) -> int:
         """Return a little less than a byte a value; an incomplete block has no values in 4 bits."""
         whole, rest = divmod(values, self.block)
-        return whole * (self.block - _TAIL // 2 + _SCALE_BYTES) + (rest + _SCALE_BYTES if rest else 0)
+        return whole * self._row_bytes + (rest + _SCALE_BYTES if rest else 0)
 
     def encode(self, values: Array) -> Array:
         """Let the largest value of each block have the largest code."""
@@ -117,7 +123,7 @@ class Int8Codec(_FixedSize):
         payload = np.empty(self.size_bytes(values.size), np.uint8)
         blocks, rows = values[: whole * block].reshape(whole, block), payload[: whole * row].reshape(whole, row)
         for piece in _pieces(whole, PIECE // block):
-            _encode_rows(blocks[piece], rows[piece], _TAIL)
+            _encode_rows(blocks[piece], rows[piece], self.tail)
         if rest:
             _encode_rows(values[whole * block :].reshape(1, rest), payload[whole * row :].reshape(1, -1), 0)
         return payload
@@ -129,14 +135,27 @@ class Int8Codec(_FixedSize):
         values = np.empty(length, np.float32)
         blocks, rows = values[: whole * block].reshape(whole, block), payload[: whole * row].reshape(whole, row)
         for piece in _pieces(whole, PIECE // block):
-            _decode_rows(rows[piece], blocks[piece], _TAIL)
+            _decode_rows(rows[piece], blocks[piece], self.tail)
         if rest:
             _decode_rows(payload[whole * row :].reshape(1, -1), values[whole * block :].reshape(1, rest), 0)
         return values
 
     @property
     def _row_bytes(self) -> int:
-        return self.block - _TAIL // 2 + _SCALE_BYTES
+        return self.block - self.tail // 2 + _SCALE_BYTES
+
+
+@dataclass(frozen=True)
+class Int4Codec(Int8Codec):
+    """Codes from -7 to 7 times a scale, which each block has for itself; 8 bits in an incomplete block."""
+
+    block: int = 128
+    encoding = Encoding.INT4
+
+    @property
+    def tail(self) -> int:
+        """All of them."""
+        return self.block
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from poseidon.errors import FrameError, ServerError
 from poseidon.sums.feedback import LossyAdder
-from poseidon.sums.lossy import Bf16Codec, Int8Codec, LossyCodec, TopKCodec
+from poseidon.sums.lossy import Bf16Codec, Int4Codec, Int8Codec, LossyCodec, TopKCodec
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import make_slots
 from poseidon.wire.formats import find_format
@@ -21,7 +21,7 @@ from poseidon.wire.pool import Pool
 
 Array = np.ndarray[Any, Any]
 
-CODECS: list[LossyCodec] = [Bf16Codec(), Int8Codec(64), TopKCodec(0.05)]
+CODECS: list[LossyCodec] = [Bf16Codec(), Int8Codec(64), Int4Codec(32), TopKCodec(0.05)]
 SIZE = 3000
 
 
