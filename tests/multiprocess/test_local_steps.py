@@ -33,11 +33,11 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-    return model(batch).square().mean()
+    return model(batch.to(next(model.parameters()).device)).square().mean()
 
 
 def _state(model: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in model.module.state_dict().items()}
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -183,6 +183,7 @@ def _compressed() -> list[tuple[dict[str, Tensor], int]]:
     for compress in (None, "bf16", "int8", "int4"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 200), nn.Tanh(), nn.Linear(200, 100), nn.Tanh(), nn.Linear(100, 1))
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
         options: dict[str, Any] = {"sync_every": 2, "outer": "nesterov", "compress": compress}
         wrapped, optimizer = poseidon.distribute(model, _sgd(model), consistency="local", **options)
         assert wrapped.plan is not None

@@ -30,6 +30,7 @@ WAYS = {
     "norm": "exact",
     "*": "topk",
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {"lossy": WAYS, "block_size": 64, "density": 0.05, "rank": 2}
 
 
@@ -60,12 +61,13 @@ def batches(rank: int, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for _ in range(steps):
         words = torch.randint(0, 50, (6, 4), generator=generator)
         picture = torch.randn(6, 2, 5, 5, generator=generator)
-        yield words, picture, torch.randint(0, 5, (6,), generator=generator)
+        target = torch.randint(0, 5, (6,), generator=generator)
+        yield words.to(DEVICE), picture.to(DEVICE), target.to(DEVICE)
 
 
 def make(mode: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Branching()
+    model = Branching().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if mode == "distribute":
         wrapped, _ = poseidon.distribute(model, optimizer, **OPTIONS, **options)
@@ -103,10 +105,10 @@ def _balance() -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], int]:
     wrapped.verify_replicas()
     assert wrapped.plan is not None
     assert [wrapped.plan.routes[f"spare.{number}"] for number in range(4)] == list(LOSSY)
-    rests = {name: rest.clone() for name, rest in wrapped.lossy_state_dict()["rests"].items()}
+    rests = {name: rest.cpu().clone() for name, rest in wrapped.lossy_state_dict()["rests"].items()}
     assert set(rests) == {name for name, _ in model.named_parameters() if not name.startswith("norm")}
     wrapped.close()
-    return brought, received, rests, skipped
+    return [one.cpu() for one in brought], [one.cpu() for one in received], rests, skipped
 
 
 def test_all_that_was_sent_and_all_that_is_kept_is_the_sum_of_all_gradients() -> None:
@@ -136,14 +138,14 @@ def _train(mode: str, steps: int, folder: str = "", forgets: bool = False) -> tu
             if step < begun:
                 continue
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 0):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=step % 2 == 0):
                 loss = nn.functional.cross_entropy(wrapped(words, picture), target)
             loss.backward()
             optimizer.step()
             if folder:
                 saver.step(step + 1)
     wrapped.verify_replicas()
-    state = {name: value.clone() for name, value in wrapped.module.state_dict().items()}
+    state = {name: value.cpu().clone() for name, value in wrapped.module.state_dict().items()}
     wrapped.close()
     return begun, state
 
@@ -170,7 +172,7 @@ def _kept(folder: str) -> tuple[Tensor, list[str]]:
         warnings.simplefilter("always")
         with poseidon.Checkpoint(folder, model=wrapped, optimizer=optimizer) as saver:
             assert saver.resume() == 6
-    kept = wrapped.lossy_state_dict()["rests"]["square.1.weight"].double().clone()
+    kept = wrapped.lossy_state_dict()["rests"]["square.1.weight"].cpu().double().clone()
     wrapped.close()
     return kept, [str(one.message) for one in told]
 
@@ -188,7 +190,7 @@ def test_on_another_number_of_workers_the_sum_of_what_was_kept_stays(tmp_path: P
 
 def _overflow(mode: str) -> tuple[list[bool], bool, bool]:
     wrapped, optimizer = make(mode)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     rank, changed = dist.get_rank(), []
     for step, (words, picture, target) in enumerate(batches(rank, 6)):
         before = [p.detach().clone() for p in wrapped.module.parameters()]
@@ -233,7 +235,7 @@ def _plain(mode: str) -> dict[str, Tensor]:
         nn.functional.cross_entropy(wrapped(words, picture), target).backward()
         optimizer.step()
     wrapped.verify_replicas()
-    state = {name: value.clone() for name, value in wrapped.module.state_dict().items()}
+    state = {name: value.cpu().clone() for name, value in wrapped.module.state_dict().items()}
     wrapped.close()
     return state
 
