@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+# As scripts/test does: workers compute on one thread, and what a test computes beside them must have the same bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _STARTUP = str(Path(__file__).with_name("startup"))
 sys.path.insert(0, _STARTUP)
 import compiler_later  # noqa: E402, F401 - before anything imports torch

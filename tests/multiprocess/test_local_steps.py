@@ -96,6 +96,26 @@ def _train_forms() -> list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str,
     return found
 
 
+def _count_observed() -> list[bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
+    wrapped, optimizer = poseidon.distribute(model, _sgd(model), consistency="local", sync_every=2)
+    observed = []
+    for step in range(5):
+        optimizer.zero_grad()
+        wrapped(torch.tensor([[step, 1]])).sum().backward()
+        optimizer.step()
+        observed.append(wrapped._engine.is_observing)  # type: ignore[union-attr]
+    wrapped.close()
+    return observed
+
+
+def test_nothing_is_observed_in_steps_that_exchange_no_gradients() -> None:
+    """To count the rows of a table makes a GPU wait in every forward."""
+    for observed in run_ranks(_count_observed, 2):
+        assert not any(observed)
+
+
 def test_every_form_is_what_one_process_computes_for_all_workers() -> None:
     """Bit by bit: sums are taken in rank order on both sides."""
     workers = run_ranks(_train_forms, 3)

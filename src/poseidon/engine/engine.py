@@ -70,6 +70,8 @@ class Engine:
         """Samples of all forwards so far, as far as they are known."""
         self.is_armed = False
         """Whether the next backward exchanges gradients (false under no_sync and before any forward)."""
+        self._is_passing = False
+        """Whether the last step exchanged no gradients, as local steps do; then there is nothing to plan."""
         self.divide_by_active = False
         """Under join(): average over the workers that still have input, not over all."""
         self._is_scaled = True
@@ -177,7 +179,7 @@ class Engine:
     @property
     def is_observing(self) -> bool:
         """Whether the front end should record the load of linear and embedding units, for the first plan."""
-        return self.plan is None
+        return self.plan is None and not self._is_passing
 
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit in this backward."""
@@ -259,6 +261,7 @@ class Engine:
         with self._lock:
             if self.in_backward:
                 return False
+            self._is_passing = False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
             live = self._schedules.dense if is_dense or self._schedules.planned is None else self._schedules.planned
             left_out = {self._number_of[parameter] for parameter in unused}
@@ -368,6 +371,7 @@ class Engine:
 
     def pass_step(self) -> None:
         """Count a step in which no gradients are exchanged."""
+        self._is_passing = True
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
 
