@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from poseidon.checkpoints.ending import Ending
+from poseidon.checkpoints.ending import EndRequests
 from poseidon.checkpoints.folder import CheckpointFolder
 from poseidon.checkpoints.lasting import LastingRun
-from poseidon.checkpoints.program import Program
+from poseidon.checkpoints.program import ProgramState
 from poseidon.checkpoints.saving import Saving
 from poseidon.checkpoints.sharing import HandedOver
 from poseidon.checkpoints.states import Stateful
@@ -69,7 +69,7 @@ class Checkpoint:
         _check_amount("every_s", every_s, 0.0)
         _check_amount("keep", keep, 1)
         _check_amount("replicas", replicas, 1)
-        self._program = Program(parts, per_worker or {})
+        self._program = ProgramState(parts, per_worker or {})
         if folder is None and (every is not None or every_s is not None):
             raise ConfigError("checkpoint: every and every_s need a folder to write to")
         kept = None if folder is None else CheckpointFolder(folder, keep)
@@ -77,7 +77,7 @@ class Checkpoint:
         self._every_s = every_s
         limit_s = time_limit(timeout_s)
         job = this_job()
-        self._ending = Ending(on_signal, is_timed=every_s is not None)
+        self._ending = EndRequests(on_signal, is_timed=every_s is not None)
         self._saving = Saving(kept, self._program, limit_s)
         self._lasting: LastingRun | None = None
         if job is not None:

@@ -8,7 +8,7 @@ from poseidon.launch.stopping import Stopping
 from poseidon.team.team import Team
 
 
-class Ending:
+class EndRequests:
     """Signals to this worker, noted from construction until :meth:`close`, and what workers tell each other of them."""
 
     def __init__(self, on_signal: bool, is_timed: bool) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from torch import nn
 
 from poseidon.checkpoints.ahead import Ahead, StateDoor, copy_ahead, open_door
-from poseidon.checkpoints.ending import Ending
+from poseidon.checkpoints.ending import EndRequests
 from poseidon.checkpoints.memory import Kept, StepMemory, copy_over
-from poseidon.checkpoints.program import Program
+from poseidon.checkpoints.program import ProgramState
 from poseidon.checkpoints.replicas import Replicator, hand_on, sharded_members
 from poseidon.checkpoints.saving import Saving
 from poseidon.checkpoints.sharing import Agreement, HandedOver, Stock, agree, hand_over
@@ -32,7 +32,9 @@ _MOST_CHANGES = 20
 class LastingRun:
     """Runs a training function through the epochs of an elastic job, and keeps its last complete step."""
 
-    def __init__(self, job: ElasticJob, program: Program, saving: Saving, ending: Ending, replicas: int) -> None:
+    def __init__(
+        self, job: ElasticJob, program: ProgramState, saving: Saving, ending: EndRequests, replicas: int
+    ) -> None:
         self.job = job
         self.is_running = False
         self.handed: HandedOver | None = None

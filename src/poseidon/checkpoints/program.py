@@ -19,7 +19,7 @@ from poseidon.checkpoints.states import (
 from poseidon.errors import ConfigError
 
 
-class Program:
+class ProgramState:
     """What a training program needs to go on."""
 
     def __init__(self, parts: Mapping[str, Stateful], per_worker: Mapping[str, Stateful]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from poseidon import files
 from poseidon.checkpoints.folder import CheckpointFolder, read
-from poseidon.checkpoints.program import Program
+from poseidon.checkpoints.program import ProgramState
 from poseidon.checkpoints.sharing import hand_out
 from poseidon.checkpoints.states import as_bytes, check_readable, from_bytes, host_copy, state_of
 from poseidon.checkpoints.writing import CheckpointWriter
@@ -22,7 +22,7 @@ from poseidon.team.team import Team
 class Saving:
     """The checkpoints of a program in a folder, and the team that saves and resumes. Construction is collective."""
 
-    def __init__(self, folder: CheckpointFolder | None, program: Program, timeout_s: float) -> None:
+    def __init__(self, folder: CheckpointFolder | None, program: ProgramState, timeout_s: float) -> None:
         self.folder = folder
         self.team: Team | None = None
         """None: this worker is alone."""
