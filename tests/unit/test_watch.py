@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from poseidon.errors import WorkerLostError
 from poseidon.team import life, watch
+from poseidon.team import team as team_module
 from poseidon.team.life import Beat
 from poseidon.team.membership import Member, Membership, PeerLostError
 from poseidon.team.pulse import BUSY_BYTES, Pulse, waiting_call
@@ -53,7 +54,7 @@ Open = Callable[..., tuple[Watch, Signals]]
 
 @pytest.fixture
 def open_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    for module in (watch, life):
+    for module in (watch, life, team_module):
         monkeypatch.setattr(module, "BEAT_S", 0.002)
     opened: list[Watch] = []
 
