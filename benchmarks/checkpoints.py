@@ -61,7 +61,7 @@ def cost(folder: Path, megabytes: int) -> None:
         return time.perf_counter() - began
 
     with poseidon.Checkpoint(folder, keep=1, model=model, ballast=ballast) as checkpoint:
-        writer = checkpoint._writer
+        writer = checkpoint._saving.writer
         assert writer is not None
         quiet, busy, copying = [], [], []
         for round_number in range(4):

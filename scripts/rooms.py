@@ -42,12 +42,20 @@ def purpose(room: str) -> str:
     return text.splitlines()[0].rstrip(".").replace("``", "`")
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, those in functions and branches too; expressions hold no imports."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for each in getattr(node, field, ()):
+            yield each
+            yield from statements(each)
+
+
 @functools.cache
 def imports_of(room: str) -> set[str]:
     """Return the rooms that a room imports anything from."""
     found = set()
     for path in files_of(room):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("poseidon."):
                 found.add(node.module.split(".")[1])
             elif isinstance(node, ast.ImportFrom) and node.module == "poseidon":

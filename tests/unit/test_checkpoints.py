@@ -84,7 +84,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_and_ends_nothing(tmp_path: Path) -> None:
     model = nn.Linear(1000, 1000)
     with poseidon.Checkpoint(tmp_path, every=1, model=model) as checkpoint:
-        writer = checkpoint._writer
+        writer = checkpoint._saving.writer
         assert writer is not None
         checkpoint.step(1)
         writer.finish()

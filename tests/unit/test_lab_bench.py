@@ -155,7 +155,7 @@ def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):
 
 def say_all(listener, *events):
     for event in events:
-        listener.hear(WorkerPlace(0, 2), MARK + json.dumps(event))
+        listener.output.hear(WorkerPlace(0, 2), MARK + json.dumps(event))
 
 
 def finished(system, ms=5.0):
@@ -168,7 +168,7 @@ def finished(system, ms=5.0):
 def test_a_listener_collects_what_ranks_say():
     said = []
     listener = RankEvents(WORKER, make_spec(2), said.append)
-    listener.hear(WorkerPlace(1, 2), "a warning")
+    listener.output.hear(WorkerPlace(1, 2), "a warning")
     say_all(
         listener,
         {"event": "model", "parameters": 10, "parameter_bytes": 40},
@@ -179,7 +179,8 @@ def test_a_listener_collects_what_ranks_say():
     made = listener.cell({}, WORKER.systems)
     assert (made.parameters, made.machines, made.systems["ddp"].step_ms) == (10, 2, 7.0)
     assert made.systems["poseidon"].failure == "rank 1: boom"
-    assert list(listener.lines) == ["machine1 | a warning"]
+    listener.output.tell_failure("out of memory", said.append)
+    assert said[-2:] == ["  the job failed: out of memory", "    machine1 | a warning"]
     assert any("ddp" in line and "1/2" in line for line in said)
 
 

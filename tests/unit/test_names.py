@@ -1,6 +1,6 @@
 """One class name, one meaning, in the whole tree."""
 
-import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +13,8 @@ ROOT = Path(poseidon.__file__).parent
 def public_classes() -> Iterator[tuple[str, str]]:
     """Yield each public top-level class and its file."""
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield node.name, str(path.relative_to(ROOT))
+        for name in re.findall(r"^class ([^\W_]\w*)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            yield name, str(path.relative_to(ROOT))
 
 
 def test_no_two_classes_share_a_name():

@@ -35,7 +35,7 @@ def events():
 
 
 def tell(events, event, **details):
-    events.hear(WorkerPlace(0, 2), MARK + json.dumps({"event": event, **details}))
+    events.output.hear(WorkerPlace(0, 2), MARK + json.dumps({"event": event, **details}))
 
 
 def test_a_lesson_brings_its_own_settings():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from poseidon.errors import WorkerLostError
 from poseidon.team import life, watch
+from poseidon.team import team as team_module
 from poseidon.team.life import Beat
 from poseidon.team.membership import Member, Membership, PeerLostError
 from poseidon.team.pulse import BUSY_BYTES, Pulse, waiting_call
@@ -55,6 +56,7 @@ Open = Callable[..., tuple[Watch, Signals]]
 def open_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     for module in (watch, life):
         monkeypatch.setattr(module, "BEAT_S", 0.002)
+    monkeypatch.setattr(team_module, "BEAT_S", 0.05)  # one that waits looks seldom enough for others to have worked
     opened: list[Watch] = []
 
     def make(others: dict[int, Beat] | None = None, **options: Any) -> tuple[Watch, Signals]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from poseidon import files, zoo
 from poseidon.cli import to_loss
-from poseidon.cli.bench_words import parse_count, parse_paced, say, words_of
+from poseidon.cli.bench_words import parse_count, parse_paced, report, say, words_of
 from poseidon.cli.lab import ended_by_signals
 from poseidon.errors import ConfigError
 from poseidon.lab.bench import BenchSettings, run_bench, write_results
@@ -156,10 +155,4 @@ def _read_cells(path: Path) -> list[Cell]:
 
 
 def _report(cells: list[Cell], picture: Path) -> None:
-    for cell in cells:
-        print(f"\n{format_table(cell)}")
-    try:
-        draw(cells, picture)
-        print(f"\npicture: {picture}")
-    except ConfigError as error:
-        print(f"\nno picture: {error}", file=sys.stderr)
+    report([format_table(cell) for cell in cells], lambda path: draw(cells, path), picture)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 from poseidon.errors import ConfigError
 from poseidon.lab.spec import MAX_MACHINES
 
@@ -35,3 +39,14 @@ def parse_count(word: str) -> int:
 def say(line: str) -> None:
     """Print a line of progress at once."""
     print(line, flush=True)
+
+
+def report(tables: Sequence[str], draw: Callable[[Path], None], picture: Path) -> None:
+    """Print tables, and draw them if this installation can."""
+    for table in tables:
+        print(f"\n{table}")
+    try:
+        draw(picture)
+        print(f"\npicture: {picture}")
+    except ConfigError as error:
+        print(f"\nno picture: {error}", file=sys.stderr)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from poseidon import files
-from poseidon.cli.bench_words import parse_count, parse_paced, say, words_of
+from poseidon.cli.bench_words import parse_count, parse_paced, report, say, words_of
 from poseidon.cli.lab import ended_by_signals
 from poseidon.errors import ConfigError
 from poseidon.lab.loss_bench import LossSettings, check_losses, read_losses, resume, run_loss_bench, write_losses
@@ -159,10 +158,4 @@ def _parse_batch(word: str) -> int:
 
 
 def _report(comparisons: Sequence[Comparison], picture: Path) -> None:
-    for comparison in comparisons:
-        print(f"\n{format_comparison(comparison)}")
-    try:
-        draw_losses(comparisons, picture)
-        print(f"\npicture: {picture}")
-    except ConfigError as error:
-        print(f"\nno picture: {error}", file=sys.stderr)
+    report([format_comparison(one) for one in comparisons], lambda path: draw_losses(comparisons, path), picture)

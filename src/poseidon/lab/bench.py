@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from poseidon import files
 from poseidon.job import settings as job_settings
-from poseidon.lab import gpu
-from poseidon.lab.bench_worker import MARK, WorkerSettings
-from poseidon.lab.cluster import Lab, own_environment
-from poseidon.lab.environment import WorkerPlace
-from poseidon.lab.job import Job, JobOptions, JobResult
+from poseidon.lab.bench_jobs import RankOutput, run_workers, write_measurements
+from poseidon.lab.bench_worker import WorkerSettings
+from poseidon.lab.job import JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
 from poseidon.sim.cells import Bench, predict_ms
 from poseidon.sums.device import can_compact
-from poseidon.version import __version__
-
-KEPT_LINES = 400
-"""Enough for the stacks of all workers of a job that hung."""
 
 
 @dataclass(frozen=True)
@@ -70,56 +53,12 @@ def run_bench(settings: BenchSettings, say: Callable[[str], None], save: Callabl
 
 def write_results(path: Path, settings: BenchSettings, cells: list[Cell]) -> None:
     """Write all measurements, with everything needed to repeat them."""
-    data = {
-        "poseidon": __version__,
-        "date": time.strftime("%Y-%m-%d"),
-        # Without folders: paths on this machine mean nothing on another.
-        "command": shlex.join(["poseidon", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])]),
-        "hardware": describe_hardware(),
-        "settings": asdict(settings),
-        "tries": tries_plans(),
-        "cells": cells_to_json(cells),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, data, "results")
+    write_measurements(path, asdict(settings), {"tries": tries_plans(), "cells": cells_to_json(cells)})
 
 
 def tries_plans() -> bool:
     """Return whether Poseidon's systems try several plans and keep the fastest."""
     return job_settings.TRIALS.read() != "0"
-
-
-def describe_hardware() -> dict[str, Any]:
-    """Describe the machine that runs the lab: processor, memory, GPU, versions."""
-    model = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
-    memory = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
-    gpu_name = _gpu_name()
-    return {
-        "processor": model[0].partition(":")[2].strip() if model else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(int(memory[0]) / 2**20, 1) if memory else None,
-        "gpu": gpu_name,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "compacts": gpu_name is not None and can_compact(),
-    }
-
-
-def _gpu_name() -> str | None:
-    """Ask the driver's own tool: this process must not hold the GPU that the workers share."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Callable[[str], None]) -> Cell:
@@ -133,9 +72,7 @@ def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Call
         result = _run_workers(events, spec, timeout_s)
         if result.status == 0:
             break
-        say(f"  the job failed: {result.reason}")
-        for line in events.lines:
-            say(f"    {line}")
+        events.output.tell_failure(result.reason, say)
         if events.current is None:
             lost |= dict.fromkeys(left, result.reason)
         else:
@@ -144,17 +81,7 @@ def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Call
 
 
 def _run_workers(events: RankEvents, spec: LabSpec, timeout_s: float) -> JobResult:
-    worker = events.worker
-    on_gpu = worker.device == "cuda"
-    env = {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **own_environment(),
-        "OMP_NUM_THREADS": str(worker.threads),
-    }
-    command = [sys.executable, "-m", "poseidon.lab.bench_worker", json.dumps(asdict(worker))]
-    with Lab.from_spec(spec) as lab, gpu.sharing(lab.name, on_gpu) as mps_folder:
-        options = JobOptions(share_gpu=on_gpu, mps_folder=mps_folder, timeout_s=timeout_s)
-        return Job(lab, command, options, env, events.hear).run()
+    return run_workers("poseidon.lab.bench_worker", asdict(events.worker), spec, timeout_s, events.output.hear)
 
 
 class RankEvents:
@@ -164,8 +91,15 @@ class RankEvents:
         self.worker = worker
         self.current: str | None = None
         """The system being measured now, to blame if the job dies."""
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        """The latest other output of the ranks."""
+        self.output = RankOutput(
+            {
+                "model": self._on_model,
+                "profile": self._on_profile,
+                "begin": self._on_begin,
+                "repetition": self._on_repetition,
+                "failure": self._on_failure,
+            }
+        )
         self._spec = spec
         self._say = say
         self._sizes = (0, 0)
@@ -173,14 +107,6 @@ class RankEvents:
         self._failures: dict[str, str] = {}
         self._notes: dict[str, str] = {}
         self._profile: tuple[Profile, float] | None = None
-
-    def hear(self, place: WorkerPlace, line: str) -> None:
-        """Handle one line of a rank's output."""
-        if not line.startswith(MARK):
-            self.lines.append(f"{place.label} | {line}")
-            return
-        event = json.loads(line.removeprefix(MARK))
-        getattr(self, f"_on_{event.pop('event')}")(**event)
 
     def cell(self, lost: dict[str, str], order: tuple[str, ...]) -> Cell:
         """Return the measurements; ``lost`` names the systems that took a job down, with the reason."""

@@ -9,10 +9,6 @@ the system itself, on links without limits. How long a step takes does not depen
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,12 +16,8 @@ from typing import Any
 
 from poseidon import files
 from poseidon.errors import ConfigError
-from poseidon.lab import gpu
-from poseidon.lab.bench import KEPT_LINES, describe_hardware
-from poseidon.lab.bench_worker import MARK
-from poseidon.lab.cluster import Lab, own_environment
-from poseidon.lab.environment import WorkerPlace
-from poseidon.lab.job import Job, JobOptions, JobResult
+from poseidon.lab.bench_jobs import RankOutput, run_workers, write_measurements
+from poseidon.lab.job import JobResult
 from poseidon.lab.loss_results import (
     REFERENCE,
     Comparison,
@@ -40,7 +32,6 @@ from poseidon.lab.loss_worker import LossCell, LossWorkerSettings
 from poseidon.lab.results import LINEAR
 from poseidon.lab.spec import UNSHAPED, LabSpec
 from poseidon.lab.system_names import traits_of
-from poseidon.version import __version__
 from poseidon.zoo.lessons import make_lesson
 
 STARTING_S = 120.0
@@ -164,15 +155,10 @@ def _run_job(settings: LossSettings, progress: LossEvents, purpose: str, cells: 
         limit_s=settings.cell_timeout_s * 0.8,
         timeout_s=min(120.0, settings.cell_timeout_s),
     )
-    env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **own_environment(), "OMP_NUM_THREADS": str(settings.threads)}
     rate = UNSHAPED if purpose == "curves" else round(settings.rate_bits / settings.dilation)
-    command = [sys.executable, "-m", "poseidon.lab.loss_worker", json.dumps(asdict(worker))]
-    on_gpu = settings.device == "cuda"
+    limit_s = STARTING_S + settings.cell_timeout_s * len(cells)
     spec = LabSpec((rate,) * settings.machines)
-    with Lab.from_spec(spec) as lab, gpu.sharing(lab.name, on_gpu) as mps_folder:
-        limit_s = STARTING_S + settings.cell_timeout_s * len(cells)
-        options = JobOptions(share_gpu=on_gpu, mps_folder=mps_folder, timeout_s=limit_s)
-        return Job(lab, command, options, env, progress.hear).run()
+    return run_workers("poseidon.lab.loss_worker", asdict(worker), spec, limit_s, progress.output.hear)
 
 
 class LossEvents:
@@ -186,8 +172,14 @@ class LossEvents:
         save: Callable[[Comparison], None],
     ) -> None:
         self.purpose = ""
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        """The latest other output of the ranks."""
+        self.output = RankOutput(
+            {
+                "begin": self._on_begin,
+                "tempo": self._on_tempo,
+                "run": self._on_run,
+                "failure": self._on_failure,
+            }
+        )
         self._settings = settings
         # What failed before is tried again.
         self._found = replace(
@@ -220,20 +212,10 @@ class LossEvents:
 
     def blame(self, cells: list[LossCell], reason: str) -> None:
         """Note that the job died, in the cell that was being measured; before the first one, all failed."""
-        self._say(f"  the job failed: {reason}")
-        for line in self.lines:
-            self._say(f"    {line}")
+        self.output.tell_failure(reason, self._say)
         for cell in cells if self._current is None else [self._current]:
             self._on_failure(cell.system, cell.seed, reason)
         self._current = None
-
-    def hear(self, place: WorkerPlace, line: str) -> None:
-        """Handle one line of a rank's output."""
-        if not line.startswith(MARK):
-            self.lines.append(f"{place.label} | {line}")
-            return
-        event = json.loads(line.removeprefix(MARK))
-        getattr(self, f"_on_{event.pop('event')}")(**event)
 
     def _on_begin(self, system: str, seed: int) -> None:
         self._current = LossCell(system, seed, 0)
@@ -273,16 +255,7 @@ class LossEvents:
 
 def write_losses(path: Path, settings: LossSettings, comparison: Comparison) -> None:
     """Write all measurements, with everything needed to repeat them."""
-    data = {
-        "poseidon": __version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["poseidon", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])]),
-        "hardware": describe_hardware(),
-        "settings": asdict(settings),
-        "to_loss": comparison_to_json(comparison),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, data, "results")
+    write_measurements(path, asdict(settings), {"to_loss": comparison_to_json(comparison)})
 
 
 def read_losses(path: Path) -> tuple[dict[str, Any], Comparison]:

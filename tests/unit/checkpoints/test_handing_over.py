@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from poseidon.checkpoints import ahead as ahead_module
 from poseidon.checkpoints import layout
 from poseidon.checkpoints.ahead import StateDoor, dealt, fetch_ahead
 from poseidon.checkpoints.changes import BLOCK, apply_change, encode_change
+from poseidon.checkpoints.lasting import LastingRun
 from poseidon.checkpoints.layout import cut, describe_tensors, flatten, lift, lower, make_room, shape_rows, view_of
 from poseidon.checkpoints.memory import StepMemory
 from poseidon.checkpoints.sharing import Stock, plan_consignments
@@ -287,14 +289,16 @@ def test_a_worker_that_waits_for_others_saves_what_it_keeps_when_it_is_asked_to_
     model = torch.nn.Linear(3, 2)
     with poseidon.Checkpoint(tmp_path, model=model) as checkpoint:
         checkpoint.values["best"] = 0.5
-        checkpoint._keep(7)
-        checkpoint._end_if_asked()  # nobody has asked
+        job: Any = SimpleNamespace(seat=None)
+        lasting = LastingRun(job, checkpoint._program, checkpoint._saving, checkpoint._ending, replicas=1)
+        lasting.keep(7)
+        lasting.end_if_asked()  # nobody has asked
         signal.raise_signal(signal.SIGINT)
         with torch.no_grad():
             kept = model.weight.clone()
             model.weight.zero_()  # the step that was interrupted
         with pytest.raises(SystemExit) as ended:
-            checkpoint._end_if_asked()
+            lasting.end_if_asked()
         assert ended.value.code == 128 + signal.SIGINT
     with poseidon.Checkpoint(tmp_path, model=model) as checkpoint:
         assert checkpoint.resume() == 7

@@ -30,7 +30,9 @@ from poseidon.units import Load, Unit
 from toy_models import CLUSTER, CONV, FC, LOADS
 
 WORKERS = 2
-STEPS = 42
+STEPS = 34
+"""More than it takes to try five plans."""
+INTO_THE_SECOND_PLAN = 10
 _SEEDING = threading.Lock()
 
 
@@ -63,8 +65,8 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(choosing, "FEWEST_LAPS", 3)
-    monkeypatch.setattr(choosing, "MOST_LAPS", 3)
+    monkeypatch.setattr(choosing, "FEWEST_LAPS", 2)
+    monkeypatch.setattr(choosing, "MOST_LAPS", 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("POSEIDON_TRIALS", "1")
 
@@ -79,7 +81,7 @@ def train(defers: bool = False, steps: int = STEPS, batches: dict[int, int] | No
             model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
         chosen = Options(bucket_bytes=1, defers=defers, **{"tries": True, **options})
         engine = Engine(find_units(model), ThreadTeam(rank, meeting), Cluster(WORKERS), chosen, routes)  # type: ignore[arg-type]
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         policy = DeferredUpdates(optimizer) if defers else UpdateNow()
         policy.connect(model, engine)
         front_end = AutogradFrontEnd(engine, Turns(policy))
@@ -161,9 +163,9 @@ def test_what_an_earlier_run_chose_is_used_at_once(tmp_path: Path, monkeypatch: 
         assert again.is_remembered
         assert again.tried == first.tried
         assert "in an earlier run" in str(again)
-    assert len(names(train(defers=True)[0])) > 1  # another mode is another job
+    assert len(names(train(defers=True, steps=INTO_THE_SECOND_PLAN)[0])) > 1  # another mode is another job
     monkeypatch.setenv("POSEIDON_TRIALS", "fresh")
-    assert len(names(train()[0])) > 1
+    assert len(names(train(steps=INTO_THE_SECOND_PLAN)[0])) > 1
     monkeypatch.setenv("POSEIDON_TRIALS", "1")
     stored.write_text("{")
     with pytest.warns(UserWarning, match="plans are tried anew"):
@@ -318,9 +320,9 @@ def test_no_step_is_taken_after_a_backward_that_failed(lands: str, monkeypatch: 
 def test_nothing_is_tried_where_the_front_end_or_determinism_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nor do other plans cost anything then.
     monkeypatch.delattr(schedules, "make_candidates")
-    assert names(train(tries=False)[0]) == [LAYER_BY_LAYER]
+    assert names(train(steps=INTO_THE_SECOND_PLAN, tries=False)[0]) == [LAYER_BY_LAYER]
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, less an import of torch's compiler
     try:
-        assert names(train()[0]) == [LAYER_BY_LAYER]
+        assert names(train(steps=INTO_THE_SECOND_PLAN)[0]) == [LAYER_BY_LAYER]
     finally:
         torch.set_deterministic_debug_mode("default")

@@ -10,7 +10,7 @@ import pytest
 
 from poseidon.job.filter import Instruction, admit_only, admit_only_peers, compile_filter, shut_afterwards
 
-SHORT_S = 0.3
+SHORT_S = 0.15
 
 
 def _can_connect(place: tuple[str, int], source: str) -> bool:

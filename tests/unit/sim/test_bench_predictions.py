@@ -17,7 +17,7 @@ WORKER = WorkerSettings("lenet", ("linear", "ddp", "ddp-powersgd"), 8, 5, 2, 2, 
 def heard(*events):
     listener = RankEvents(WORKER, make_spec(4, "1gbit"), lambda _: None)
     for event in events:
-        listener.hear(WorkerPlace(0, 4), MARK + json.dumps(event))
+        listener.output.hear(WorkerPlace(0, 4), MARK + json.dumps(event))
     return listener.cell({}, WORKER.systems)
 
 

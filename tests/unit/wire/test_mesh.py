@@ -109,7 +109,7 @@ def test_a_silent_rank_is_named(three) -> None:
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_stranger_gets_no_connection(encrypt) -> None:
     with pytest.raises(WireError, match="is not connected to ranks"):
-        connected(2, [SECRET, b"another secret, also long"], timeout_s=1.0, encrypt=encrypt)
+        connected(2, [SECRET, b"another secret, also long"], timeout_s=0.4, encrypt=encrypt)
 
 
 def test_a_stranger_does_not_keep_the_ranks_apart() -> None:

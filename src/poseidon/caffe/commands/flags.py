@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from poseidon.errors import ConfigError
@@ -57,6 +58,21 @@ def need(value: str, flag: str, purpose: str) -> str:
 def stages_of(text: str) -> list[str]:
     """Return the stages; as in Caffe, the list holds one empty stage if none are given."""
     return text.split(",")
+
+
+@contextlib.contextmanager
+def on_device(args: argparse.Namespace) -> Iterator[None]:
+    """Log as Caffe does and compute on the device of ``--gpu``, for as many ``--iterations`` as there must be."""
+    from poseidon.caffe.glog import console
+    from poseidon.caffe.training import check_gpus, choose_device, parse_gpus
+
+    if args.iterations < 1:
+        raise ConfigError(f"--iterations is {args.iterations}; it must be at least 1")
+    gpus = parse_gpus(args.gpu)
+    check_gpus(gpus, args.gpu)
+    with console(log_dir=args.log_dir or None):
+        choose_device(gpus or ())
+        yield
 
 
 def _to_bool(text: str) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from poseidon.caffe.commands.flags import add_caffe_flags, need, stages_of
-from poseidon.errors import ConfigError, unknown_name
+from poseidon.caffe.commands.flags import add_caffe_flags, need, on_device, stages_of
+from poseidon.errors import unknown_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,21 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Time the net and log Caffe's report."""
-    from poseidon.caffe.glog import console
     from poseidon.caffe.pycaffe import Net
     from poseidon.caffe.schema import TEST, TRAIN
     from poseidon.caffe.scoring import benchmark
-    from poseidon.caffe.training import check_gpus, choose_device, parse_gpus
 
     phases = {"": TRAIN, "TRAIN": TRAIN, "TEST": TEST}
     if args.phase not in phases:
         raise unknown_name("--phase", args.phase, ("TRAIN", "TEST"))
     model = need(args.model, "model", "the prototxt of the net to time")
-    if args.iterations < 1:
-        raise ConfigError(f"--iterations is {args.iterations}; it must be at least 1")
-    gpus = parse_gpus(args.gpu)
-    check_gpus(gpus, args.gpu)
-    with console(log_dir=args.log_dir or None):
-        choose_device(gpus or ())
+    with on_device(args):
         benchmark(Net(model, phases[args.phase], args.level, stages_of(args.stage)), args.iterations)
     return 0

@@ -108,6 +108,9 @@ class PageServer:
         for _ in range(_MOST_STREAMS):
             if not self.streams.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 break
+        with contextlib.suppress(OSError):
+            # Wakes the thread, which looks only twice a second whether it is to end.
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
 

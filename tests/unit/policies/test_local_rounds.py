@@ -228,31 +228,40 @@ def test_synchronize_exchanges_the_rest_of_a_round_once() -> None:
     assert all(torch.equal(found[0][0][name], one[name]) for one, _ in found for name in one)
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
+CUT_IN_TWO = (("0.",), ("2.", "4."))
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=lambda overlap: f"overlap {overlap}")
+def undisturbed(request: pytest.FixtureRequest) -> tuple[LocalSchedule, list[dict[str, Tensor]]]:
+    """A schedule, and where 12 steps by it without a stop lead each worker."""
+    schedule, meeting = LocalSchedule(4, fragments=2, overlap=request.param), Meeting(WORKERS)
+
+    def work(rank: int) -> dict[str, Tensor]:
+        return _take_steps(*_rounds(rank, meeting, schedule, "nesterov", 0.5, CUT_IN_TWO), rank, range(1, 13))
+
+    return schedule, run_threads(work, WORKERS)
+
+
 @pytest.mark.parametrize("stop", [3, 4, 5, 8])
-def test_a_state_taken_at_any_step_goes_on_with_the_same_bits(overlap: int, stop: int) -> None:
-    cuts = (("0.",), ("2.", "4."))
-    schedule = LocalSchedule(4, fragments=2, overlap=overlap)
+def test_a_state_taken_at_any_step_goes_on_with_the_same_bits(
+    undisturbed: tuple[LocalSchedule, list[dict[str, Tensor]]], stop: int
+) -> None:
+    schedule, expected = undisturbed
+    meeting = Meeting(WORKERS)
 
-    def whole(rank: int) -> dict[str, Tensor]:
-        return _take_steps(*_rounds(rank, meeting, schedule, "nesterov", 0.5, cuts), rank, range(1, 13))
-
-    def halves(rank: int) -> dict[str, Tensor]:
-        model, optimizer, rounds = _rounds(rank, meeting, schedule, "nesterov", 0.5, cuts)
+    def work(rank: int) -> dict[str, Tensor]:
+        model, optimizer, rounds = _rounds(rank, meeting, schedule, "nesterov", 0.5, CUT_IN_TWO)
         _take_steps(model, optimizer, rounds, rank, range(1, 1 + stop))
         agreed = {name: value.clone() for name, value in rounds.agreed().items()}
         shared, own, inner = rounds.shared_state(), rounds.own_state(), optimizer.state_dict()
-        other, resumed, again = _rounds(rank, meeting, schedule, "nesterov", 0.5, cuts)
+        other, resumed, again = _rounds(rank, meeting, schedule, "nesterov", 0.5, CUT_IN_TWO)
         other.load_state_dict(agreed)
         again.load_shared_state(shared)
         again.load_own_state(own)
         resumed.load_state_dict(inner)
         return _take_steps(other, resumed, again, rank, range(1 + stop, 13))
 
-    meeting = Meeting(WORKERS)
-    expected = run_threads(whole, WORKERS)
-    meeting = Meeting(WORKERS)
-    found = run_threads(halves, WORKERS)
+    found = run_threads(work, WORKERS)
     for rank in range(WORKERS):
         assert all(torch.equal(found[rank][name], expected[rank][name]) for name in found[rank]), f"worker {rank}"
 
