@@ -180,8 +180,8 @@ class LowRankRoute(LossyRoute):
         first = second = 0
         for parameter in unit.parameters:
             matrix = as_matrix(parameter.shape, self.rank)
-            first += parameter.numel if matrix is None else self.rank * matrix[0]
-            second += 0 if matrix is None else self.rank * matrix[1]
+            first += parameter.numel if matrix is None else self.rank * min(matrix)
+            second += 0 if matrix is None else self.rank * max(matrix)
         return first, second
 
     def loses(self, unit: Unit) -> bool:

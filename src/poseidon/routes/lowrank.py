@@ -29,7 +29,7 @@ from poseidon.routes.feedback import Feedback
 from poseidon.routes.rounded import fixed_slots, take_back
 from poseidon.sums.events import Waiter, record
 from poseidon.sums.host import host_adders
-from poseidon.sums.lowrank import host_digest, orthonormalize, split_bucket
+from poseidon.sums.lowrank import LowRankMatrix, host_digest, orthonormalize, split_bucket
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot
 from poseidon.team.membership import PeerLostError
@@ -160,7 +160,7 @@ class _Narrow:
         """Return the matrices of a tensor that lies as the bucket does, and what travels as it is."""
         pieces, layout = flat.split(self.sizes), self.layout
         return (
-            [pieces[one.place].view(one.rows, one.columns) for one in layout.matrices],
+            [_as_matrix(pieces[one.place], one) for one in layout.matrices],
             [pieces[place] for place, _ in layout.whole],
         )
 
@@ -283,6 +283,13 @@ class _LowRankExchange(Exchange):
     def _aside(self) -> Any:
         stream = self.narrow.stream
         return torch.cuda.stream(stream) if stream is not None else torch.no_grad()
+
+
+def _as_matrix(piece: Tensor, matrix: LowRankMatrix) -> Tensor:
+    """Return a view of a tensor's values as the matrix that travels."""
+    if matrix.is_turned:
+        return piece.view(matrix.columns, matrix.rows).t()
+    return piece.view(matrix.rows, matrix.columns)
 
 
 def _dense_shape(parameter: Tensor) -> Sequence[int]:

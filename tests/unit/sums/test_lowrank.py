@@ -13,9 +13,14 @@ def test_a_bucket_is_split_without_gaps() -> None:
     spans = [one.left for one in layout.matrices] + [place for _, place in layout.whole]
     taken = sorted(index for span in spans for index in range(span.start, span.stop))
     assert taken == list(range(layout.left_size))
-    assert layout.left_size == 2 * (30 + 10) + 7 + 5
-    assert [one.right for one in layout.matrices] == [slice(0, 40), slice(40, 64)]
-    assert layout.right_size == 64
+    assert layout.left_size == 2 * (20 + 10) + 7 + 5
+    assert [one.right for one in layout.matrices] == [slice(0, 60), slice(60, 84)]
+    assert layout.right_size == 84
+
+
+def test_the_shorter_factor_travels_first() -> None:
+    layout = split_bucket([600, 120], [(30, 20), (10, 12)], 2)
+    assert [(one.rows, one.columns, one.is_turned) for one in layout.matrices] == [(20, 30, True), (10, 12, False)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
