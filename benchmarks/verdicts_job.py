@@ -109,9 +109,7 @@ def main() -> None:
             break
         factor = asked["factor"] if is_mine and asked["kind"] == "slow" else 1.0
         paced.times = (FORWARD_S * factor, BACKWARD_S * factor, BURN_S * factor)
-        x = load(
-            asked["seconds"] if is_mine and asked["kind"] == "input" else 0.0, is_mine and asked["kind"] == "disk"
-        )
+        x = load(asked["seconds"] if is_mine and asked["kind"] == "input" else 0.0, is_mine and asked["kind"] == "disk")
         loss = model(x).square().mean()
         while is_mine and asked["kind"] == "hang":
             time.sleep(0.05)
