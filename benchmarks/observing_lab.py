@@ -2,11 +2,11 @@
 
     python benchmarks/observing_lab.py --machines 4 --rate 1gbit -- --model resnet18 --batch 8 --laps 20 --steps 3
 
-What is behind ``--`` goes to ``observing_cost.py``. The launcher runs on the first machine and serves the page there. In
-every observed lap a reader has the page's stream of events open, as a browser would; in the others it has not. How many
-events it read is printed, and how much of a processor the launcher took with the page. The launcher logs in on the other
-machines by the lab itself instead of by ssh, so neither ssh nor sshd is needed; nor is anything for the page, which is
-served by Python's own library. Needs root, and the extra ``lab``.
+What is behind ``--`` goes to ``observing_cost.py``. The launcher runs on the first machine and serves the page there.
+In every observed lap a reader has the page's stream of events open, as a browser would; in the others it has not. How
+many events it read is printed, and how much of a processor the launcher took with the page. The launcher logs in on the
+other machines by the lab itself instead of by ssh, so neither ssh nor sshd is needed; nor is anything for the page,
+which is served by Python's own library. Needs root, and the extra ``lab``.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def inject(kind: str, machine: int, draw: random.Random, faults: Faults) -> str:
         faults.disks.seconds = round(draw.uniform(0.03, 0.15), 3)
         text = f"disk {faults.disks.seconds} s"
     elif kind == "busy":
-        loops = draw.randint(3, 6)
+        loops = draw.randint(4, 8)
         faults.busy.begin(machine, loops)
         text = f"busy {loops} loops"
     elif kind == "pause":

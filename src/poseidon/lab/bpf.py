@@ -375,8 +375,8 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
         error = ctypes.get_errno()
         if command != _PROG_LOAD:
             raise ConfigError(
-                f"cannot {what} in the kernel ({os.strerror(error)}); half-open, lossy and flip need CONFIG_BPF_SYSCALL, "
-                "and root outside of user namespaces"
+                f"cannot {what} in the kernel ({os.strerror(error)}); half-open, lossy and flip need "
+                "CONFIG_BPF_SYSCALL, and root outside of user namespaces"
             )
         raise OSError(error, os.strerror(error))
     return result

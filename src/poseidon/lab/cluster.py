@@ -222,7 +222,8 @@ class Lab:
     def half_open(self, machine: int, peer: int | None = None, port: int = 0) -> None:
         """Let vanish what a machine sends on established TCP connections; it still hears the others.
 
-        Choose as in :meth:`connections`. There is one such fault per machine, or :meth:`lossy` or :meth:`flip`: the last one.
+        Choose as in :meth:`connections`. There is one such fault per machine, this, :meth:`lossy` or
+        :meth:`flip`: the last one.
         """
         self._tamper(machine, bpf.dropping(self._flow(machine, peer, port)))
 

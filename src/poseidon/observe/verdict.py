@@ -35,8 +35,8 @@ LOSSY_SHARE = 0.01
 """Of what is sent: sent again."""
 MOST_LOSS = 0.2
 """Of what is sent: no cable loses more for long; a queue that is too small for a slow link does."""
-BUSY_DELAY = 0.15
-"""Of a worker's own time: waiting for a processor."""
+BUSY_PART = 0.5
+"""Of what a straggler takes longer: waiting for a processor."""
 STARVED = 0.15
 """Of the time: if training threads wait this much for a processor everywhere, other figures say little."""
 STEADY = 0.7
@@ -265,11 +265,10 @@ def _blame_machine(
     ratio = f"{times:.1f}x slower in {what}" if 1.0 < times < 100 else f"{_ms(parts[part])} a step slower in {what}"
     shares = any(window.host == slow.host for window in others)
     who = f"worker {slow.rank} on {slow.host}" if shares else slow.host
-    delay = slow.total("delay_s") / max(1e-9, slow.own_s * slow.steps)
-    usual_delay = statistics.median(
-        window.total("delay_s") / max(1e-9, window.own_s * window.steps) for window in others
-    )
-    if delay > BUSY_DELAY and delay > 2 * usual_delay:
+    # Held against what it takes longer, not against a step: a worker may need a processor only now and then.
+    longer_s = slow.own_s - statistics.median(window.own_s for window in others)
+    if _excess(slow, others, "delay_s") > BUSY_PART * longer_s:
+        delay = slow.total("delay_s") / max(1e-9, slow.own_s * slow.steps)
         return JobVerdict(
             Cause.BUSY,
             f"limited by {who}, {ratio}: its training thread waits for a processor {delay:.0%} of the time",

@@ -119,6 +119,21 @@ def test_busy_processors_are_told_from_a_slow_machine() -> None:
     assert "waits for a processor" in str(verdict)
 
 
+def test_a_processor_that_is_needed_only_now_and_then_and_then_is_busy() -> None:
+    # It waits for one in 12 % of its own time, which is most of what it takes longer.
+    usual = record(0.02, 0.055, 0.005)
+    verdict = judged(usual, usual, record(0.02, 0.073, 0.005, delay_s=STEPS * 0.0115))
+    assert (verdict.cause, verdict.host) == (Cause.BUSY, "node2")
+    assert "1.3x slower in backward: its training thread waits for a processor 12% of the time" in str(verdict)
+
+
+def test_a_slow_machine_that_also_waits_for_a_processor_is_slow() -> None:
+    # Three times slower, and a quarter of it waiting: a quieter machine would still be slow.
+    usual = record(0.01, 0.02, 0.002)
+    verdict = judged(usual, usual, record(0.03, 0.06, 0.004, delay_s=STEPS * 0.024))
+    assert (verdict.cause, verdict.host) == (Cause.SLOW, "node2")
+
+
 def test_processors_that_are_busy_everywhere_are_no_machine_s_fault() -> None:
     busy = replace(EVEN, delay_s=0.2)
     verdict = judged(busy, busy, busy)
