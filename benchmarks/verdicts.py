@@ -238,7 +238,8 @@ def main() -> int:
                     is_right = verdict["cause"] in RIGHT[kind] and (verdict["host"] == host or kind == "none")
                     outcome = "right" if is_right else "wrong" if verdict["is_sure"] else "unsure"
                     counts[outcome] += 1
-                    rows.append({"kind": words, "host": host, "outcome": outcome, "verdict": verdict})
+                    load = round(os.getloadavg()[0], 1)  # to see afterwards whether the machine was in use
+                    rows.append({"kind": words, "host": host, "outcome": outcome, "load": load, "verdict": verdict})
                     print(f"{number:3} {outcome:6} {words:14} {host:9} | {verdict['text']}", flush=True)
                     wait_for_steps(run / STATE, 60)
                     time.sleep(3.5)

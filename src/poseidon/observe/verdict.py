@@ -27,6 +27,9 @@ WEAK_EXCESS = 0.06
 """Of a step: what a straggler takes longer than the others."""
 CLEAR_WAIT = 0.15
 """Of a step: waiting that makes the wire the limit."""
+WEAK_WAIT = 0.05
+"""Of a step: waiting that is worth a word where a link loses packets, which costs much in one second and little in the
+next."""
 INPUT_SHARE = 0.25
 """Of a step: time between steps, without the optimizer, that makes input the limit."""
 SLOW_LINK = 0.6
@@ -104,7 +107,7 @@ def judge(windows: Sequence[Window], line_rate: float = 0.0) -> JobVerdict:
         return _blame_wire(moving, step_s, line_rate, starved)
     if found is not None:
         return found[0]
-    return _judge_even(moving, step_s)
+    return _judge_loss(moving, step_s) or _judge_even(moving, step_s)
 
 
 # One worker stands.
@@ -397,19 +400,9 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
             is_sure=slow.rate < 0.8 * SLOW_LINK * usual and wait_s / step_s > 2 * CLEAR_WAIT and slow.busy > CLEAR_WAIT,
             waited_s=waited_s,
         )
-    lossy = max(ends, key=lambda one: one.resent)
-    if lossy.resent > LOSSY_SHARE and lossy.resent > 3 * statistics.median(
-        one.resent for one in ends if one is not lossy
-    ):
-        return JobVerdict(
-            Cause.LOSS,
-            f"limited by the wire: {waits}, and {lossy.host} sends {min(1.0, lossy.resent):.1%} of its bytes again",
-            f"check the cable and the switch port of {lossy.host}",
-            lossy.host,
-            _rank_on(windows, lossy.host),
-            is_sure=lossy.resent > 2 * LOSSY_SHARE,
-            waited_s=waited_s,
-        )
+    lossy = _find_lossy(ends)
+    if lossy is not None:
+        return _blame_loss(windows, lossy, waits, waited_s, is_sure=lossy.resent > 2 * LOSSY_SHARE)
     reached = f"{_mbit(max(one.rate for one in ends))} Mbit/s"
     if line_rate:
         reached += f" of {_mbit(line_rate)}"
@@ -419,6 +412,25 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
         "a larger batch, or a faster network, would help",
         is_sure=wait_s / step_s > 2 * CLEAR_WAIT and slow.rate > 0.75 * usual and starved < STARVED,
         waited_s=waited_s,
+    )
+
+
+def _find_lossy(ends: Sequence[_Ends]) -> _Ends | None:
+    """Return the machine that sends far more again than the others."""
+    lossy = max(ends, key=lambda one: one.resent)
+    usual = statistics.median(one.resent for one in ends if one is not lossy)
+    return lossy if lossy.resent > max(LOSSY_SHARE, 3 * usual) else None
+
+
+def _blame_loss(windows: Sequence[Window], lossy: _Ends, waits: str, waited_s: float, is_sure: bool) -> JobVerdict:
+    return JobVerdict(
+        Cause.LOSS,
+        f"limited by the wire: {waits}, and {lossy.host} sends {min(1.0, lossy.resent):.1%} of its bytes again",
+        f"check the cable and the switch port of {lossy.host}",
+        lossy.host,
+        _rank_on(windows, lossy.host),
+        is_sure,
+        waited_s,
     )
 
 
@@ -433,7 +445,18 @@ def _longest_wait(windows: Sequence[Window]) -> tuple[str, float]:
     return (name, times[name]) if name and times[name] > 0 else ("", 0.0)
 
 
-# Nobody waits.
+# Nobody waits, or little.
+
+
+def _judge_loss(windows: Sequence[Window], step_s: float) -> JobVerdict | None:
+    """Name a link that clearly loses packets, if there is some waiting that it may explain; never for sure."""
+    wait_s = statistics.median(window.per_step("wait_s") for window in windows)
+    ends = _machine_ends(windows)
+    lossy = _find_lossy(ends) if len(ends) > 1 and wait_s / step_s >= WEAK_WAIT else None
+    if lossy is None or lossy.resent < 2 * LOSSY_SHARE:
+        return None
+    waits = f"workers wait {_ms(wait_s)} a step"
+    return _blame_loss(windows, lossy, waits, wait_s * max(window.steps for window in windows), is_sure=False)
 
 
 def _judge_even(windows: Sequence[Window], step_s: float) -> JobVerdict:

@@ -195,6 +195,20 @@ def test_a_lossy_link_is_named() -> None:
     assert "5.0% of its bytes again" in str(verdict)
 
 
+@pytest.mark.parametrize(("wait", "resent", "cause"), [
+    (0.09, 0.03, Cause.LOSS),
+    (0.09, 0.015, Cause.COMPUTATION),  # too little for a link that costs so little
+    (0.03, 0.03, Cause.COMPUTATION),  # nobody waits for it
+])  # fmt: skip
+def test_a_lossy_link_that_costs_little_is_named_with_doubt(wait: float, resent: float, cause: Cause) -> None:
+    base = record(0.03, 0.1 - 0.03 - 0.1 * wait, 0.0)
+    records = [linked(base, rank, [940e6] * 4, resent=resent if rank == 2 else 0.0) for rank in range(4)]
+    verdict = judge(windows(records))
+    assert verdict.cause is cause
+    assert verdict.host == ("node2" if cause is Cause.LOSS else "")
+    assert verdict.is_sure == (cause is Cause.COMPUTATION)
+
+
 def test_of_two_machines_no_end_of_their_link_is_blamed() -> None:
     verdict = judge(windows([linked(WAITS, rank, [300e6, 940e6]) for rank in range(2)]))
     assert (verdict.cause, verdict.host) == (Cause.WIRE, "")
