@@ -136,7 +136,8 @@ def inject(kind: str, machine: int, draw: random.Random, faults: Faults) -> str:
         lab.slow(machine, factor)
         text = f"link {factor}x"
     elif kind == "lossy":
-        share = round(draw.uniform(0.02, 0.08), 3)
+        # A packet here has up to 64 KB, so there are far fewer losses in a second than a cable would have.
+        share = round(draw.uniform(0.05, 0.12), 3)
         lab.lossy(machine, share)
         text = f"lossy {share:.1%}"
     elif kind == "disk":

@@ -107,7 +107,7 @@ def judge(windows: Sequence[Window], line_rate: float = 0.0) -> JobVerdict:
         return _blame_wire(moving, step_s, line_rate, starved)
     if found is not None:
         return found[0]
-    return _judge_loss(moving, step_s) or _judge_even(moving, step_s)
+    return _judge_even(moving, step_s)
 
 
 # One worker stands.
@@ -384,7 +384,11 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
     slow = min(ends, key=lambda one: one.rate)
     others = [one for one in ends if one is not slow]
     usual = statistics.median(one.rate for one in others)
-    if slow.rate < SLOW_LINK * usual and len(others) > 1:
+    lossy = _find_lossy(ends)
+    is_slow = slow.rate < SLOW_LINK * usual and len(others) > 1
+    is_clear = is_slow and slow.rate < 0.8 * SLOW_LINK * usual
+    # What is lost also slows the connections on which it is: of two weak signs, the loss says more.
+    if is_slow and (is_clear or lossy is None or lossy.resent < 2 * LOSSY_SHARE):
         # A link that is merely slow drops what its queue cannot hold, but then packets that do pass have waited in it.
         usual_rtt_s = statistics.median(one.rtt_s for one in others)
         is_lossy = LOSSY_SHARE < slow.resent < MOST_LOSS and slow.rtt_s < max(3e-3, 2 * usual_rtt_s)
@@ -397,12 +401,12 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
             slow.host,
             _rank_on(windows, slow.host),
             # Short bursts go into buffers at any rate: only a link that is in use for long has one.
-            is_sure=slow.rate < 0.8 * SLOW_LINK * usual and wait_s / step_s > 2 * CLEAR_WAIT and slow.busy > CLEAR_WAIT,
+            is_sure=is_clear and wait_s / step_s > 2 * CLEAR_WAIT and slow.busy > CLEAR_WAIT,
             waited_s=waited_s,
         )
-    lossy = _find_lossy(ends)
     if lossy is not None:
-        return _blame_loss(windows, lossy, waits, waited_s, is_sure=lossy.resent > 2 * LOSSY_SHARE)
+        is_sure = lossy.resent > 2 * LOSSY_SHARE and (not is_slow or slow is lossy)
+        return _blame_loss(windows, lossy, waits, waited_s, is_sure)
     reached = f"{_mbit(max(one.rate for one in ends))} Mbit/s"
     if line_rate:
         reached += f" of {_mbit(line_rate)}"
@@ -448,20 +452,14 @@ def _longest_wait(windows: Sequence[Window]) -> tuple[str, float]:
 # Nobody waits, or little.
 
 
-def _judge_loss(windows: Sequence[Window], step_s: float) -> JobVerdict | None:
-    """Name a link that clearly loses packets, if there is some waiting that it may explain; never for sure."""
-    wait_s = statistics.median(window.per_step("wait_s") for window in windows)
-    ends = _machine_ends(windows)
-    lossy = _find_lossy(ends) if len(ends) > 1 and wait_s / step_s >= WEAK_WAIT else None
-    if lossy is None or lossy.resent < 2 * LOSSY_SHARE:
-        return None
-    waits = f"workers wait {_ms(wait_s)} a step"
-    return _blame_loss(windows, lossy, waits, wait_s * max(window.steps for window in windows), is_sure=False)
-
-
 def _judge_even(windows: Sequence[Window], step_s: float) -> JobVerdict:
     loop_s = statistics.median(window.per_step("between_s") * (1 - window.optimizer_share) for window in windows)
     wait_s = statistics.median(window.per_step("wait_s") for window in windows)
+    ends = _machine_ends(windows)
+    lossy = _find_lossy(ends) if len(ends) > 1 and wait_s / step_s >= WEAK_WAIT else None
+    if lossy is not None and lossy.resent > 2 * LOSSY_SHARE:
+        waited_s = wait_s * max(window.steps for window in windows)
+        return _blame_loss(windows, lossy, f"workers wait {_ms(wait_s)} a step", waited_s, is_sure=False)
     is_async = any(window.last.is_async for window in windows)
     places = [_main_place(window) for window in windows]
     if loop_s / step_s >= INPUT_SHARE and not (is_async and "input" not in places):
@@ -482,7 +480,7 @@ def _judge_even(windows: Sequence[Window], step_s: float) -> JobVerdict:
         Cause.COMPUTATION,
         f"limited by computation: {1 - share:.0%} of a step's {_ms(step_s)} compute",
         gain,
-        is_sure=share < 0.8 * CLEAR_WAIT,
+        is_sure=share < 0.8 * CLEAR_WAIT and lossy is None,
     )
 
 

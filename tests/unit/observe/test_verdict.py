@@ -195,18 +195,31 @@ def test_a_lossy_link_is_named() -> None:
     assert "5.0% of its bytes again" in str(verdict)
 
 
-@pytest.mark.parametrize(("wait", "resent", "cause"), [
-    (0.09, 0.03, Cause.LOSS),
-    (0.09, 0.015, Cause.COMPUTATION),  # too little for a link that costs so little
-    (0.03, 0.03, Cause.COMPUTATION),  # nobody waits for it
+@pytest.mark.parametrize(("wait", "resent", "cause", "is_sure"), [
+    (0.09, 0.03, Cause.LOSS, False),
+    (0.09, 0.015, Cause.COMPUTATION, False),
+    (0.09, 0.005, Cause.COMPUTATION, True),
+    (0.03, 0.03, Cause.COMPUTATION, True),  # nobody waits for it
 ])  # fmt: skip
-def test_a_lossy_link_that_costs_little_is_named_with_doubt(wait: float, resent: float, cause: Cause) -> None:
+def test_a_lossy_link_that_costs_little_is_named_with_doubt(
+    wait: float, resent: float, cause: Cause, is_sure: bool
+) -> None:
     base = record(0.03, 0.1 - 0.03 - 0.1 * wait, 0.0)
     records = [linked(base, rank, [940e6] * 4, resent=resent if rank == 2 else 0.0) for rank in range(4)]
     verdict = judge(windows(records))
     assert verdict.cause is cause
     assert verdict.host == ("node2" if cause is Cause.LOSS else "")
-    assert verdict.is_sure == (cause is Cause.COMPUTATION)
+    assert verdict.is_sure == is_sure
+
+
+def test_loss_is_named_rather_than_a_link_that_is_only_a_little_slow() -> None:
+    rates = [940e6, 940e6, 940e6, 500e6]
+    verdict = judge(windows([linked(WAITS, rank, rates, 0.05 if rank == 2 else 0.0) for rank in range(4)]))
+    assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LOSS, "node2", False)
+    # A slow port drops what its queue cannot hold, and its neighbours send it again: they are not to blame.
+    rates[3] = 100e6
+    verdict = judge(windows([linked(WAITS, rank, rates, 0.05 if rank == 2 else 0.0) for rank in range(4)]))
+    assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LINK, "node3", True)
 
 
 def test_of_two_machines_no_end_of_their_link_is_blamed() -> None:
