@@ -232,7 +232,8 @@ def main() -> int:
                         machine = draw.randrange(1, MACHINES)  # the launcher runs on the first
                     words = inject(kind, machine, draw, faults)
                     hold(kind, machine, lab, time.monotonic() + WAIT_S)
-                    verdict = read_json(run / STATE)["verdict"]
+                    state = read_json(run / STATE)
+                    verdict, age_s = state["verdict"], round(time.time() - state["updated_at"], 2)
                     heal(kind, machine, faults)
                     host = "" if kind == "none" else f"machine{machine}"
                     # All emulated machines share the processors of this one: whichever lacks them is rightly named.
@@ -240,7 +241,16 @@ def main() -> int:
                     outcome = "right" if is_right else "wrong" if verdict["is_sure"] else "unsure"
                     counts[outcome] += 1
                     load = round(os.getloadavg()[0], 1)  # to see afterwards whether the machine was in use
-                    rows.append({"kind": words, "host": host, "outcome": outcome, "load": load, "verdict": verdict})
+                    rows.append(
+                        {
+                            "kind": words,
+                            "host": host,
+                            "outcome": outcome,
+                            "age_s": age_s,
+                            "load": load,
+                            "verdict": verdict,
+                        }
+                    )
                     print(f"{number:3} {outcome:6} {words:14} {host:9} | {verdict['text']}", flush=True)
                     wait_for_steps(run / STATE, 60)
                     time.sleep(3.5)

@@ -400,8 +400,12 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
             f"check the cable, the switch port and the card of {slow.host}",
             slow.host,
             _rank_on(windows, slow.host),
-            # Short bursts go into buffers at any rate: only a link that is in use for long has one.
-            is_sure=is_clear and wait_s / step_s > 2 * CLEAR_WAIT and slow.busy > CLEAR_WAIT,
+            # Short bursts go into buffers at any rate: only a link that is in use for long has one. And whoever loses
+            # acknowledgements makes its peers send again: the one that sends most again is the likelier one.
+            is_sure=is_clear
+            and not (is_lossy and any(one.resent > slow.resent for one in others))
+            and wait_s / step_s > 2 * CLEAR_WAIT
+            and slow.busy > CLEAR_WAIT,
             waited_s=waited_s,
         )
     if lossy is not None:

@@ -222,6 +222,14 @@ def test_loss_is_named_rather_than_a_link_that_is_only_a_little_slow() -> None:
     assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LINK, "node3", True)
 
 
+def test_of_two_lossy_machines_the_slower_is_not_named_for_sure() -> None:
+    rates = [940e6, 940e6, 940e6, 150e6]
+    for other, is_sure in ((0.02, True), (0.07, False)):
+        resent = [other, 0.0, 0.0, 0.035]
+        verdict = judge(windows([linked(WAITS, rank, rates, resent[rank]) for rank in range(4)]))
+        assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LOSS, "node3", is_sure)
+
+
 def test_of_two_machines_no_end_of_their_link_is_blamed() -> None:
     verdict = judge(windows([linked(WAITS, rank, [300e6, 940e6]) for rank in range(2)]))
     assert (verdict.cause, verdict.host) == (Cause.WIRE, "")
