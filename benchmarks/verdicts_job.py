@@ -1,7 +1,8 @@
 """The job of ``verdicts.py``: trains a small net with paced compute, and does what a control file says.
 
-``verdicts_job.py control.json``: an object with ``kind`` (``slow``, ``input``, ``hang`` or anything else), ``rank``,
-``factor`` and ``seconds``. It is read before every step, so that causes begin and end while the job runs.
+``verdicts_job.py control.json``: an object with ``kind`` (``slow``, ``input``, ``disk``, ``hang`` or anything else),
+``rank``, ``factor`` and ``seconds``. It is read before every step, so that causes begin and end while the job runs.
+Beside it lie the pipes of worker N's slow disk: it writes a byte to ``askN`` and reads its batch from ``diskN``.
 """
 
 from __future__ import annotations
@@ -18,30 +19,62 @@ from torch import nn
 import poseidon
 
 FORWARD_S, BACKWARD_S = 0.03, 0.06
+BURN_S = 0.008
+"""Of a processor's time in backward, so that a worker whose processor is busy is slower."""
+ROWS, WIDTH = 16, 512
+"""Of a batch."""
 
 
 class Pace(torch.autograd.Function):
-    """Takes time in forward and in backward, without a processor."""
+    """Takes time in forward and in backward, nearly all of it without a processor."""
 
     @staticmethod
-    def forward(ctx, x, forward_s, backward_s):  # noqa: D102
+    def forward(ctx, x, forward_s, backward_s, burn_s):  # noqa: D102
         time.sleep(forward_s)
-        ctx.backward_s = backward_s
+        ctx.backward_s, ctx.burn_s = backward_s, burn_s
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):  # noqa: D102
+        burn(ctx.burn_s)
         time.sleep(ctx.backward_s)
-        return gradient, None, None
+        return gradient, None, None, None
+
+
+def burn(seconds: float) -> None:
+    """Use so much of a processor's time, however long it takes to get it."""
+    matrix = torch.ones(128, 128)
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        matrix @ matrix
+
+
+class Disk:
+    """A worker's batches: a file, or a pipe that another process fills as slowly as it likes."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.size = size
+        # Both ways, so that neither opening waits nor a read sees an end.
+        self.ask, self.slow = (os.open(folder / f"{name}{rank}", os.O_RDWR) for name in ("ask", "disk"))
+        self.file = os.open(folder / "batches", os.O_RDONLY)
+
+    def read(self, is_slow: bool) -> bytearray:
+        """Return a batch; the read blocks until it is there."""
+        if not is_slow:
+            return bytearray(os.pread(self.file, self.size, 0))
+        os.write(self.ask, b"?")
+        data = bytearray()
+        while len(data) < self.size:
+            data += os.read(self.slow, self.size - len(data))
+        return data
 
 
 def main() -> None:
     poseidon.init()
     rank, control = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.manual_seed(0)
-    width = int(os.environ.get("VERDICTS_WIDTH", "512"))
-    first, last = nn.Linear(width, width), nn.Linear(width, 10)
-    net = nn.Sequential(first, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+    net = nn.Sequential(first, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), last)
 
     class Paced(nn.Module):
         """Waits, then computes."""
@@ -49,7 +82,7 @@ def main() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = net
-            self.times = (FORWARD_S, BACKWARD_S)
+            self.times = (FORWARD_S, BACKWARD_S, BURN_S)
 
         def forward(self, x):
             return self.net(Pace.apply(x, *self.times))
@@ -62,11 +95,12 @@ def main() -> None:
         model = poseidon.DistributedDataParallel(paced, routes=routes, trials=False)
     else:
         model, optimizer = poseidon.distribute(paced, optimizer, routes=routes, trials=False)
-    batch = torch.randn(16, width)
+    disk = Disk(control.parent, rank, 4 * ROWS * WIDTH)
 
-    def load(wait_s: float) -> torch.Tensor:
+    def load(wait_s: float, is_slow: bool) -> torch.Tensor:
+        data = disk.read(is_slow)
         time.sleep(wait_s)
-        return batch.clone().requires_grad_()
+        return torch.frombuffer(data, dtype=torch.float32).reshape(ROWS, WIDTH).requires_grad_()
 
     for step in range(10**9):
         asked = json.loads(control.read_text())
@@ -74,8 +108,8 @@ def main() -> None:
         if asked["kind"] == "stop":
             break
         factor = asked["factor"] if is_mine and asked["kind"] == "slow" else 1.0
-        paced.times = (FORWARD_S * factor, BACKWARD_S * factor)
-        x = load(asked["seconds"] if is_mine and asked["kind"] == "input" else 0.0)
+        paced.times = (FORWARD_S * factor, BACKWARD_S * factor, BURN_S * factor)
+        x = load(asked["seconds"] if is_mine and asked["kind"] == "input" else 0.0, is_mine and asked["kind"] == "disk")
         loss = model(x).square().mean()
         while is_mine and asked["kind"] == "hang":
             time.sleep(0.05)

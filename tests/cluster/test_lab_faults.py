@@ -45,6 +45,13 @@ except OSError as error:
     print("error", error, flush=True)
 """
 
+DATAGRAMS = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as caller:
+    for _ in range(500):
+        caller.sendto(bytes(1000), ("10.77.0.1", 6000))
+"""
+
 
 class Pair:
     """Machine 1 sends zeros to machine 0."""
@@ -145,6 +152,25 @@ def test_a_slow_link_is_slow_until_it_is_healed(lab, pair):
     assert min(seconds() for _ in range(20)) < slow / 2
 
 
+def test_a_lossy_machine_loses_the_share_of_its_packets_until_it_is_healed(lab, pair):
+    def arriving():
+        before = lab.traffic()
+        lab.spawn(1, [sys.executable, "-c", DATAGRAMS]).wait()
+        # It comes last, in the same queues.
+        pair.send()
+        assert pair.heard() == "ones 0"
+        sent, received = (lab.traffic()[1] - before[1]).sent, (lab.traffic()[0] - before[0]).received
+        assert sent > 500_000
+        return received / sent
+
+    lab.lossy(1, 0.3)
+    assert lab.state.tampered == (1,)
+    assert 0.6 < arriving() < 0.8
+    lab.heal(1)
+    assert lab.state.tampered == ()
+    assert arriving() > 0.99
+
+
 def test_the_command_breaks_and_heals(lab, pair, capsys):
     assert main(["lab", "fault", "flip", "1", "--port", "5000", "--times", "5"]) == 0
     ones = 0
@@ -158,13 +184,17 @@ def test_the_command_breaks_and_heals(lab, pair, capsys):
     assert main(["lab", "fault", "heal", "1"]) == 0
     assert main(["lab", "fault", "reset", "0"]) == 0
     assert "reset machine0: 1 connections" in capsys.readouterr().out
+    assert main(["lab", "fault", "lossy", "1", "--share", "0.01"]) == 0
+    assert lab.state.tampered == (1,)
+    assert main(["lab", "fault", "heal", "1", "--share", "0.01"]) != 0
+    assert "--share goes with lossy, not with heal" in capsys.readouterr().err
     assert main(["lab", "fault", "cut", "1", "--port", "5000"]) != 0
     assert "--port goes with reset, half-open, flip, not with cut" in capsys.readouterr().err
 
 
 def test_what_the_kernel_lacks_is_named(lab, monkeypatch):
     monkeypatch.setitem(bpf._SYSCALL, bpf.platform.machine(), 999999)
-    with pytest.raises(ConfigError, match=r"half-open and flip need CONFIG_BPF_SYSCALL"):
+    with pytest.raises(ConfigError, match=r"half-open, lossy and flip need CONFIG_BPF_SYSCALL"):
         lab.half_open(1)
     monkeypatch.setattr(connections, "_BY_FAMILY", 99)
     with pytest.raises(ConfigError, match=r"does not list connections .* tcp_diag"):

@@ -21,7 +21,7 @@ from poseidon.lab.spec import format_rate, machine_address, machine_name, parse_
 
 CHOOSING = ("reset", "half-open", "flip")
 """Faults of connections, which can be chosen by peer and port."""
-FAULTS = ("cut", "pause", "kill", "slow", *CHOOSING, "heal")
+FAULTS = ("cut", "pause", "kill", "slow", "lossy", *CHOOSING, "heal")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fault.add_argument("--port", type=int, help="reset, half-open, flip: only connections with this port at either end")
     fault.add_argument("--times", type=int, metavar="T", help="flip: in how many packets (default 1)")
     fault.add_argument("--factor", type=float, metavar="F", help="slow: how many times slower (default 100)")
+    fault.add_argument("--share", type=float, metavar="S", help="lossy: which share of the packets (default 0.02)")
     fault.add_argument("--lab", metavar="NAME", help="which lab, when there are several")
     execute = actions.add_parser("exec", help="run one command on one machine of a running lab")
     execute.add_argument("--lab", metavar="NAME", help="which lab, when there are several")
@@ -212,7 +213,7 @@ def _fault(args: argparse.Namespace) -> int:
 
 
 def _check_fault_options(args: argparse.Namespace) -> None:
-    fitting = {"peer": CHOOSING, "port": CHOOSING, "times": ("flip",), "factor": ("slow",)}
+    fitting = {"peer": CHOOSING, "port": CHOOSING, "times": ("flip",), "factor": ("slow",), "share": ("lossy",)}
     for name, faults in fitting.items():
         if getattr(args, name) is not None and args.fault not in faults:
             raise ConfigError(f"--{name} goes with {', '.join(faults)}, not with {args.fault}")
@@ -229,6 +230,8 @@ def _act(lab: Lab, machine: int, args: argparse.Namespace) -> str:
         lab.flip(machine, *chosen, times=1 if args.times is None else args.times).close()
     elif args.fault == "slow":
         lab.slow(machine, 100.0 if args.factor is None else args.factor)
+    elif args.fault == "lossy":
+        lab.lossy(machine, 0.02 if args.share is None else args.share)
     else:
         {"cut": lab.cut, "heal": lab.heal, "kill": lab.kill, "pause": lab.pause}[args.fault](machine)
     return ""

@@ -95,13 +95,28 @@ def load(instructions: Sequence[bytes | str | tuple[bytes, str]]) -> int:
             reason = lines[-2] if len(lines) > 1 else ""
             raise ConfigError(
                 f"the kernel does not load a program for packets ({again.strerror}) {reason}".rstrip()
-                + "; half-open and flip need CONFIG_BPF_SYSCALL, and root outside of user namespaces"
+                + "; half-open, lossy and flip need CONFIG_BPF_SYSCALL, and root outside of user namespaces"
             ) from None
 
 
 def dropping(flow: Flow) -> list[bytes | str | tuple[bytes, str]]:
     """Return a program that drops what established connections carry; new ones may still begin to open."""
     return [*_select(flow), _move_value(0, _DROP), _exit(), "pass", _move_value(0, _PASS), _exit()]
+
+
+def losing(share: float) -> list[bytes | str | tuple[bytes, str]]:
+    """Return a program that drops a share of all packets, each by chance."""
+    if not 0 < share < 1:
+        raise ConfigError(f"a lossy link loses a share of its packets between 0 and 1, such as 0.02, not {share:g}")
+    return [
+        _call(_RANDOM),
+        (_jump32_if_at_least(0, round(share * (2**32 - 1))), "pass"),
+        _move_value(0, _DROP),
+        _exit(),
+        "pass",
+        _move_value(0, _PASS),
+        _exit(),
+    ]
 
 
 def flipping(flow: Flow, counter: Counter) -> list[bytes | str | tuple[bytes, str]]:
@@ -323,6 +338,11 @@ def _jump32_if_other(target: int, value: int) -> bytes:
     return _instruction(0x56, target, value=value)
 
 
+def _jump32_if_at_least(target: int, value: int) -> bytes:
+    """Unsigned, so the value's upper half is written as a negative number."""
+    return _instruction(0x36, target, value=value if value < 2**31 else value - 2**32)
+
+
 def _jump_if_set(target: int, value: int) -> bytes:
     return _instruction(0x45, target, value=value)
 
@@ -346,7 +366,7 @@ def _element(fd: int, key: ctypes.Array[ctypes.c_char], content: ctypes.Array[ct
 def _bpf(command: int, attributes: bytes, what: str) -> int:
     number = _SYSCALL.get(platform.machine())
     if number is None:
-        raise ConfigError(f"half-open and flip are not known for processors of kind {platform.machine()}")
+        raise ConfigError(f"half-open, lossy and flip are not known for processors of kind {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
     # Newer kernels have more fields, all of which may be zero.
     buffer = ctypes.create_string_buffer(attributes.ljust(128, b"\0"), 128)
@@ -355,8 +375,8 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
         error = ctypes.get_errno()
         if command != _PROG_LOAD:
             raise ConfigError(
-                f"cannot {what} in the kernel ({os.strerror(error)}); half-open and flip need CONFIG_BPF_SYSCALL, "
-                "and root outside of user namespaces"
+                f"cannot {what} in the kernel ({os.strerror(error)}); half-open, lossy and flip need "
+                "CONFIG_BPF_SYSCALL, and root outside of user namespaces"
             )
         raise OSError(error, os.strerror(error))
     return result

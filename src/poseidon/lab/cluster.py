@@ -222,9 +222,18 @@ class Lab:
     def half_open(self, machine: int, peer: int | None = None, port: int = 0) -> None:
         """Let vanish what a machine sends on established TCP connections; it still hears the others.
 
-        Choose as in :meth:`connections`. There is one such fault per machine, or :meth:`flip`: the last one.
+        Choose as in :meth:`connections`. There is one such fault per machine, this, :meth:`lossy` or
+        :meth:`flip`: the last one.
         """
         self._tamper(machine, bpf.dropping(self._flow(machine, peer, port)))
+
+    def lossy(self, machine: int, share: float = 0.02) -> None:
+        """Lose a share of the packets that a machine sends, each by chance, as a bad cable or a dirty plug does.
+
+        It takes the place of :meth:`half_open` and :meth:`flip`, and they take its place.
+        """
+        check_machine(machine, self.machines)
+        self._tamper(machine, bpf.losing(share))
 
     def flip(self, machine: int, peer: int | None = None, port: int = 0, times: int = 1) -> bpf.Counter:
         """Flip a bit in the next packets that a machine sends, in a way that no checksum of TCP notices.

@@ -76,6 +76,8 @@ class JobObserver:
         self._judged_at = self._stated_at = 0.0
         self._lined_at = self._began
         self._state_s = STATE_S
+        self._took_s = 0.0
+        """How long the last state took to write."""
         self._trained_from: float | None = None
         self._seen: list[Window] = []
         self._stands_for: dict[int, int | None] = {}
@@ -223,8 +225,11 @@ class JobObserver:
             if self._folder is not None:
                 self._folder.write_state(STATE, state)
             self._stated_at = time.monotonic()
-            # At most a few percent of the launcher's time.
-            self._state_s = max(STATE_S, 30 * (self._stated_at - began))
+            # At most a few percent of the launcher's time. One state that took long is a hiccup of the machine, after
+            # which the page must not show an old verdict for seconds; two in a row are a slow disk.
+            took_s = self._stated_at - began
+            self._state_s = max(STATE_S, 30 * min(took_s, self._took_s))
+            self._took_s = took_s
 
     def news(self) -> str | None:
         """Return, once each time, that a worker has kept the others waiting for long, or that a tracker is lost."""

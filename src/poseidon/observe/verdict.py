@@ -27,6 +27,9 @@ WEAK_EXCESS = 0.06
 """Of a step: what a straggler takes longer than the others."""
 CLEAR_WAIT = 0.15
 """Of a step: waiting that makes the wire the limit."""
+WEAK_WAIT = 0.05
+"""Of a step: waiting that is worth a word where a link loses packets, which costs much in one second and little in the
+next."""
 INPUT_SHARE = 0.25
 """Of a step: time between steps, without the optimizer, that makes input the limit."""
 SLOW_LINK = 0.6
@@ -35,8 +38,8 @@ LOSSY_SHARE = 0.01
 """Of what is sent: sent again."""
 MOST_LOSS = 0.2
 """Of what is sent: no cable loses more for long; a queue that is too small for a slow link does."""
-BUSY_DELAY = 0.15
-"""Of a worker's own time: waiting for a processor."""
+BUSY_PART = 0.5
+"""Of what a straggler takes longer: waiting for a processor."""
 STARVED = 0.15
 """Of the time: if training threads wait this much for a processor everywhere, other figures say little."""
 STEADY = 0.7
@@ -265,11 +268,10 @@ def _blame_machine(
     ratio = f"{times:.1f}x slower in {what}" if 1.0 < times < 100 else f"{_ms(parts[part])} a step slower in {what}"
     shares = any(window.host == slow.host for window in others)
     who = f"worker {slow.rank} on {slow.host}" if shares else slow.host
-    delay = slow.total("delay_s") / max(1e-9, slow.own_s * slow.steps)
-    usual_delay = statistics.median(
-        window.total("delay_s") / max(1e-9, window.own_s * window.steps) for window in others
-    )
-    if delay > BUSY_DELAY and delay > 2 * usual_delay:
+    # Held against what it takes longer, not against a step: a worker may need a processor only now and then.
+    longer_s = slow.own_s - statistics.median(window.own_s for window in others)
+    if _excess(slow, others, "delay_s") > BUSY_PART * longer_s:
+        delay = slow.total("delay_s") / max(1e-9, slow.own_s * slow.steps)
         return JobVerdict(
             Cause.BUSY,
             f"limited by {who}, {ratio}: its training thread waits for a processor {delay:.0%} of the time",
@@ -382,7 +384,11 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
     slow = min(ends, key=lambda one: one.rate)
     others = [one for one in ends if one is not slow]
     usual = statistics.median(one.rate for one in others)
-    if slow.rate < SLOW_LINK * usual and len(others) > 1:
+    lossy = _find_lossy(ends)
+    is_slow = slow.rate < SLOW_LINK * usual and len(others) > 1
+    is_clear = is_slow and slow.rate < 0.8 * SLOW_LINK * usual
+    # What is lost also slows the connections on which it is: of two weak signs, the loss says more.
+    if is_slow and (is_clear or lossy is None or lossy.resent < 2 * LOSSY_SHARE):
         # A link that is merely slow drops what its queue cannot hold, but then packets that do pass have waited in it.
         usual_rtt_s = statistics.median(one.rtt_s for one in others)
         is_lossy = LOSSY_SHARE < slow.resent < MOST_LOSS and slow.rtt_s < max(3e-3, 2 * usual_rtt_s)
@@ -394,23 +400,17 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
             f"check the cable, the switch port and the card of {slow.host}",
             slow.host,
             _rank_on(windows, slow.host),
-            # Short bursts go into buffers at any rate: only a link that is in use for long has one.
-            is_sure=slow.rate < 0.8 * SLOW_LINK * usual and wait_s / step_s > 2 * CLEAR_WAIT and slow.busy > CLEAR_WAIT,
+            # Short bursts go into buffers at any rate: only a link that is in use for long has one. And whoever loses
+            # acknowledgements makes its peers send again: the one that sends most again is the likelier one.
+            is_sure=is_clear
+            and not (is_lossy and any(one.resent > slow.resent for one in others))
+            and wait_s / step_s > 2 * CLEAR_WAIT
+            and slow.busy > CLEAR_WAIT,
             waited_s=waited_s,
         )
-    lossy = max(ends, key=lambda one: one.resent)
-    if lossy.resent > LOSSY_SHARE and lossy.resent > 3 * statistics.median(
-        one.resent for one in ends if one is not lossy
-    ):
-        return JobVerdict(
-            Cause.LOSS,
-            f"limited by the wire: {waits}, and {lossy.host} sends {min(1.0, lossy.resent):.1%} of its bytes again",
-            f"check the cable and the switch port of {lossy.host}",
-            lossy.host,
-            _rank_on(windows, lossy.host),
-            is_sure=lossy.resent > 2 * LOSSY_SHARE,
-            waited_s=waited_s,
-        )
+    if lossy is not None:
+        is_sure = lossy.resent > 2 * LOSSY_SHARE and (not is_slow or slow is lossy)
+        return _blame_loss(windows, lossy, waits, waited_s, is_sure)
     reached = f"{_mbit(max(one.rate for one in ends))} Mbit/s"
     if line_rate:
         reached += f" of {_mbit(line_rate)}"
@@ -420,6 +420,25 @@ def _blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, star
         "a larger batch, or a faster network, would help",
         is_sure=wait_s / step_s > 2 * CLEAR_WAIT and slow.rate > 0.75 * usual and starved < STARVED,
         waited_s=waited_s,
+    )
+
+
+def _find_lossy(ends: Sequence[_Ends]) -> _Ends | None:
+    """Return the machine that sends far more again than the others."""
+    lossy = max(ends, key=lambda one: one.resent)
+    usual = statistics.median(one.resent for one in ends if one is not lossy)
+    return lossy if lossy.resent > max(LOSSY_SHARE, 3 * usual) else None
+
+
+def _blame_loss(windows: Sequence[Window], lossy: _Ends, waits: str, waited_s: float, is_sure: bool) -> JobVerdict:
+    return JobVerdict(
+        Cause.LOSS,
+        f"limited by the wire: {waits}, and {lossy.host} sends {min(1.0, lossy.resent):.1%} of its bytes again",
+        f"check the cable and the switch port of {lossy.host}",
+        lossy.host,
+        _rank_on(windows, lossy.host),
+        is_sure,
+        waited_s,
     )
 
 
@@ -434,12 +453,17 @@ def _longest_wait(windows: Sequence[Window]) -> tuple[str, float]:
     return (name, times[name]) if name and times[name] > 0 else ("", 0.0)
 
 
-# Nobody waits.
+# Nobody waits, or little.
 
 
 def _judge_even(windows: Sequence[Window], step_s: float) -> JobVerdict:
     loop_s = statistics.median(window.per_step("between_s") * (1 - window.optimizer_share) for window in windows)
     wait_s = statistics.median(window.per_step("wait_s") for window in windows)
+    ends = _machine_ends(windows)
+    lossy = _find_lossy(ends) if len(ends) > 1 and wait_s / step_s >= WEAK_WAIT else None
+    if lossy is not None and lossy.resent > 2 * LOSSY_SHARE:
+        waited_s = wait_s * max(window.steps for window in windows)
+        return _blame_loss(windows, lossy, f"workers wait {_ms(wait_s)} a step", waited_s, is_sure=False)
     is_async = any(window.last.is_async for window in windows)
     places = [_main_place(window) for window in windows]
     if loop_s / step_s >= INPUT_SHARE and not (is_async and "input" not in places):
@@ -460,7 +484,7 @@ def _judge_even(windows: Sequence[Window], step_s: float) -> JobVerdict:
         Cause.COMPUTATION,
         f"limited by computation: {1 - share:.0%} of a step's {_ms(step_s)} compute",
         gain,
-        is_sure=share < 0.8 * CLEAR_WAIT,
+        is_sure=share < 0.8 * CLEAR_WAIT and lossy is None,
     )
 
 

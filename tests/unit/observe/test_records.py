@@ -7,6 +7,9 @@ import itertools
 import json
 import socket
 import threading
+import time
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
+from poseidon.launch import observing
 from poseidon.launch.observing import JobObserver, find_slowest
 from poseidon.launch.places import Place
 from poseidon.observe.folder import SUMMARY, RunFolder, read_events, read_json
@@ -284,6 +288,43 @@ def test_the_command_adds_profiles_of_named_workers(tmp_path: Path, capsys: pyte
     told.write_text("[]")
     assert main(["trace", str(run), "--profile", f"0={told}", "-o", str(out)]) == 1
     assert "is not a Chrome trace" in capsys.readouterr().err
+
+
+class SlowFeed:
+    """Takes as long as it is told, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.takes_s = 0.0
+        self.fed_at: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def feed(self, state: Mapping[str, Any], now: float) -> None:
+        self.fed_at.append(now)
+        self.now += self.takes_s
+
+
+def test_one_state_that_takes_long_does_not_delay_the_next_and_slow_ones_come_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feed = SlowFeed()
+    monkeypatch.setattr(observing, "time", types.SimpleNamespace(monotonic=feed.monotonic, time=time.time))
+    observer = JobObserver([Place(0, 0, 0, 1, "node0")], "train.py", None, [feed])  # type: ignore[list-item]
+
+    def wait_for_state() -> float:
+        since, count = feed.now, len(feed.fed_at)
+        while len(feed.fed_at) == count:
+            feed.now += 0.25
+            observer.look(feed.now)
+        return feed.fed_at[-1] - since
+
+    wait_for_state()
+    feed.takes_s = 0.25
+    wait_for_state()
+    assert wait_for_state() == 1.0
+    assert wait_for_state() == 7.5
 
 
 def test_the_observer_s_state_is_plain_data_and_says_who_is_slow() -> None:

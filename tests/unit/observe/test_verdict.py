@@ -119,6 +119,21 @@ def test_busy_processors_are_told_from_a_slow_machine() -> None:
     assert "waits for a processor" in str(verdict)
 
 
+def test_a_processor_that_is_needed_only_now_and_then_and_then_is_busy() -> None:
+    # It waits for one in 12 % of its own time, which is most of what it takes longer.
+    usual = record(0.02, 0.055, 0.005)
+    verdict = judged(usual, usual, record(0.02, 0.073, 0.005, delay_s=STEPS * 0.0115))
+    assert (verdict.cause, verdict.host) == (Cause.BUSY, "node2")
+    assert "1.3x slower in backward: its training thread waits for a processor 12% of the time" in str(verdict)
+
+
+def test_a_slow_machine_that_also_waits_for_a_processor_is_slow() -> None:
+    # Three times slower, and a quarter of it waiting: a quieter machine would still be slow.
+    usual = record(0.01, 0.02, 0.002)
+    verdict = judged(usual, usual, record(0.03, 0.06, 0.004, delay_s=STEPS * 0.024))
+    assert (verdict.cause, verdict.host) == (Cause.SLOW, "node2")
+
+
 def test_processors_that_are_busy_everywhere_are_no_machine_s_fault() -> None:
     busy = replace(EVEN, delay_s=0.2)
     verdict = judged(busy, busy, busy)
@@ -178,6 +193,41 @@ def test_a_lossy_link_is_named() -> None:
     verdict = judge(windows(records))
     assert (verdict.cause, verdict.host) == (Cause.LOSS, "node2")
     assert "5.0% of its bytes again" in str(verdict)
+
+
+@pytest.mark.parametrize(("wait", "resent", "cause", "is_sure"), [
+    (0.09, 0.03, Cause.LOSS, False),
+    (0.09, 0.015, Cause.COMPUTATION, False),
+    (0.09, 0.005, Cause.COMPUTATION, True),
+    (0.03, 0.03, Cause.COMPUTATION, True),  # nobody waits for it
+])  # fmt: skip
+def test_a_lossy_link_that_costs_little_is_named_with_doubt(
+    wait: float, resent: float, cause: Cause, is_sure: bool
+) -> None:
+    base = record(0.03, 0.1 - 0.03 - 0.1 * wait, 0.0)
+    records = [linked(base, rank, [940e6] * 4, resent=resent if rank == 2 else 0.0) for rank in range(4)]
+    verdict = judge(windows(records))
+    assert verdict.cause is cause
+    assert verdict.host == ("node2" if cause is Cause.LOSS else "")
+    assert verdict.is_sure == is_sure
+
+
+def test_loss_is_named_rather_than_a_link_that_is_only_a_little_slow() -> None:
+    rates = [940e6, 940e6, 940e6, 500e6]
+    verdict = judge(windows([linked(WAITS, rank, rates, 0.05 if rank == 2 else 0.0) for rank in range(4)]))
+    assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LOSS, "node2", False)
+    # A slow port drops what its queue cannot hold, and its neighbours send it again: they are not to blame.
+    rates[3] = 100e6
+    verdict = judge(windows([linked(WAITS, rank, rates, 0.05 if rank == 2 else 0.0) for rank in range(4)]))
+    assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LINK, "node3", True)
+
+
+def test_of_two_lossy_machines_the_slower_is_not_named_for_sure() -> None:
+    rates = [940e6, 940e6, 940e6, 150e6]
+    for other, is_sure in ((0.02, True), (0.07, False)):
+        resent = [other, 0.0, 0.0, 0.035]
+        verdict = judge(windows([linked(WAITS, rank, rates, resent[rank]) for rank in range(4)]))
+        assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LOSS, "node3", is_sure)
 
 
 def test_of_two_machines_no_end_of_their_link_is_blamed() -> None:
