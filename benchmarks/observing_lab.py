@@ -128,8 +128,6 @@ def stand_in(folder: Path, lab: Lab) -> Path:
         "#!/bin/sh\n"
         'while [ "$1" != -- ]; do shift; done\n'
         f'case "$2" in {cases} *) echo "could not resolve hostname $2" >&2; exit 255;; esac\n'
-        # NCCL takes workers with one of these for neighbours on one host.
-        'export NCCL_HOSTID="$NCCL_HOSTID-$number"\n'
         f"exec {shlex.quote(sys.executable)} -m poseidon.cli lab exec --lab {lab.name} "
         '"$number" -- sh -c "$3"\n'
     )
