@@ -106,6 +106,11 @@ class Blob:
         return not self._diff.is_zero
 
     @property
+    def memories(self) -> tuple[Memory, Memory]:
+        """What holds the values, and the gradients."""
+        return self._data, self._diff
+
+    @property
     def is_viewed(self) -> bool:
         """Whether anyone holds a numpy view of the values."""
         return self._data.is_viewed

@@ -35,6 +35,11 @@ class Memory:
         return self._tensor is None and self._host is None
 
     @property
+    def is_borrowed(self) -> bool:
+        """Whether the tensor also backs another blob."""
+        return self._borrowed
+
+    @property
     def is_viewed(self) -> bool:
         """Whether anyone holds a numpy view of this memory."""
         return self._view is not None and self._view() is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 
@@ -19,6 +19,7 @@ from poseidon.caffe.filter import filter_net
 from poseidon.caffe.insert_splits import insert_splits
 from poseidon.caffe.layers.base import Layer
 from poseidon.caffe.learnable import LearnableParam, ParamTable
+from poseidon.caffe.memory import Memory
 from poseidon.caffe.pruning import LayerNeeds, prune
 from poseidon.caffe.schema import LayerParameter, NetParameter
 from poseidon.caffe.wiring import Wiring
@@ -139,11 +140,16 @@ class BuiltNet:
     def run_forward(self, start: int = 0, end: int | None = None) -> float:
         """Compute layers ``start`` to ``end`` (inclusive) and return the sum of their weighted losses."""
         last = self._checked(len(self.layers) - 1 if end is None else end, "end")
+        loss = self._compute_layers(range(self._checked(start, "start"), last + 1))
+        return 0.0 if loss is None else float(loss)
+
+    def _compute_layers(self, layers: Iterable[int]) -> torch.Tensor | None:
+        """Compute layers; return the sum of their weighted losses, which may not be there yet on a GPU."""
         losses: list[torch.Tensor] = []
-        for i in range(self._checked(start, "start"), last + 1):
+        for i in layers:
             for call in self.before_forward_callbacks:
                 call(i)
-            self._compute(i)
+            self.compute(i)
             loss = self.layers[i].loss(self._tops[i])
             if loss is not None:
                 losses.append(loss)
@@ -151,7 +157,7 @@ class BuiltNet:
                 debug.log_forward(self, i)
             for call in self.after_forward_callbacks:
                 call(i)
-        return float(sum(losses[1:], losses[0])) if losses else 0.0
+        return sum(losses[1:], losses[0]) if losses else None
 
     def run_backward(self, start: int | None = None, end: int = 0) -> None:
         """Compute the gradients of layers ``start`` down to ``end`` (inclusive)."""
@@ -163,7 +169,7 @@ class BuiltNet:
             if layer.needs_backward:
                 if not self._has_run[i]:
                     # Caffe uses whatever the blobs hold; our layers need what their forward saves.
-                    self._compute(i)
+                    self.compute(i)
                 with torch.no_grad():
                     layer.backward(self._tops[i], layer.propagate_down, self._bottoms[i])
                 if self.debug_info:
@@ -173,11 +179,44 @@ class BuiltNet:
         if self.debug_info and first == len(self.layers) - 1 and end == 0:
             debug.log_norms(self)
 
-    def _compute(self, index: int) -> None:
+    def compute(self, index: int) -> None:
+        """Compute one layer."""
         layer, bottoms, tops = self.layers[index], self._bottoms[index], self._tops[index]
         layer.prepare(bottoms, tops)
         layer.forward(bottoms, tops)
         self._has_run[index] = True
+
+    # For replaying both passes (``replay.py``).
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants to know of each layer's passes."""
+        calls = (
+            self.before_forward_callbacks,
+            self.after_forward_callbacks,
+            self.before_backward_callbacks,
+            self.after_backward_callbacks,
+        )
+        return self.debug_info or any(calls)
+
+    def memories(self) -> list[Memory]:
+        """Return what holds the values and the gradients of all blobs and parameters; some of it more than once."""
+        params = (blob for layer in self.layers for blob in layer.blobs)
+        return [memory for blob in (*self._wiring.blobs, *params) for memory in blob.memories]
+
+    def parameter_memories(self) -> list[Memory]:
+        """Return what holds the parameters' values."""
+        return [blob.memories[0] for layer in self.layers for blob in layer.blobs]
+
+    def start_passes(self, done: Collection[int]) -> torch.Tensor:
+        """Compute forward, but for the layers that are ``done``, and backward; return the loss without waiting."""
+        loss = self._compute_layers(i for i in range(len(self.layers)) if i not in done)
+        self.run_backward()
+        return torch.zeros(()) if loss is None else loss
+
+    def note_forward(self) -> None:
+        """Note that every layer has what its backward needs."""
+        self._has_run = [True] * len(self.layers)
 
     def reshape(self) -> None:
         """Reshape all blobs after the inputs were reshaped, without computing."""

@@ -177,6 +177,13 @@ INPUT_THREADS: Variable[int | None] = Variable(
     "How many threads read, decode and transform for each data layer of a Caffe net. Default: the machine's cores "
     "divided by its workers.",
 )
+CAFFE_REPLAY = Variable(
+    "POSEIDON_CAFFE_REPLAY",
+    SWITCH,
+    True,
+    "caffe/replay.py",
+    "Whether a Caffe solver alone on its GPU records a net's passes as a CUDA graph and replays them.",
+)
 SHARED_MEMORY = Variable(
     "POSEIDON_SHARED_MEMORY",
     SWITCH,
@@ -340,6 +347,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     TRIALS,
     MACHINE,
     INPUT_THREADS,
+    CAFFE_REPLAY,
     SHARED_MEMORY,
     SECRET,
     SECRET_FILE,

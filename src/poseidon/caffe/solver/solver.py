@@ -14,6 +14,7 @@ import torch
 from poseidon.caffe import weights
 from poseidon.caffe.layers.data import PrefetchingLayer
 from poseidon.caffe.pycaffe import Net
+from poseidon.caffe.replay import ReplayedPasses
 from poseidon.caffe.schema import SolverParameter
 from poseidon.caffe.solver import nets, state
 from poseidon.caffe.solver.net_outputs import LossWindow, NetOutput, label_outputs, log_outputs, output_values
@@ -58,6 +59,7 @@ class Solver:
             torch.manual_seed(self.param.random_seed + _rank())
         self.net = self._build_train_net()
         self.test_nets = [self._build_test_net(i, source) for i, source in enumerate(nets.test_sources(self.param))]
+        self._replayed = ReplayedPasses(self.net)
         self._updater = ParameterUpdater(self.net.learnable, RULES[self.type](self.param), self.param)
         self._workers = (connect or _connect_default_group)(self)
         self._share_seeds()
@@ -223,9 +225,7 @@ class Solver:
         loss = 0.0
         passes: int = self.param.iter_size
         for number in range(passes):
-            loss += self.net.run_forward()
-            self._workers.begin_backward(number == passes - 1)
-            self.net.run_backward()
+            loss += self._pass(is_last=number == passes - 1)
         self._workers.end_iteration()
         self._losses.add(loss / passes)
         if self._is_display_due():
@@ -233,6 +233,16 @@ class Solver:
         for call in self._on_gradients:
             call()
         return action
+
+    def _pass(self, is_last: bool) -> float:
+        """Compute forward and backward; return the loss."""
+        replayed = self._replayed.run() if isinstance(self._workers, SoleWorker) else None
+        if replayed is not None:
+            return replayed
+        loss = self.net.run_forward()
+        self._workers.begin_backward(is_last)
+        self.net.run_backward()
+        return loss
 
     def _display(self, clock: _Clock) -> None:
         values = self._workers.average([self._losses.mean, *output_values(self.net).tolist()])
