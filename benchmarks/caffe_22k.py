@@ -89,7 +89,7 @@ def begin_as_worker(rank: int, count: int) -> None:
         expect(labels_of(net), rank * BATCH, count)
     late = count // (WORKERS * BATCH) * WORKERS * BATCH - 10 * WORKERS * BATCH
     with timed(f"worker {rank} of {WORKERS}: continue after record {late}"):
-        net.layers[0].continue_after(late)
+        net.layers[0].continue_after(late, net.layers[0].seed)
         expect(labels_of(net), late + rank * BATCH, count)
     caffe.set_solver_count(1)
     caffe.set_solver_rank(0)
@@ -112,7 +112,7 @@ def resume(count: int) -> None:
     Path("solver.prototxt").write_text(SOLVER)
     solver = caffe.get_solver("solver.prototxt")
     deep = count * 9 // 10 // BATCH * BATCH
-    solver.net.layers[0].continue_after(deep)
+    solver.net.layers[0].continue_after(deep, solver.net.layers[0].seed)
     solver.step(3)
     solver.snapshot()
     with timed(f"resume a training that has read {deep + 3 * BATCH} records"):
