@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,8 @@ class ReplayedPasses:
         self._recordings += 1
         self._is_off = self._recordings == MOST_RECORDINGS
         memories = net.memories()
-        before = [_held(memory) for memory in memories]
+        before = [_renewed(memory) for memory in memories]
+        layers = [dict(vars(layer)) for layer in net.layers]
         try:
             replay, loss = self._record(lambda: net.start_passes(self._sources))
         except RuntimeError as error:
@@ -128,6 +129,9 @@ class ReplayedPasses:
             log.info("The passes of %s replace parameters; they are computed layer by layer.", net.name)
             self._give_up(before)
             return None
+        for layer, old_state in zip(net.layers, layers, strict=True):
+            state = {name: value for name, value in vars(layer).items() if old_state.get(name) is not value}
+            graph.states.append((vars(layer), state))
         return graph
 
     def _give_up(self, before: list[_Place | None]) -> None:
@@ -147,6 +151,8 @@ class _Graph:
         self.written: list[_Place] = []
         self.zeros: list[Memory] = []
         """Memories that nobody had written to: layers ask for that."""
+        self.states: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """What each layer's forward keeps for its backward: a pass that was computed since has other tensors there."""
         self._net = net
         self._memories = memories
         self._shapes = [blob.shape for blob in net.blob_list]
@@ -175,6 +181,8 @@ class _Graph:
         self._replay()
         for place in self.written:
             place.memory.put(place.tensor, place.is_borrowed)
+        for attributes, state in self.states:
+            attributes.update(state)
         self._net.note_forward()
         return float(self._loss)
 
@@ -187,6 +195,16 @@ def _can_replay(layer: Layer, is_source: bool) -> bool:
 
 def _held(memory: Memory) -> _Place | None:
     return None if memory.is_zero else _Place(memory, memory.tensor(), memory.is_borrowed)
+
+
+def _renewed(memory: Memory) -> _Place | None:
+    """Give a memory another tensor of the same values: if it still has that after a pass, the pass did not write it.
+
+    A split's result is its input, so without this it may look as if the pass had found it there.
+    """
+    if not memory.is_zero:
+        memory.put(memory.tensor().detach(), memory.is_borrowed)
+    return _held(memory)
 
 
 def record_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
