@@ -50,7 +50,7 @@ from poseidon.routes.lossy import lossy_routes
 from poseidon.surface import group_of, refuse_torch_only, warn_of_broadcast_buffers
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.epochs import live_on, outlives
-from poseidon.team.mirror import mirror_all
+from poseidon.team.mirror import mirror_different
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 
@@ -397,7 +397,7 @@ class DistributedDataParallel(Forwarding):
         check_same_model(team, describe([(name, tensor) for name, tensor in everything if name not in self._ignored]))
         if init_sync:
             tensors = tensors_of(self.module, self._ignored, with_buffers=self._has_common_buffers)
-            mirror_all(team, tensors, 0, "the initial parameters")
+            mirror_different(team, tensors, 0, "the initial parameters")
         options = Options(
             bucket_bytes=self._bucket_bytes,
             keep_views=self.gradient_as_bucket_view,

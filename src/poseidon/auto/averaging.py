@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from poseidon.team.mirror import mirror_all
+from poseidon.team.mirror import mirror_different
 from poseidon.team.team import Team
 from poseidon.team.tensors import sum_tensors
 
@@ -52,22 +51,7 @@ def average_number(team: Team, value: float, weight: float) -> float:
     return float(sum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows)) / team.size
 
 
-def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor whether it is equal on all workers, which pass the same number. Collective."""
-    if not tensors:
-        return []
-    rows = team.gather_ints([_digest(tensor) for tensor in tensors], "the comparison of tensors")
-    return [len(set(column)) == 1 for column in zip(*rows, strict=True)]
-
-
 def take_over(team: Team, tensors: Sequence[Tensor]) -> None:
     """Make the tensors equal to worker 0's; those that already are stay untouched. Collective."""
-    alike = are_alike(team, tensors)
     # Write through .data: autograd must not see a changed version of tensors that a graph has saved.
-    different = [tensor.data for tensor, is_alike in zip(tensors, alike, strict=True) if not is_alike]
-    mirror_all(team, different, 0, "the initial parameters")
-
-
-def _digest(tensor: Tensor) -> int:
-    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(values.numpy().data, zlib.crc32(repr((tensor.shape, tensor.dtype)).encode()))
+    mirror_different(team, [tensor.data for tensor in tensors], 0, "the initial parameters")

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from poseidon.auto.averaging import are_alike
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
+from poseidon.team.verify import are_alike
 
 _LOOKS = 20
 """How often to look whether workers have filled a module's buffers with different values."""

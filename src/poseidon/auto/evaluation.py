@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poseidon.auto.averaging import are_alike
 from poseidon.auto.engines import Engines
 from poseidon.auto.step import ScriptStep
 from poseidon.engine.outputs import map_tensors, tensors_in
@@ -24,6 +23,7 @@ from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 from poseidon.team.tensors import list_tensors
+from poseidon.team.verify import are_alike
 
 
 class SharedEvaluation:

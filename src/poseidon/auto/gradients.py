@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from poseidon.auto.averaging import are_alike, average_gradients, average_number
+from poseidon.auto.averaging import average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import SameLoss
 from poseidon.auto.mixing import find_mixing
@@ -35,6 +35,7 @@ from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.team.team import Team
+from poseidon.team.verify import are_alike
 
 _LOOKS = 20
 """How often to look where samples meet, in batches of one size: a term may join the loss later."""

@@ -10,7 +10,7 @@ import torch
 from poseidon.caffe.net import BuiltNet
 from poseidon.team.agree import check_same_model, describe
 from poseidon.team.epochs import refuse_elastic
-from poseidon.team.mirror import mirror_all
+from poseidon.team.mirror import mirror_all, mirror_different
 from poseidon.team.team import Team
 
 
@@ -28,7 +28,7 @@ class JoinedWorkers:
         names = [f"{net.layers[entry.layer_index].name}.{entry.param_index}" for entry in learnable]
         tensors = [entry.blob.data_tensor for entry in learnable]
         check_same_model(self._team, describe(list(zip(names, tensors, strict=True))))
-        mirror_all(self._team, tensors, 0, "the initial parameters")
+        mirror_different(self._team, tensors, 0, "the initial parameters")
 
     @property
     def is_root(self) -> bool:

@@ -106,11 +106,13 @@ def take_back(item: LiveItem, flat: Tensor, feedback: Feedback, used: Sequence[b
             rest.add_(mean.to(rest.device))
 
 
-def fixed_slots(first: int, items: Sequence[LiveItem], sizes: Sequence[int], owners: int) -> list[Slot]:
+def fixed_slots(
+    first: int, items: Sequence[LiveItem], sizes: Sequence[int], owners: int, chunk_bytes: int = CHUNK_BYTES
+) -> list[Slot]:
     """Return a slot for each item, whose chunks and owners depend on the item alone, not on its number."""
     slots = []
     for place, (item, size) in enumerate(zip(items, sizes, strict=True)):
-        (slot,) = make_slots(item.item.parameters[0], [size], [4], owners, CHUNK_BYTES)
+        (slot,) = make_slots(item.item.parameters[0], [size], [4], owners, chunk_bytes)
         chunks = tuple(replace(chunk, slot=first + place) for chunk in slot.chunks)
         slots.append(replace(slot, number=first + place, chunks=chunks, priority=len(items) - place))
     return slots

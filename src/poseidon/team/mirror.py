@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poseidon.team.team import Team
+from poseidon.team.verify import are_alike
 
 _MESSAGE_BYTES = 16 * 2**20
 
@@ -95,3 +96,12 @@ def mirror_all(team: Team, tensors: Sequence[Tensor], source: int, what: str) ->
         size += tensor.numel() * tensor.element_size()
     if batch:
         Mirror(batch).copy_from(team, source, what)
+
+
+def mirror_different(team: Team, tensors: Sequence[Tensor], source: int, what: str) -> None:
+    """Make tensors equal to ``source``'s; those that all workers hold alike do not travel. Collective.
+
+    Most programs build their model from one seed or one file, and on a slow link a large one takes minutes.
+    """
+    alike = are_alike(team, tensors)
+    mirror_all(team, [tensor for tensor, same in zip(tensors, alike, strict=True) if not same], source, what)

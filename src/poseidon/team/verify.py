@@ -1,8 +1,8 @@
-"""Checks that all replicas are bit-identical, by comparing a checksum per tensor between workers."""
+"""Tells whether workers hold the same bits, by comparing a digest per tensor."""
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,6 +12,22 @@ from poseidon.errors import MismatchError
 from poseidon.team.team import Team
 
 
+def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether it is equal on all workers, which pass the same number. Collective."""
+    if not tensors:
+        return []
+    rows = team.gather_ints([_digest(tensor) for tensor in tensors], "the comparison of tensors")
+    return [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return 56 bits of a cryptographic hash: tensors that look alike are not copied, so chance must not decide."""
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    hashed = hashlib.sha256(repr((tuple(tensor.shape), tensor.dtype)).encode())
+    hashed.update(values.numpy().data)
+    return int.from_bytes(hashed.digest()[:7], "little")
+
+
 def find_differences(
     team: Team, named: Sequence[tuple[str, Tensor]], members: Sequence[int] | None = None
 ) -> dict[str, list[int]]:
@@ -19,9 +35,7 @@ def find_differences(
 
     Only ``members`` (ranks; default all) are compared.
     """
-    flat = (tensor.detach().contiguous().flatten() for _, tensor in named)
-    sums = [zlib.crc32(values.view(torch.uint8).cpu().numpy().data) for values in flat]
-    everybody = team.gather_ints(sums, "the comparison of replicas")
+    everybody = team.gather_ints([_digest(tensor) for _, tensor in named], "the comparison of replicas")
     ranks = range(len(everybody)) if members is None else members
     found = {
         name: [rank for rank in ranks if everybody[rank][place] != everybody[ranks[0]][place]]
