@@ -6,11 +6,14 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 # As scripts/test does: workers compute on one thread, and what a test computes beside them must have the same bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _STARTUP = str(Path(__file__).with_name("startup"))
 sys.path.insert(0, _STARTUP)
 import compiler_later  # noqa: E402, F401 - before anything imports torch
+import large_imports  # noqa: E402, F401
 
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -65,9 +68,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(_LONGEST)))
 
 
-def pytest_collection_finish():
-    """Keep what was imported and collected out of all later looks for garbage; some tests ask for one each."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep what is imported and collected out of all looks for garbage, now and later; some tests ask for one each."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def hear_ignored_signals():
