@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -77,6 +78,14 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+        pass_on_logs()
+
+
+def pass_on_logs():
+    """Let torch's fifty loggers pass on to the root; or pytest would attach itself to each, six times in every test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def hear_ignored_signals():
