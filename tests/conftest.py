@@ -1,16 +1,20 @@
 """What holds for every test."""
 
 import gc
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
+
+import pytest
 
 # As scripts/test does: workers compute on one thread, and what a test computes beside them must have the same bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _STARTUP = str(Path(__file__).with_name("startup"))
 sys.path.insert(0, _STARTUP)
 import compiler_later  # noqa: E402, F401 - before anything imports torch
+import large_imports  # noqa: E402, F401
 
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -65,9 +69,23 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(_LONGEST)))
 
 
-def pytest_collection_finish():
-    """Keep what was imported and collected out of all later looks for garbage; some tests ask for one each."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep what is imported and collected out of all looks for garbage, now and later; some tests ask for one each."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        pass_on_logs()
+
+
+def pass_on_logs():
+    """Let torch's fifty loggers pass on to the root; or pytest would attach itself to each, six times in every test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def hear_ignored_signals():

@@ -12,7 +12,7 @@ import own_models
 import pytest
 from models import CASES
 
-from nightly import amount
+from nightly import only
 from ranks import run_ranks
 
 pytestmark = [
@@ -34,9 +34,6 @@ ENV = {
 }
 
 
-ON_FOUR = amount(["mlp"], list(CASES))
-
-
 def _two_workers(folder: str) -> dict[str, Any]:
     return {
         **checks.exactness(names=models.ON_JAX, cluster=checks.slow_cluster()),
@@ -54,7 +51,7 @@ def _two_workers(folder: str) -> dict[str, Any]:
 
 
 def _four_workers() -> dict[str, Any]:
-    return checks.exactness(names=ON_FOUR)
+    return checks.exactness()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +83,8 @@ def test_two_equal_one_worker_with_all_samples(alone: Any, two: Any, name: str) 
     models.assert_equal([worker[name] for worker in two], alone[name])
 
 
-@pytest.mark.parametrize("name", ON_FOUR)
+@only  # each of them compiles; the suite has four workers on torch and TensorFlow
+@pytest.mark.parametrize("name", CASES)
 def test_four_equal_one_worker_with_all_samples(alone: Any, four: Any, name: str) -> None:
     models.assert_equal([worker[name] for worker in four], alone[name])
 

@@ -15,6 +15,7 @@ from poseidon.launch.countdown import Countdown, clock, find_goal
 from poseidon.launch.places import Place
 from poseidon.launch.progress import is_finite
 from poseidon.launch.startup import describe_start
+from poseidon.observe.causes import Cause, JobVerdict
 from poseidon.observe.folder import STATE, SUMMARY, TRACE, RunFolder
 from poseidon.observe.history import History
 from poseidon.observe.links import LinkUse
@@ -23,8 +24,9 @@ from poseidon.observe.rows import link_rows, plan_rows, route_rows, timeline_row
 from poseidon.observe.spans import StepSpan, read_spans, trace_events
 from poseidon.observe.steps import MOST_SPANS
 from poseidon.observe.trackers import TrackerFeed
-from poseidon.observe.verdict import Cause, JobVerdict, judge, link_uses
+from poseidon.observe.verdict import judge
 from poseidon.observe.windows import Window, Windows, add_uses
+from poseidon.observe.wire_verdict import link_uses
 
 JUDGE_S = 0.25
 STATE_S = 1.0

@@ -225,12 +225,12 @@ class Exchanger(ABC):
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Start exchanging an item; never blocks. ``brought`` has one entry for each of the item's units."""
 
-    def start_early(self, item: LiveItem, brought: Brought, step: int) -> None:
+    def start_early(self, item: LiveItem, brought: Brought, step: int) -> None:  # noqa: B027 - a head may wait
         """Let the full gradient of a tied unit's head leave before the item starts, and note it in ``brought.early``.
 
-        Called at most once, and only for routes to which a front end delivers a head.
+        Called at most once, and only for routes to which a front end delivers a head. Where nothing leaves early,
+        :meth:`start` finds it in ``brought.head``.
         """
-        raise NotImplementedError
 
     def sent_bits(self) -> SentBits:
         """Return how many bits the values of full gradients have taken, as far as that varies."""

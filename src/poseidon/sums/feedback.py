@@ -75,9 +75,12 @@ class LossyAdder:
         """Return the values of a part."""
         return self._codec.decode(np.frombuffer(payload, np.uint8), chunk.length)
 
-    def touch(self, chunk: Chunk, everybody: Sequence[TouchedRows]) -> Array:
-        """Not for tables whose rows travel."""
-        raise NotImplementedError
+    def touch(self, chunk: Chunk, everybody: Sequence[TouchedRows]) -> Array:  # noqa: ARG002 - as in the contract
+        """Refuse them: rows travel to tables, and what is summed lossily is none."""
+        raise ServerError(
+            f"slot {self._slot.number} is summed lossily, but rows came for its values from {chunk.start}; "
+            "only the exact sum of a table takes rows"
+        )
 
     def add(self, chunk: Chunk, parts: Sequence[Array], total: Array | None) -> Array:
         """Add ``parts`` to ``total``, now."""

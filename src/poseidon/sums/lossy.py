@@ -19,6 +19,7 @@ The 8 values in 4 bits pay for the scale: a chunk takes less than a quarter of i
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,11 +64,12 @@ class LossyCodec(Protocol):
         """Return ``length`` float32 values, in memory of their own."""
 
 
-class _FixedSize:
+class _FixedSize(ABC):
     """A chunk's size follows from its length."""
 
+    @abstractmethod
     def size_bytes(self, values: int) -> int:
-        raise NotImplementedError
+        """Return the size of a chunk of ``values``."""
 
     def sizes(self, values: int) -> range:
         size_bytes = self.size_bytes(values)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from poseidon.observe.causes import Cause, JobVerdict
 from poseidon.observe.links import LinkUse
 from poseidon.observe.records import Record
 from poseidon.observe.steps import BETWEEN, FORWARD
-from poseidon.observe.verdict import Cause, JobVerdict, judge
+from poseidon.observe.verdict import judge
 from poseidon.observe.windows import Window, Windows
 
 SPAN_S, STEPS = 0.5, 5

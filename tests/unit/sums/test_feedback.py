@@ -152,6 +152,13 @@ def test_values_of_another_size_are_refused() -> None:
         team.servers[0].start(np.zeros(7, np.float32), team.slot, 0)
 
 
+def test_rows_of_a_table_are_refused() -> None:
+    slot = LossyTeam(2, Bf16Codec()).slot
+    adder = LossyAdder(slot, 0, Bf16Codec(), np.zeros(SIZE, np.float32), find_format("float32"), Pool(), 2)
+    with pytest.raises(ServerError, match="slot 0 is summed lossily, but rows came for its values from 0"):
+        adder.touch(slot.chunks[0], [])
+
+
 def test_a_payload_of_another_encoding_is_refused() -> None:
     ours = LossyTeam(2, Bf16Codec())
     slot = ours.slot
