@@ -51,6 +51,20 @@ def stepping_twice(model: nn.Module, optimizer: torch.optim.Optimizer, number: i
     optimizer.step()
 
 
+def sharing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Leave the first layer to another optimizer, which steps on the gradients of two backwards, and then of one."""
+    mine, others = [*model.parameters()][:2], [*model.parameters()][2:]
+    optimizer.param_groups[0]["params"] = others
+    optimizer.zero_grad() if number < 3 else model.zero_grad()
+    loss(model, number).backward()
+    optimizer.step()
+    if number % 2:
+        other = torch.optim.SGD(mine, lr=0.1)
+        other.step()
+        if number < 3:
+            other.zero_grad()
+
+
 def never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     loss(model, number).backward()
     optimizer.step()

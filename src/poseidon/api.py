@@ -25,7 +25,7 @@ from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
 from poseidon.engine.compiled import has_compiled_parts
-from poseidon.engine.discover import find_units, only_dense, tensors_of
+from poseidon.engine.discover import find_units, frozen_parameters, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
@@ -191,7 +191,7 @@ class DistributedDataParallel(Forwarding):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; those that a due update needs are cleared after it."""
-        if not self._policy.zero_grad(set_to_none):
+        if not self._policy.zero_grad(set_to_none, list(self.module.parameters())):
             super().zero_grad(set_to_none)
 
     def join(
@@ -357,6 +357,7 @@ class DistributedDataParallel(Forwarding):
 
     def _connect(self, process_group: dist.ProcessGroup | None, init_sync: bool, is_alone: bool = False) -> None:
         units = find_units(self.module, self._ignored)
+        self._frozen = frozen_parameters(self.module, self._ignored)
         if self._policy.serves:
             # Where a layer is compiled, it cannot hand its gradient over.
             keeps_tied = not has_compiled_parts(self.module)

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from poseidon.attaching import Attachable
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
+from poseidon.engine.discover import check_still_frozen
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.joining import ShadowHook
@@ -26,6 +27,8 @@ class Forwarding(Attachable):
     device_ids: list[int | torch.device] | None
     require_backward_grad_sync: bool
     _front_end: AutogradFrontEnd | None
+    _frozen: list[tuple[str, nn.Parameter]]
+    """What required no gradient when the units were found."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; the backward of its outputs exchanges gradients unless inside :meth:`no_sync`."""
@@ -81,6 +84,8 @@ class Forwarding(Attachable):
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             refuse_distributed_autograd()
+            if self._frozen:
+                check_still_frozen(self._frozen)
             if self._steps_in_backward is None:
                 self._steps_in_backward = self._find_steps_in_backward()
         source = 0

@@ -26,6 +26,17 @@ from ranks import run_ranks
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
+
+class _AllTogether(torch.optim.SGD):
+    """Looks at all gradients at once and counts its steps, as optimizers with a norm or schedule of their own do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 0.5 / self.steps)
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
@@ -43,6 +54,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         lr=0.05,
         momentum=0.9,
     ),
+    "of all gradients": lambda m: _AllTogether(m.parameters(), lr=0.05, momentum=0.9),
 }
 
 
@@ -133,6 +145,7 @@ LOOPS: dict[str, Loop] = {
     "evaluating": loops.evaluating,
     "reading": _reading,
     "stepping_twice": loops.stepping_twice,
+    "sharing": loops.sharing,
     "never_clearing": loops.never_clearing,
     "backward_twice": loops.backward_twice,
     "scaling": _scaling,
@@ -257,6 +270,32 @@ def _own_pace() -> None:
 def test_what_cannot_be_deferred_is_refused() -> None:
     run_ranks(_refusals, 2)
     run_ranks(_own_pace, 2)
+
+
+def _unfreezing() -> None:
+    modes: list[dict[str, Any]] = [
+        {},
+        {"update": "server"},
+        {"consistency": "ssp"},
+        {"consistency": "local", "sync_every": 2},
+    ]
+    for options in (None, *modes):
+        model = _net()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if options is None:
+            wrapped = twins.wrap(model)
+        else:
+            wrapped, optimizer = poseidon.distribute(model, optimizer, **options)
+        _plain_loop(wrapped, optimizer, 0)
+        model[0].requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"parameter 0\.weight and 1 more requires a gradient now"):
+            _plain_loop(wrapped, optimizer, 1)
+        wrapped.close()
+
+
+def test_parameters_that_begin_to_require_gradients_are_refused_in_every_mode() -> None:
+    run_ranks(_unfreezing, 2)
 
 
 def _compiled(part: str) -> None:

@@ -261,6 +261,7 @@ LOOPS: dict[str, Loop] = {
     "editing_between": _editing_between,
     "editing_state": _editing_state,
     "stepping_twice": loops.stepping_twice,
+    "sharing": loops.sharing,
     "never_clearing": loops.never_clearing,
     "adding_a_group": _adding_a_group,
     "penalising": _penalising,

@@ -36,14 +36,26 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def _changed_by_hand(model: nn.Module, number: int) -> None:
+    """Load other parameters before the first step, and shrink them before a later one."""
+    if number == 0:
+        model.load_state_dict({name: value + 0.1 for name, value in model.state_dict().items()})
+    if number == 4:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.8)
+
+
 def _no_staleness() -> None:
     torch.set_default_dtype(torch.float64)
     exact = twins.wrap(_net())
     optimizer = _sgd(exact)
     for number in range(8):
+        _changed_by_hand(exact, number)
         _step(exact, optimizer, number)
     model, optimizer = _relaxed(0)
     for number in range(8):
+        _changed_by_hand(model, number)
         _step(model, optimizer, number)
     assert set(model.staleness_seen) == {0}
     # The changes of all workers are added up here, and their gradients there: other roundings, nothing else.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from poseidon.caffe.joined import JoinedWorkers
@@ -19,7 +18,6 @@ from poseidon.caffe.solver.workers import ActionFunction
 from poseidon.engine.relaxed import WIDTH, Ledger, Shared
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
 from poseidon.ps import Table, connect
-from poseidon.wire.formats import Array
 
 log = logging.getLogger("poseidon.caffe")
 
@@ -49,14 +47,13 @@ class Drifting(JoinedWorkers):
         self._job = connect(timeout_s=timeout_s)
         self._table: Table | None = None
         self._shared: Shared | None = None
-        self._before: Array = np.empty(0)
 
     # Called by the solver.
 
     def begin_iteration(self) -> None:
-        """Remember the parameters at the start of the iteration."""
-        ledger = self._ledger()
+        """Open the table in the first iteration."""
         if self._shared is None:
+            ledger = self._ledger()
             # Not earlier: a snapshot may be restored before the first iteration.
             self._table = self._job.table(
                 "parameters",
@@ -68,7 +65,6 @@ class Drifting(JoinedWorkers):
                 **MODELS[self._model],
             )
             self._shared = Shared(ledger, self._table, self._team.size)
-        self._before = ledger.read()
 
     def begin_backward(self, is_last: bool) -> None:
         """Do nothing: gradients stay here."""
@@ -79,7 +75,7 @@ class Drifting(JoinedWorkers):
     def end_update(self) -> None:
         """Share what the update changed and read the others' changes; waits for workers that are too far behind."""
         assert self._shared is not None
-        self._shared.share(self._ledger(), self._before)
+        self._shared.share(self._ledger())
 
     def ask(self, wanted: ActionFunction) -> ActionFunction:
         """Return ``wanted`` itself: agreeing in every iteration would keep all workers in step."""

@@ -16,6 +16,23 @@ from poseidon.units import Kind, ParameterSpec, Unit
 ROOT = "(root)"
 
 
+def frozen_parameters(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that take no part, with their names, because they require no gradient now."""
+    return [(name, p) for name, p in model.named_parameters() if not p.requires_grad and name not in ignored]
+
+
+def check_still_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise if one of these requires a gradient by now: each worker would train it by itself."""
+    odd = [name for name, parameter in frozen if parameter.requires_grad]
+    if odd:
+        more = f" and {len(odd) - 1} more" if odd[1:] else ""
+        raise UnsupportedError(
+            f"parameter {odd[0]}{more} requires a gradient now and did not when the model was wrapped, so its "
+            "gradients are not exchanged. Wrap (or distribute) the model while it requires one, and freeze it "
+            "afterwards, with find_unused_parameters=True; or call close() and wrap again after unfreezing"
+        )
+
+
 def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit]:
     """Return the model's units with at least one trainable parameter, in the order of ``model.modules()``.
 

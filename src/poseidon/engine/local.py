@@ -25,6 +25,7 @@ from poseidon.engine.optimizers import (
     clip_before_steps,
     defer,
     give_back,
+    parameters_of,
     plain_step,
     unscale,
 )
@@ -253,11 +254,11 @@ class LocalUpdates(Policy):
             engine.pass_step()
         self._carefully(partial(rounds.step, samples or 1))
 
-    def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Clear the gradients."""
+    def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
+        """Clear the gradients of the optimizer's parameters, or of these."""
         if self.rounds is None:
             return False
-        clear_gradients([p for group in self._optimizer.param_groups for p in group["params"]], set_to_none)
+        clear_gradients(parameters_of(self._optimizer) if parameters is None else parameters, set_to_none)
         return True
 
     def show_state(self) -> None:

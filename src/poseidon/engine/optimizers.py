@@ -23,6 +23,11 @@ def clear_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> No
             parameter.grad.zero_()
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def check_max_norm(max_grad_norm: float | None) -> None:
     """Raise unless gradients can be clipped to this norm."""
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -86,6 +91,14 @@ def check_elementwise(optimizer: Optimizer) -> None:
             f"{known}, and with classes of your own that set is_elementwise = True because they treat every value by "
             "itself. Or leave update out"
         )
+
+
+def steps_one_by_one(plain: type[Optimizer]) -> bool:
+    """Tell whether parameters may be stepped one after the other, in several calls.
+
+    All classes of torch.optim that need no closure allow it. Others may count their steps, or look at all gradients.
+    """
+    return plain.__module__.startswith("torch.optim.") or plain.__dict__.get("is_elementwise", False)
 
 
 _MEMBERS = ("params", "state", "param_groups", "_poseidon_policy", "step")

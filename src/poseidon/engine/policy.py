@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -64,8 +64,11 @@ class Policy(ABC):
     def finish(self) -> None:  # noqa: B027 - a no-op for most
         """Wait until the step under way is finished."""
 
-    def zero_grad(self, set_to_none: bool) -> bool:  # noqa: ARG002 - part of the contract
-        """Clear gradients once the update that needs them is done; return false if the caller must clear them."""
+    def zero_grad(self, set_to_none: bool, parameters: Sequence[nn.Parameter] | None = None) -> bool:  # noqa: ARG002 - part of the contract
+        """Clear gradients once the update that needs them is done; return false if the caller must clear them.
+
+        Those of the optimizer's parameters, or of these.
+        """
         return False
 
     def renewed(self) -> Policy:

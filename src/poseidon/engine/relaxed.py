@@ -4,6 +4,9 @@ Each worker steps the user's optimizer on its own gradients. The resulting chang
 goes into a table of the parameter server (``poseidon/ps.py``), and the parameters are set to the table's values: all
 workers' changes up to the allowed staleness, and all of this worker's own. With staleness 0, SGD and momentum match the
 updates of the mean gradient; other optimizers approximate them.
+
+A change is counted from the values that were read last, so what is loaded or changed by hand between two steps, alike
+on all workers, reaches the table too.
 """
 
 from __future__ import annotations
@@ -20,8 +23,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.bounding import ChosenBound
+from poseidon.engine.discover import check_still_frozen, frozen_parameters
 from poseidon.engine.engine import Engine
-from poseidon.engine.optimizers import check_max_norm, check_optimizer, clear_gradients, defer, give_back, plain_step
+from poseidon.engine.optimizers import (
+    check_max_norm,
+    check_optimizer,
+    clear_gradients,
+    defer,
+    give_back,
+    parameters_of,
+    plain_step,
+)
 from poseidon.engine.policy import Policy
 from poseidon.errors import UnsupportedError
 from poseidon.job.closing import Stage, at_exit
@@ -89,13 +101,16 @@ class Shared:
         first = ledger.read()
         table.start_from(np.pad(first, ((0, table.spec.rows - ledger.rows), (0, 0))))
         ledger.write(table.get(self._every_row))
+        # Not what the table gave: the ledger may hold it in a shorter type.
+        self._seen = ledger.read()
+        """The parameters as they were read last."""
         self._began_s = time.perf_counter()
         self._waited_s = 0.0
 
-    def share(self, ledger: Ledger, before: np.ndarray[Any, Any]) -> None:
-        """Add this worker's change and read the others'; blocks while a worker is too far behind."""
+    def share(self, ledger: Ledger) -> None:
+        """Add this worker's change since the last read, and read the others'; blocks while one is too far behind."""
         change = ledger.read()
-        change -= before
+        change -= self._seen
         change /= self._workers
         self._table.inc(self._every_row, change)
         ended_s = time.perf_counter()
@@ -105,6 +120,7 @@ class Shared:
         if self.bound is not None:
             self.bound.clocked()
         ledger.write(self._table.get(self._every_row))
+        self._seen = ledger.read()
         self._began_s = time.perf_counter()
         self._waited_s = self._began_s - ended_s
 
@@ -150,6 +166,7 @@ class RelaxedUpdates(Policy):
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:  # noqa: ARG002
         """Join the job's tables and copy worker 0's parameters. Collective."""
+        self._frozen = frozen_parameters(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
         self._job = connect(timeout_s=self._timeout_s, settings=self._settings)
         workers = self._job.workers
@@ -205,15 +222,15 @@ class RelaxedUpdates(Policy):
 
     def step(self) -> None:
         """Update locally, push the change, and pull the others'; blocks while a worker is too far behind."""
-        before = self._ledger.read()
+        check_still_frozen(self._frozen)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._ledger.parameters, self._max_grad_norm)
         plain_step(self.plain)(self._optimizer)
-        self._shared.share(self._ledger, before)
+        self._shared.share(self._ledger)
 
-    def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Clear the gradients."""
-        clear_gradients([p for group in self._optimizer.param_groups for p in group["params"]], set_to_none)
+    def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
+        """Clear the gradients of the optimizer's parameters, or of these."""
+        clear_gradients(parameters_of(self._optimizer) if parameters is None else parameters, set_to_none)
         return True
 
     def show_state(self) -> None:

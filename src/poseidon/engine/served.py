@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from poseidon.engine.aside import aside
 from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.engine import Engine
-from poseidon.engine.optimizers import check_elementwise, freeze_options, step_groups
+from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
 from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
 from poseidon.engine.rounding import Rounding
 from poseidon.engine.step import Phase
@@ -285,12 +285,12 @@ class ServedUpdates(TakenSteps):
                 self._order(options, group_of)
             self._step_here([p for p in group_of if p not in self._item_of], options, group_of)
 
-    def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Clear gradients, without waiting for them."""
+    def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
+        """Clear gradients, the optimizer's or these, without waiting for them."""
         if self._engine is None:
             return False
         with self._lock, self._broken_by_errors():
-            members = [p for group in self.optimizer.param_groups for p in group["params"]]
+            members = parameters_of(self.optimizer) if parameters is None else parameters
             with in_private():
                 for parameter in members:
                     if set_to_none:

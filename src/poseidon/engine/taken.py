@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -91,8 +91,8 @@ class TakenSteps(Policy):
         """Take a step, or record that it is due."""
 
     @abstractmethod
-    def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Clear gradients, once the update that needs them is done."""
+    def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
+        """Clear gradients, the optimizer's or these, once the update that needs them is done."""
 
     @abstractmethod
     def show_state(self) -> None:

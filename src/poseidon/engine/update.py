@@ -22,7 +22,9 @@ from poseidon.engine.optimizers import (
     clear_gradients,
     clip,
     freeze_options,
+    parameters_of,
     step_groups,
+    steps_one_by_one,
 )
 from poseidon.engine.pending import make_pending, make_plain
 from poseidon.engine.step import Phase
@@ -46,6 +48,10 @@ class DeferredUpdates(TakenSteps):
         """Each parameter's group at that time."""
         self._clears: bool | None = None
         """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
+        self._clears_all = False
+        """Whether that concerns the whole model, and not just the optimizer's parameters."""
+        self._steps_all = max_grad_norm is not None or not steps_one_by_one(self.plain)
+        """Whether all parameters are updated together: their norm or the optimizer needs all gradients."""
         self._compiled = CompiledParts()
         self._undo.append(self._compiled.close)
 
@@ -115,7 +121,7 @@ class DeferredUpdates(TakenSteps):
         self._pending = {id(p): flight for flight in landing.flights for p in flight.parameters}
         if len(self._pending) < len(engine.parameters):
             make_plain([p for p in engine.parameters if id(p) not in self._pending])
-        if landing.must_land or (self._max_grad_norm is not None and self._due is not None):
+        if landing.must_land or (self._steps_all and self._due is not None):
             # Everything lands before any update, in one order on all workers.
             self._land(landing.flights)
 
@@ -129,7 +135,8 @@ class DeferredUpdates(TakenSteps):
         if self._due is not None:
             self._update(parameters, self._due)
             if self._clears is not None:
-                clear_gradients(parameters, self._clears)
+                some = parameters if self._clears_all else [p for p in parameters if id(p) in self._group_of]
+                clear_gradients(some, self._clears)
         if not self._pending:
             self._due = self._clears = None
 
@@ -140,23 +147,27 @@ class DeferredUpdates(TakenSteps):
         with self._lock:
             self._check_failure()
             is_read = self.engine.phase is Phase.SETTLED
-            if self._due is not None or (is_read and self._max_grad_norm is not None):
-                # step() was called twice in a row; or some gradients were read, and the norm needs all of them.
-                self.finish()
             groups = self.optimizer.param_groups
+            is_apart = self._steps_all and any(
+                id(p) not in self._pending and p.grad is not None for p in parameters_of(self.optimizer)
+            )
+            if self._due is not None or (self._steps_all and is_read) or is_apart:
+                # step() was called twice in a row; or some gradients are here already, and all are needed together.
+                self.finish()
             options = [freeze_options(group) for group in groups]
             self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
             pending = self._pending
             self._due = options if pending else None
             self._clears = None
+            self._clears_all = False
             here = [p for group in groups for p in group["params"] if id(p) not in pending]
             if here:
                 self._update(here, options)
             if getattr(self.optimizer, "found_inf", None) is not None:
                 self.finish()  # a GradScaler's verdict and scale are valid only in this call
 
-    def zero_grad(self, set_to_none: bool = True) -> bool:
-        """Clear gradients; those that a due update needs are cleared after it."""
+    def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
+        """Clear gradients, the optimizer's or these; those that a due update needs are cleared after it."""
         if self._engine is None:
             return False
         with self._lock:
@@ -165,7 +176,8 @@ class DeferredUpdates(TakenSteps):
                 self.finish()
             else:
                 self._clears = set_to_none
-            members = [p for group in self.optimizer.param_groups for p in group["params"]]
+                self._clears_all |= parameters is not None
+            members = parameters_of(self.optimizer) if parameters is None else parameters
             here = [p for p in members if id(p) not in self._pending]
             if here:
                 clear_gradients(here, set_to_none)
