@@ -289,13 +289,28 @@ def _unfreezing() -> None:
             wrapped, optimizer = poseidon.distribute(model, optimizer, **options)
         _plain_loop(wrapped, optimizer, 0)
         model[0].requires_grad_(True)
-        with pytest.raises(UnsupportedError, match=r"parameter 0\.weight and 1 more requires a gradient now"):
+        with pytest.raises(UnsupportedError, match=r"parameter 0\.weight and 1 more (requires|is trained)"):
+            _plain_loop(wrapped, optimizer, 1)
+        wrapped.close()
+
+
+def _replacing() -> None:
+    for options in ({"consistency": "ssp"}, {"consistency": "local", "sync_every": 2}):
+        model = _net()
+        wrapped, optimizer = poseidon.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        _plain_loop(wrapped, optimizer, 0)
+        model[0].weight = nn.Parameter(torch.ones_like(model[0].weight))
+        with pytest.raises(UnsupportedError, match=r"parameter 0\.weight is trained .* replaced by another object"):
             _plain_loop(wrapped, optimizer, 1)
         wrapped.close()
 
 
 def test_parameters_that_begin_to_require_gradients_are_refused_in_every_mode() -> None:
     run_ranks(_unfreezing, 2)
+
+
+def test_parameters_that_are_replaced_are_refused_where_no_gradient_tells() -> None:
+    run_ranks(_replacing, 2)
 
 
 def _compiled(part: str) -> None:

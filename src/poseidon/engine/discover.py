@@ -33,6 +33,20 @@ def check_still_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
         )
 
 
+def check_same_parameters(model: nn.Module, known: Collection[int]) -> None:
+    """Raise if the model has a trainable parameter whose id is not among these: nobody would exchange it."""
+    odd = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in known
+    ]
+    if odd:
+        more = f" and {len(odd) - 1} more" if odd[1:] else ""
+        raise UnsupportedError(
+            f"parameter {odd[0]}{more} is trained and was not when the model was distributed: it has been replaced by "
+            "another object, or unfrozen, since. Change values in place (load_state_dict without assign, copy_), or "
+            "call close() and distribute the model again"
+        )
+
+
 def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit]:
     """Return the model's units with at least one trainable parameter, in the order of ``model.modules()``.
 

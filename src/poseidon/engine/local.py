@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from poseidon.engine.discover import find_units
+from poseidon.engine.discover import check_same_parameters, find_units
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_max_norm,
@@ -163,6 +163,8 @@ class LocalUpdates(Policy):
                 self._undo.append(clip_before_steps(self._optimizer, module, self._max_grad_norm))
             return
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module = module
+        self._known = frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
         self._units = find_units(module, ignored) if engine is None else engine.units
         self._buffers = averaged_buffers(module, ignored) if self._with_buffers else {}
         self.rounds = open_rounds(
@@ -241,6 +243,7 @@ class LocalUpdates(Policy):
         self._check_failure()
         engine, rounds = self._engine, self.rounds
         assert rounds is not None
+        check_same_parameters(self._module, self._known)
         rounds.take_loaded()
         self._take_step()
         if self.is_warming_up:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.bounding import ChosenBound
-from poseidon.engine.discover import check_still_frozen, frozen_parameters
+from poseidon.engine.discover import check_same_parameters
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     check_max_norm,
@@ -166,8 +166,9 @@ class RelaxedUpdates(Policy):
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:  # noqa: ARG002
         """Join the job's tables and copy worker 0's parameters. Collective."""
-        self._frozen = frozen_parameters(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module = module
         self._ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
+        self._known = frozenset(map(id, self._ledger.parameters))
         self._job = connect(timeout_s=self._timeout_s, settings=self._settings)
         workers = self._job.workers
         # With staleness="auto" the workers' step times lie behind the parameters.
@@ -222,7 +223,7 @@ class RelaxedUpdates(Policy):
 
     def step(self) -> None:
         """Update locally, push the change, and pull the others'; blocks while a worker is too far behind."""
-        check_still_frozen(self._frozen)
+        check_same_parameters(self._module, self._known)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._ledger.parameters, self._max_grad_norm)
         plain_step(self.plain)(self._optimizer)

@@ -53,10 +53,11 @@ def difference_text(team: Team, odd: Mapping[str, Sequence[int]], ranks: Sequenc
     when = "" if step is None else f", seen in backward {step}"
     return (
         f"replicas differ{when}: {some or 'some parameters'} on rank {who} is not what rank {first} "
-        f"({team.watch.hosts[first]}) has. Was it changed or loaded on one worker only, or outside the optimizer? Does "
-        "the optimizer's own state differ (a checkpoint loaded in part, momentum after join())? Load parameters and "
-        "optimizer from one checkpoint on all workers. What differs on purpose belongs into "
-        "_set_params_and_buffers_to_ignore_for_model(); POSEIDON_CHECK_REPLICAS=0 ends the check during training"
+        f"({team.watch.hosts[first]}) has. Was it changed or loaded on one worker only, or outside the optimizer (as "
+        "an embedding with max_norm does with the rows that it looks up)? Does the optimizer's own state differ (a "
+        "checkpoint loaded in part, momentum after join())? Load parameters and optimizer from one checkpoint on all "
+        "workers. What differs on purpose belongs into _set_params_and_buffers_to_ignore_for_model(); "
+        "POSEIDON_CHECK_REPLICAS=0 ends the check during training"
     )
 
 
