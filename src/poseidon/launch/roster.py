@@ -84,6 +84,8 @@ class _Worker:
     machine: int
     local_rank: int
     address: str
+    is_late: bool = False
+    """It came when the job was under way, and takes a seat in ``poseidon.Checkpoint.run`` only."""
     epoch: int = NEVER
     """The last one in which it had a seat, as it says."""
     port: int = 0
@@ -117,9 +119,9 @@ class Roster:
 
     # What is reported.
 
-    def add(self, number: int, machine: int, local_rank: int, address: str) -> None:
+    def add(self, number: int, machine: int, local_rank: int, address: str, is_late: bool = False) -> None:
         """Note that a worker was started."""
-        self._workers[number] = _Worker(machine, local_rank, address)
+        self._workers[number] = _Worker(machine, local_rank, address, is_late)
 
     def hear(self, number: int, facts: Mapping[str, Any], now: float) -> None:
         """Note a worker's heartbeat."""
@@ -190,7 +192,10 @@ class Roster:
     def _form(self, now: float) -> list[Decision]:
         """Deal seats if everybody is ready who can be."""
         is_first = self.epoch == NEVER
-        waited = [number for number in (self.alive if is_first else self._members) if number in self.alive]
+        present = [number for number in self._members if number in self.alive]
+        # The first epoch begins in poseidon.init(), where workers that came later never are.
+        early = [number for number in self.alive if not self._workers[number].is_late] if is_first else []
+        waited = early or (self.alive if is_first else present)
         late = [number for number in waited if not self._is_ready(number)]
         if late:
             assert self._changes_since is not None
@@ -203,9 +208,10 @@ class Roster:
             what = "call poseidon.init()" if is_first else "leave the interrupted step"
             return [Remark(f"waiting for worker{'s' * (len(late) > 1)} {names} to {what}")]
         # Where one has finished there is nothing left to join.
-        joiners = [] if self.has_finished else [number for number in self._joiners() if number not in waited]
-        seated = [*waited, *joiners]
-        if not seated or self.is_short or (not self.has_finished and self._count(seated) < self.bounds.least):
+        may_join = not self.has_finished and not early
+        seated = [*waited, *(number for number in self._joiners() if may_join and number not in waited)]
+        is_enough = self.has_finished or self._count(seated) >= self.bounds.least
+        if not seated or self.is_short or not (is_enough or early):
             return []
         lost = tuple(number for number in self._members if self._is_lost(number))
         joined = tuple(number for number in seated if number not in self._members)
@@ -214,7 +220,11 @@ class Roster:
         self._members, self._changes_since, self._is_soft = tuple(seated), None, False
         for number in seated:
             self._workers[number].port, self._workers[number].was_seated = 0, True
-        return [Seated(seats, lost, joined)]
+        if is_enough:
+            return [Seated(seats, lost, joined)]
+        # They are enough only with those who came later, and meet them in the next epoch.
+        self._changes_since, self._is_told = now, False
+        return [Seated(seats, lost, joined), EpochOver(self.epoch, self._members)]
 
     def _deal(self, seated: Sequence[int]) -> dict[int, Seat]:
         first = self._workers[seated[0]]

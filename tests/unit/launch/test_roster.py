@@ -58,6 +58,56 @@ def test_the_first_epoch_waits_for_all() -> None:
     assert seated.joined == (0, 1, 2)
 
 
+def test_one_that_came_later_is_not_in_the_first_epoch() -> None:
+    """The others begin in ``poseidon.init()``, it does in ``Checkpoint.run``, and they would wait for other things."""
+    roster = make(3)
+    roster.end(0, has_finished=False)
+    roster.add(3, 0, 0, "10.0.0.1", is_late=True)
+    hear(roster, 3, NEVER, 103)
+    hear(roster, 1, NEVER, 101)
+    assert roster.decide(1.0) == []
+    hear(roster, 2, NEVER, 102)
+    (seated,) = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2]
+    assert roster.decide(1.0) == [EpochOver(0, (1, 2), is_soft=True)]
+
+
+def test_the_first_epoch_is_over_at_once_if_it_needs_one_that_came_later() -> None:
+    roster = make(3, least=3)
+    for number in (1, 2):
+        hear(roster, number, NEVER, 100 + number)
+    roster.end(0, has_finished=False)
+    assert roster.decide(1.0) == []
+    assert roster.is_short
+    roster.add(3, 0, 0, "10.0.0.1", is_late=True)
+    seated, over = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2]
+    assert over == EpochOver(0, (1, 2))
+    for number, epoch in ((3, NEVER), (1, 0)):
+        hear(roster, number, epoch, 200 + number)
+        assert roster.decide(1.0) == []
+    hear(roster, 2, 0, 202)
+    (seated,) = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2, 3]
+    assert seated.joined == (3,)
+
+
+def test_those_who_came_later_begin_if_nobody_else_is_left() -> None:
+    roster = make(1)
+    roster.end(0, has_finished=False)
+    for number in (1, 2):
+        roster.add(number, 0, 0, "10.0.0.1", is_late=True)
+    hear(roster, 1, NEVER, 101)
+    assert roster.decide(1.0) == []
+    hear(roster, 2, NEVER, 102)
+    (seated,) = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2]
+
+
 def test_a_lost_worker_ends_the_epoch_and_the_others_keep_their_order() -> None:
     roster = started(4)
     roster.end(0, has_finished=False)
