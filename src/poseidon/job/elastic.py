@@ -74,6 +74,8 @@ class ElasticJob:
         self._pipe = pipe
         self._epoch = NEVER
         self._is_over = False
+        self._is_apart = False
+        """Whether it has left an epoch and has not sat down in another one."""
         self._is_wanted = False
         self._is_waiting = False
         self._port = 0
@@ -121,8 +123,9 @@ class ElasticJob:
     def leave(self) -> None:
         """End this epoch, for the others too: cut all connections."""
         with self._changed:
-            self._is_over = True
+            self._is_over = self._is_apart = True
             self._changed.notify_all()
+            os.write(self._wake, b"l")
         self._cut()
 
     def resign(self) -> None:
@@ -160,7 +163,7 @@ class ElasticJob:
             TORCH.forget()
             self.seat, self._epoch = seat, seat.epoch
             self._is_wanted, self._is_over = self._is_next_wanted, self._is_next_over
-            self._is_next_wanted = self._is_next_over = False
+            self._is_next_wanted = self._is_next_over = self._is_apart = False
         if seat.rank != 0:
             self.listener.close()
             self.listener = None
@@ -212,6 +215,7 @@ class ElasticJob:
             facts: dict[str, int] = {"epoch": self._epoch, "port": self._port if is_ready else 0}
             facts |= {
                 "leaves": int(self._has_resigned),
+                "apart": int(self._is_apart),
                 "door": self.door,
                 "asks": int(self._is_asking and self._doors is None),
             }

@@ -97,6 +97,8 @@ class _Worker:
     heard_at: float | None = None
     stopped_at: float | None = None
     was_seated: bool = False
+    is_apart: bool = False
+    """It has left its epoch, and has not taken a seat in a later one yet."""
     has_ended: bool = False
     has_finished: bool = False
     is_removed: bool = False
@@ -129,6 +131,7 @@ class Roster:
         worker.epoch, worker.port, worker.heard_at = int(facts["epoch"]), int(facts["port"]), now
         if facts.get("leaves", 0):
             self.end(number, has_finished=False)
+        worker.is_apart = bool(facts.get("apart", 0))
         worker.door, worker.asks = int(facts.get("door", 0)), bool(facts.get("asks", 0))
 
     def note_stopped(self, numbers: Sequence[int], among: Sequence[int], now: float) -> None:
@@ -141,8 +144,8 @@ class Roster:
         """Note that a worker has ended, or is lost with its machine."""
         worker = self._workers[number]
         if not worker.has_ended:
-            # One that came late and never joined has done something else than the others.
-            took_part = worker.was_seated or self.epoch == NEVER
+            # One that never joined the others, or not again, has done something else than they.
+            took_part = (worker.was_seated and not worker.is_apart) or self.epoch == NEVER
             worker.has_ended, worker.has_finished = True, has_finished and took_part
 
     # What follows.
@@ -158,9 +161,9 @@ class Roster:
         return any(worker.has_finished for worker in self._workers.values())
 
     def has_stayed_apart(self, number: int) -> bool:
-        """Whether a worker that came when the job was under way has ended without joining it."""
+        """Whether a worker has ended without joining the others, or without joining them again."""
         worker = self._workers[number]
-        return self.epoch != NEVER and worker.has_ended and not worker.was_seated
+        return self.epoch != NEVER and worker.has_ended and (worker.is_apart or not worker.was_seated)
 
     @property
     def is_short(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from poseidon.errors import WireError, WorkerLostError
-from poseidon.job import attempts, world
+from poseidon.job import attempts, elastic, world
 from poseidon.job.elastic import ElasticJob, Seat
 from poseidon.wire import door
 from poseidon.wire.handshake import Credentials
@@ -42,11 +42,16 @@ class Launcher:
         os.close(self._outlet)
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the variables of a seat be as before afterwards."""
+    for name in SEAT.variables:
+        monkeypatch.setenv(name, "")
+
+
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     """A launcher that has dealt this worker a seat."""
-    for name in SEAT.variables:
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
     with contextlib.closing(Launcher()) as one, ThreadPoolExecutor(1) as threads:
         sitting = threads.submit(one.job.arrive)
         # Said again and again: it is heard only by one that waits.
@@ -71,6 +76,17 @@ def test_the_first_seat_is_taken_even_if_its_epoch_is_over() -> None:
                 sitting.exception(0.01)
         assert sitting.result() == SEAT
         assert one.job.is_over
+
+
+def test_one_that_has_left_is_apart_until_it_sits_down_again(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(elastic.tell, "tell", lambda elastic: told.append(elastic["apart"]))
+    launcher.job._beat()
+    launcher.job.leave()
+    launcher.job._beat()
+    assert (told[0], told[-1]) == (0, 1)
 
 
 def test_a_call_passes_on_what_it_returns_and_raises(launcher: Launcher) -> None:

@@ -148,6 +148,18 @@ def test_one_that_ends_well_without_having_joined_has_not_finished_the_training(
     assert roster.has_finished
 
 
+def test_one_that_has_left_its_epoch_and_ends_alone_has_not_finished_the_training() -> None:
+    """A program without ``Checkpoint.run``: what it has trained since, it has trained by itself."""
+    roster = started(3)
+    roster.end(0, has_finished=False)
+    assert roster.decide(2.0) == [EpochOver(0, (1, 2))]
+    for number in (1, 2):
+        roster.hear(number, {"epoch": 0, "port": 0, "apart": 1}, 2.0)
+        roster.end(number, has_finished=True)
+        assert roster.has_stayed_apart(number)
+    assert not roster.has_finished
+
+
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
     roster = started(2)
     hear(roster, 0, NEVER, 100)
