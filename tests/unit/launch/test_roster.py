@@ -326,11 +326,12 @@ class FakeWorker:
             self.epoch, self.is_waiting, self.is_wanted = news["seat"].epoch, False, False
 
 
+@pytest.mark.parametrize("least", [1, 5])
 @pytest.mark.parametrize("seed", range(nightly.amount(25, 60)))
-def test_whatever_happens_the_living_meet_in_one_epoch(seed: int) -> None:
+def test_whatever_happens_the_living_meet_in_one_epoch(seed: int, least: int) -> None:
     chance = random.Random(seed)
     workers = [FakeWorker(number) for number in range(6)]
-    roster = make(6)
+    roster = make(6, least)
     told: list[tuple[int, dict[str, int]]] = []
     seats: dict[int, dict[int, Seat]] = {}
 
@@ -365,11 +366,16 @@ def test_whatever_happens_the_living_meet_in_one_epoch(seed: int) -> None:
             worker.is_waiting = True  # it has noticed something by itself
         elif not is_calm and action > 0.98 and len(workers) < 12:
             workers.append(FakeWorker(len(workers)))
-            roster.add(len(workers) - 1, 0, 0, "10.0.0.1")
+            roster.add(len(workers) - 1, 0, 0, "10.0.0.1", is_late=True)
         elif worker.is_wanted and action > 0.95:
             worker.is_waiting = True  # the step is complete
         carry_out(roster.decide(0.0))
+    # In poseidon.init(), or all in Checkpoint.run.
+    assert len({number < 6 for number in seats.get(0, {})}) <= 1
     alive = [worker for worker in workers if worker.is_alive]
+    if len(alive) < least:
+        assert roster.is_short
+        return
     assert {worker.epoch for worker in alive} == {roster.epoch}
     assert not any(worker.is_waiting for worker in alive)
     assert set(seats[roster.epoch]) == {worker.number for worker in alive}
