@@ -131,7 +131,8 @@ class Roster:
         worker.epoch, worker.port, worker.heard_at = int(facts["epoch"]), int(facts["port"]), now
         if facts.get("leaves", 0):
             self.end(number, has_finished=False)
-        worker.is_apart = bool(facts.get("apart", 0))
+        # What it said of an earlier epoch is over: it may end before it is heard again.
+        worker.is_apart = bool(facts.get("apart", 0)) and worker.epoch == self.epoch
         worker.door, worker.asks = int(facts.get("door", 0)), bool(facts.get("asks", 0))
 
     def note_stopped(self, numbers: Sequence[int], among: Sequence[int], now: float) -> None:
@@ -222,7 +223,8 @@ class Roster:
         seats = self._deal(seated)
         self._members, self._changes_since, self._is_soft = tuple(seated), None, False
         for number in seated:
-            self._workers[number].port, self._workers[number].was_seated = 0, True
+            worker = self._workers[number]
+            worker.port, worker.was_seated, worker.is_apart = 0, True, False
         if is_enough:
             return [Seated(seats, lost, joined)]
         # They are enough only with those who came later, and meet them in the next epoch.

@@ -160,6 +160,21 @@ def test_one_that_has_left_its_epoch_and_ends_alone_has_not_finished_the_trainin
     assert not roster.has_finished
 
 
+def test_one_that_ends_soon_after_it_has_joined_again_has_finished() -> None:
+    """The launcher may have heard nothing of it since it left the epoch before."""
+    roster = started(2)
+    roster.end(1, has_finished=False)
+    roster.decide(2.0)
+    ready = {"epoch": 0, "port": 300, "apart": 1}
+    roster.hear(0, ready, 2.0)
+    (seated,) = roster.decide(2.0)
+    assert isinstance(seated, Seated)
+    roster.hear(0, ready, 2.0)  # out of date
+    roster.end(0, has_finished=True)
+    assert roster.has_finished
+    assert not roster.has_stayed_apart(0)
+
+
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
     roster = started(2)
     hear(roster, 0, NEVER, 100)
