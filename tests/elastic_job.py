@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return poseidon.DistributedDataParallel(model), optimizer
 
 
+def delay_joining(how: str) -> None:
+    """Let this worker be the last to join, for as long as the first epoch lasts: ``waits`` inside gloo, or ``fails``.
+
+    Its connections are open, so the others have joined. gloo in fact waits so for a connection that a lost worker has
+    opened and closed again, and fails so if one is cut.
+    """
+    from torch.distributed import distributed_c10d as torch_groups
+
+    real = torch_groups.ProcessGroupGloo
+    held = []
+
+    def make(*arguments: object, **options: object) -> object:
+        torch_groups.ProcessGroupGloo = real
+        held.append(real(*arguments, **options))
+        if how == "waits":
+            threading.Event().wait()
+        job = this_job()
+        assert job is not None
+        assert job.wait_for_end(60)
+        raise RuntimeError("a connection ended")
+
+    torch_groups.ProcessGroupGloo = make
+
+
 def digest(model: nn.Module) -> str:
     """Return a short text that is equal for equal bits."""
     module = model.module if hasattr(model, "module") else model
@@ -81,6 +106,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--every", type=int, help="steps between two checkpoints")
     parser.add_argument("--die", default="", help="which worker is killed before the training, and where: 1:model")
+    parser.add_argument("--last", default="", help="which worker joins last, and how: 1:waits or 1:fails")
     arguments = parser.parse_args()
     launched = os.environ.get("RANK", "0")
 
@@ -88,6 +114,8 @@ def main() -> None:
         if arguments.die == f"{launched}:{place}":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    if arguments.last.startswith(f"{launched}:"):
+        delay_joining(arguments.last.partition(":")[2])
     come_to("init")
     poseidon.init()
     job = this_job()

@@ -48,6 +48,8 @@ class Work:
     kinds: tuple[str, ...] = ("kill", "kill", "stop", "pause", "leave", "two", "during")
     die: str = ""
     """A worker and where in its program it is killed before it trains, such as ``1:model``."""
+    last: str = ""
+    """A worker that joins last, and how: ``1:waits`` inside gloo until its epoch is over, ``1:fails`` there then."""
     pace_s: float = 0.0
     """Seconds per sample of a fast worker, with ``--balance``; 0: all workers are equal."""
 
@@ -60,7 +62,7 @@ class Work:
         """Return the words after the program's name."""
         given = {"mode": self.mode, "epochs": self.epochs, "samples": self.samples, "batch": self.batch}
         given |= {"model": self.model, "pause": self.pause_s, "pace": self.pace_s, "notes": notes}
-        given |= {"replicas": self.replicas, "die": self.die}
+        given |= {"replicas": self.replicas, "die": self.die, "last": self.last}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -200,7 +202,7 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
 def train_alone(work: Work, folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters after a training without workers or faults."""
     folder.mkdir()
-    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0", "--die", ""]
+    command = [sys.executable, JOB, *work.arguments(folder), "--pause", "0", "--pace", "0", "--die", "", "--last", ""]
     # As many threads as a worker has.
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     (path,) = folder.glob("final-*.pt")

@@ -131,7 +131,7 @@ class LastingRun:
         newest = agreed.newest
         self._replicator.forget()
         if newest < 0:
-            return self._begin() or self._begin_alike()
+            return self._begin(is_alike=False)
         if agreed.lost:
             return self._begin_without(agreed)
         shards = agreed.shards_of(kept, staged)
@@ -149,23 +149,30 @@ class LastingRun:
             self._door.settle()
         return newest
 
-    def _begin(self) -> int:
-        """Resume from disk, or begin. Collective; returns the number of steps done."""
+    def _begin(self, is_alike: bool = True) -> int:
+        """Resume from disk, or begin; ``is_alike``: the objects were made together. Collective.
+
+        Returns the number of steps done.
+        """
         done = self._saving.resume()
         self.keep(done)
+        if not done and not is_alike:
+            self._make_alike()
         return done
 
-    def _begin_alike(self) -> int:
+    def _make_alike(self) -> None:
         """Let all workers have the objects of rank 0, since they were made apart. Collective."""
         team, kept = self._saving.team, self._memory.kept
         assert kept is not None
         if team is not None:
+            if team.rank != 0:
+                # If this is interrupted, what was made here must not pass for a step that all have.
+                self._memory.forget()
             stocks = [Stock(0 if rank == 0 else -1) for rank in range(team.size)]
             given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {})
             given.own = kept.own
             self._take_over(given, is_new=False)
             self._memory.adopt(given)
-        return 0
 
     def _begin_without(self, agreed: Agreement) -> int:
         """Go on from a checkpoint on disk, since a part of the last complete step is gone. Collective."""

@@ -62,6 +62,11 @@ class StepMemory:
         with self._lock:
             self.kept = kept
 
+    def forget(self) -> None:
+        """Keep no step any more."""
+        with self._lock:
+            self.kept = None
+
     def lend(self) -> Kept | None:
         """Return states that stay as they are until :meth:`take_back`, the same to all who ask. Any thread."""
         with self._lock:

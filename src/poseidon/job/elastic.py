@@ -74,10 +74,14 @@ class ElasticJob:
         self._pipe = pipe
         self._epoch = NEVER
         self._is_over = False
+        self._is_apart = False
+        """Whether it has left an epoch and has not sat down in another one."""
         self._is_wanted = False
         self._is_waiting = False
         self._port = 0
         self._next: Seat | None = None
+        self._is_next_wanted, self._is_next_over = False, False
+        """What was said of the epoch of the first seat before this worker has sat down."""
         self._has_resigned = False
         self._is_asking = False
         self._doors: list[tuple[str, int]] | None = None
@@ -106,10 +110,22 @@ class ElasticJob:
             self._changed.wait_for(lambda: self._is_over, limit_s)
             return self._is_over
 
+    def wait_for(self, is_true: Callable[[], bool]) -> None:
+        """Wait until something is true, as it may be when the epoch is over or after :meth:`look_again`."""
+        with self._changed:
+            self._changed.wait_for(is_true)
+
+    def look_again(self) -> None:
+        """Let :meth:`wait_for` look again, on whatever thread it waits."""
+        with self._changed:
+            self._changed.notify_all()
+
     def leave(self) -> None:
         """End this epoch, for the others too: cut all connections."""
         with self._changed:
-            self._is_over = True
+            self._is_over = self._is_apart = True
+            self._changed.notify_all()
+            os.write(self._wake, b"l")
         self._cut()
 
     def resign(self) -> None:
@@ -145,7 +161,9 @@ class ElasticJob:
             seat, self._next = self._next, None
             self._is_waiting = False
             TORCH.forget()
-            self.seat, self._epoch, self._is_over, self._is_wanted = seat, seat.epoch, False, False
+            self.seat, self._epoch = seat, seat.epoch
+            self._is_wanted, self._is_over = self._is_next_wanted, self._is_next_over
+            self._is_next_wanted = self._is_next_over = self._is_apart = False
         if seat.rank != 0:
             self.listener.close()
             self.listener = None
@@ -178,7 +196,11 @@ class ElasticJob:
             if "over" in news:
                 if self._next is not None and news["over"] == self._next.epoch:
                     # Over before this worker has sat down.
-                    self._epoch, self._next = self._next.epoch, None
+                    if self.seat is None:
+                        # It does so all the same: in a later epoch others may be further in the program.
+                        self._is_next_wanted, self._is_next_over = True, self._is_next_over or not news["is_soft"]
+                    else:
+                        self._epoch, self._next = self._next.epoch, None
                 if news["over"] == self._epoch:
                     self._is_wanted, self._is_over = True, self._is_over or not news["is_soft"]
             elif "doors" in news:
@@ -193,6 +215,7 @@ class ElasticJob:
             facts: dict[str, int] = {"epoch": self._epoch, "port": self._port if is_ready else 0}
             facts |= {
                 "leaves": int(self._has_resigned),
+                "apart": int(self._is_apart),
                 "door": self.door,
                 "asks": int(self._is_asking and self._doors is None),
             }

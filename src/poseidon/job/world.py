@@ -17,6 +17,7 @@ from typing import Any
 
 from poseidon.errors import ConfigError
 from poseidon.job import settings
+from poseidon.job.attempts import within_epoch
 from poseidon.job.cutting import TORCH
 from poseidon.job.elastic import NEWS_S, this_job
 from poseidon.job.filter import admit_only_peers, shut_afterwards
@@ -145,7 +146,8 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
     Makes the default process group (gloo; with GPUs NCCL as well) unless there is one, and selects the worker's GPU.
     ``timeout_s`` (default: ``POSEIDON_TIMEOUT``) is how long to wait for another worker; torch's own collectives, which
     cannot know whether one is busy, wait six times as long. For a process that is alone it is a no-op. Safe to call
-    more than once. A worker that joins an elastic job under way is alone until ``poseidon.Checkpoint.run``.
+    more than once. A worker that joins an elastic job under way is alone until ``poseidon.Checkpoint.run``, and so is
+    one that has not met the others when one of them is lost.
     """
     import torch
     import torch.distributed as dist
@@ -172,20 +174,20 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
         # One channel fills Ethernet; every further one costs the GPU multiprocessors and the host a busy thread. VGG19
         # on 8 x 10 GbE ran 5 % faster with one. Inside a machine NCCL needs its channels, so it chooses for itself.
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
-    while world.size > 1 and not dist.is_initialized():
+    if world.size > 1 and not dist.is_initialized():
         # NCCL's operations cannot be interrupted when a worker is lost.
         has_nccl = torch.cuda.is_available() and job is None
         try:
             _make_group(world, backend or ("cpu:gloo,cuda:nccl" if has_nccl else "gloo"), timeout_s)
-            break
         except Exception:
-            # A worker of an elastic job may be lost before all have met; then the others meet without it.
             if job is None or not is_first or not job.wait_for_end(NEWS_S):
                 raise
+            # A worker was lost before all have met. Others may have met, and be further in the program than this one:
+            # all meet without it in poseidon.Checkpoint.run, and nowhere else.
             job.leave()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            job.arrive()
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
             world = World.from_environment()
     return world
 
@@ -198,15 +200,38 @@ def _make_group(world: World, backend: str, timeout_s: float | None) -> None:
     meeting: dict[str, Any] = {"init_method": f"tcp://{_in_brackets(world.master_addr)}:{world.master_port}"}
     if settings.RUN.read():
         with TORCH.noting():
-            meeting = {"store": _open_store(world, timeout)}
+            meeting = {"store": within_epoch(lambda: _open_store(world, timeout), "the first worker's store")}
     with (
         contextlib.nullcontext() if _connects_late() else shut_afterwards(world.master_port),
         TORCH.noting(),
     ):
         tell(startup="waits for the other workers to join")
-        dist.init_process_group(backend, **meeting, rank=world.rank, world_size=world.size, timeout=timeout)
+        _name_groups_alike()
+        within_epoch(
+            lambda: dist.init_process_group(
+                backend, **meeting, rank=world.rank, world_size=world.size, timeout=timeout
+            ),
+            "the other workers to join",
+        )
     if settings.RUN.read() and world.rank == 0 and world.master_port is not None:
         admit_only_peers(world.master_port)
+
+
+def _name_groups_alike() -> None:
+    """Let torch give the default group the same name on all workers, whatever each of them has tried before.
+
+    Workers find each other in the store by that name, which is the number of groups made so far. An attempt that failed
+    counts, and a group that was made and destroyed does not: workers of which one had been interrupted while it joined
+    would look for each other under different names.
+    """
+    import torch.distributed as dist
+
+    made = dist.distributed_c10d._world
+    made.group_count = 0
+    # What an attempt that was left behind may have noted.
+    for noted in (made.pg_map, made.pg_names, made.pg_group_ranks, made.pg_backend_config, made.pg_to_tag):
+        noted.clear()
+    made.tags_to_pg.clear()
 
 
 def join_workers(timeout_s: float | None = None) -> int:

@@ -63,7 +63,7 @@ class JobKeeper:
 
     def enrol(self, place: Place, address: str, most: int) -> dict[str, Any]:
         """Note a worker that is being started; return what it must know."""
-        self.roster.add(place.rank, place.machine, place.local_rank, address)
+        self.roster.add(place.rank, place.machine, place.local_rank, address, self._is_started)
         return {"address": address, "most": most, "is_late": self._is_started}
 
     def keep_going(self, now: float, is_idle: bool) -> bool:

@@ -84,6 +84,8 @@ class _Worker:
     machine: int
     local_rank: int
     address: str
+    is_late: bool = False
+    """It came when the job was under way, and takes a seat in ``poseidon.Checkpoint.run`` only."""
     epoch: int = NEVER
     """The last one in which it had a seat, as it says."""
     port: int = 0
@@ -95,6 +97,8 @@ class _Worker:
     heard_at: float | None = None
     stopped_at: float | None = None
     was_seated: bool = False
+    is_apart: bool = False
+    """It has left its epoch, and has not taken a seat in a later one yet."""
     has_ended: bool = False
     has_finished: bool = False
     is_removed: bool = False
@@ -117,9 +121,9 @@ class Roster:
 
     # What is reported.
 
-    def add(self, number: int, machine: int, local_rank: int, address: str) -> None:
+    def add(self, number: int, machine: int, local_rank: int, address: str, is_late: bool = False) -> None:
         """Note that a worker was started."""
-        self._workers[number] = _Worker(machine, local_rank, address)
+        self._workers[number] = _Worker(machine, local_rank, address, is_late)
 
     def hear(self, number: int, facts: Mapping[str, Any], now: float) -> None:
         """Note a worker's heartbeat."""
@@ -127,6 +131,8 @@ class Roster:
         worker.epoch, worker.port, worker.heard_at = int(facts["epoch"]), int(facts["port"]), now
         if facts.get("leaves", 0):
             self.end(number, has_finished=False)
+        # What it said of an earlier epoch is over: it may end before it is heard again.
+        worker.is_apart = bool(facts.get("apart", 0)) and worker.epoch == self.epoch
         worker.door, worker.asks = int(facts.get("door", 0)), bool(facts.get("asks", 0))
 
     def note_stopped(self, numbers: Sequence[int], among: Sequence[int], now: float) -> None:
@@ -139,8 +145,8 @@ class Roster:
         """Note that a worker has ended, or is lost with its machine."""
         worker = self._workers[number]
         if not worker.has_ended:
-            # One that came late and never joined has done something else than the others.
-            took_part = worker.was_seated or self.epoch == NEVER
+            # One that never joined the others, or not again, has done something else than they.
+            took_part = (worker.was_seated and not worker.is_apart) or self.epoch == NEVER
             worker.has_ended, worker.has_finished = True, has_finished and took_part
 
     # What follows.
@@ -156,9 +162,9 @@ class Roster:
         return any(worker.has_finished for worker in self._workers.values())
 
     def has_stayed_apart(self, number: int) -> bool:
-        """Whether a worker that came when the job was under way has ended without joining it."""
+        """Whether a worker has ended without joining the others, or without joining them again."""
         worker = self._workers[number]
-        return self.epoch != NEVER and worker.has_ended and not worker.was_seated
+        return self.epoch != NEVER and worker.has_ended and (worker.is_apart or not worker.was_seated)
 
     @property
     def is_short(self) -> bool:
@@ -190,7 +196,10 @@ class Roster:
     def _form(self, now: float) -> list[Decision]:
         """Deal seats if everybody is ready who can be."""
         is_first = self.epoch == NEVER
-        waited = [number for number in (self.alive if is_first else self._members) if number in self.alive]
+        present = [number for number in self._members if number in self.alive]
+        # The first epoch begins in poseidon.init(), where workers that came later never are.
+        early = [number for number in self.alive if not self._workers[number].is_late] if is_first else []
+        waited = early or (self.alive if is_first else present)
         late = [number for number in waited if not self._is_ready(number)]
         if late:
             assert self._changes_since is not None
@@ -203,9 +212,10 @@ class Roster:
             what = "call poseidon.init()" if is_first else "leave the interrupted step"
             return [Remark(f"waiting for worker{'s' * (len(late) > 1)} {names} to {what}")]
         # Where one has finished there is nothing left to join.
-        joiners = [] if self.has_finished else [number for number in self._joiners() if number not in waited]
-        seated = [*waited, *joiners]
-        if not seated or self.is_short or (not self.has_finished and self._count(seated) < self.bounds.least):
+        may_join = not self.has_finished and not early
+        seated = [*waited, *(number for number in self._joiners() if may_join and number not in waited)]
+        is_enough = self.has_finished or self._count(seated) >= self.bounds.least
+        if not seated or self.is_short or not (is_enough or early):
             return []
         lost = tuple(number for number in self._members if self._is_lost(number))
         joined = tuple(number for number in seated if number not in self._members)
@@ -213,8 +223,13 @@ class Roster:
         seats = self._deal(seated)
         self._members, self._changes_since, self._is_soft = tuple(seated), None, False
         for number in seated:
-            self._workers[number].port, self._workers[number].was_seated = 0, True
-        return [Seated(seats, lost, joined)]
+            worker = self._workers[number]
+            worker.port, worker.was_seated, worker.is_apart = 0, True, False
+        if is_enough:
+            return [Seated(seats, lost, joined)]
+        # They are enough only with those who came later, and meet them in the next epoch.
+        self._changes_since, self._is_told = now, False
+        return [Seated(seats, lost, joined), EpochOver(self.epoch, self._members)]
 
     def _deal(self, seated: Sequence[int]) -> dict[int, Seat]:
         first = self._workers[seated[0]]

@@ -101,6 +101,8 @@ def enter_next_epoch(job: ElasticJob, error: BaseException, look: Callable[[], N
     forget_groups()
     job.arrive(look)
     world = init()
+    if job.is_over:
+        raise WorkerLostError("the epoch was over before its workers had met")
     for member in members:
         member.enter_epoch()
     return world

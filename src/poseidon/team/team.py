@@ -21,6 +21,7 @@ from torch import Tensor
 from poseidon import failpoints
 from poseidon.errors import ConfigError, PoseidonError, WireError, describe
 from poseidon.job import settings
+from poseidon.job.attempts import within_epoch
 from poseidon.job.closing import Stage, at_exit
 from poseidon.job.cutting import TORCH
 from poseidon.job.elastic import this_job
@@ -187,11 +188,14 @@ class Team:
         ranks = [self.global_rank(rank) for rank in (range(self.size) if members is None else members)]
         try:
             with TORCH.noting():
-                group: dist.ProcessGroup = dist.new_group(
-                    ranks,
-                    timeout=timedelta(seconds=torch_limit(self.timeout_s)),
-                    backend="gloo",
-                    use_local_synchronization=True,
+                group: dist.ProcessGroup = within_epoch(
+                    lambda: dist.new_group(
+                        ranks,
+                        timeout=timedelta(seconds=torch_limit(self.timeout_s)),
+                        backend="gloo",
+                        use_local_synchronization=True,
+                    ),
+                    "the start of the exchange channels",
                 )
             _CHANNELS.append(group)
             return group

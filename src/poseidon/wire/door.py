@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection
 
 from poseidon.errors import ConfigError, FrameError, WireError
+from poseidon.job.elastic import epoch_is_over
 from poseidon.wire.address import place_text
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.sending import CUT_S, shut
@@ -24,6 +25,8 @@ from poseidon.wire.sending import CUT_S, shut
 HANDSHAKE_S = 10.0
 """For a whole handshake, however slowly its bytes come."""
 RETRY_S = 0.2
+TRY_S = 3.0
+"""For one attempt to reach a machine: until it answers there is nothing that could be cut when the epoch is over."""
 STRANGERS = 64
 """Connections that may be in a handshake at a time; a further one ends the oldest, which has had the most time."""
 LISTEN_S = 5.0
@@ -206,8 +209,8 @@ def enter(
         except OSError as error:
             problem, lack = error, lack_of_descriptors(error)
         # Where many strangers are at the door, a connection may have to try again; nothing else recovers sooner.
-        is_hopeless = isinstance(problem, OSError) and not (isinstance(problem, ConnectionResetError) or lack)
-        if is_hopeless or time.monotonic() + RETRY_S > deadline:
+        may_recover = not isinstance(problem, OSError) or isinstance(problem, ConnectionResetError | TimeoutError)
+        if not (may_recover or lack) or epoch_is_over() or time.monotonic() + RETRY_S > deadline:
             what = f"rank {rank} could not connect to rank {peer} at {place_text(address)} within {limit_s:g} s"
             if lack:
                 raise ConfigError(f"{what}: {lack}") from None
@@ -220,7 +223,7 @@ def _try_to_enter(
     credentials: Credentials, rank: int, peer: int, address: tuple[str, int], source_ip: str, deadline: float
 ) -> socket.socket:
     with contextlib.ExitStack() as undo:
-        left_s = max(0.1, deadline - time.monotonic())
+        left_s = min(TRY_S, max(0.1, deadline - time.monotonic()))
         plain = undo.enter_context(_note(socket.create_connection(address, left_s, (source_ip, 0))))
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = undo.enter_context(_note(credentials.wrap(plain, is_listener=False)))

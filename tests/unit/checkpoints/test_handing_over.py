@@ -16,6 +16,7 @@ import torch
 
 import poseidon
 from poseidon.checkpoints import ahead as ahead_module
+from poseidon.checkpoints import lasting as lasting_module
 from poseidon.checkpoints import layout
 from poseidon.checkpoints.ahead import StateDoor, dealt, fetch_ahead
 from poseidon.checkpoints.changes import BLOCK, apply_change, encode_change
@@ -24,6 +25,7 @@ from poseidon.checkpoints.layout import cut, describe_tensors, flatten, lift, lo
 from poseidon.checkpoints.memory import StepMemory
 from poseidon.checkpoints.sharing import Stock, plan_consignments
 from poseidon.checkpoints.states import holds
+from poseidon.errors import WorkerLostError
 
 HERE = "127.0.0.1"
 
@@ -304,6 +306,28 @@ def test_a_worker_that_waits_for_others_saves_what_it_keeps_when_it_is_asked_to_
         assert checkpoint.resume() == 7
         assert checkpoint.values == {"best": 0.5}
     assert torch.equal(model.weight, kept)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_workers_have_made_apart_does_not_pass_for_a_common_step_when_they_are_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The next epoch would find that all have step 0, and train different models."""
+
+    def interrupt(*_: object) -> None:
+        raise WorkerLostError("a worker is lost")
+
+    monkeypatch.setattr(lasting_module, "hand_over", interrupt)
+    with poseidon.Checkpoint(tmp_path, model=torch.nn.Linear(3, 2)) as checkpoint:
+        job: Any = SimpleNamespace(seat=None)
+        lasting = LastingRun(job, checkpoint._program, checkpoint._saving, checkpoint._ending, replicas=1)
+        team: Any = SimpleNamespace(rank=rank, size=2, gather_json=lambda mine: [mine, mine], close=lambda: None)
+        monkeypatch.setattr(checkpoint._saving, "team", team)
+        with pytest.raises(WorkerLostError):
+            lasting._share()
+        kept = lasting._memory.kept
+    # Only the one whose objects all get.
+    assert (kept is not None) == (rank == 0)
 
 
 def test_which_parts_hold_a_distributed_model() -> None:

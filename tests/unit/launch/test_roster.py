@@ -58,6 +58,56 @@ def test_the_first_epoch_waits_for_all() -> None:
     assert seated.joined == (0, 1, 2)
 
 
+def test_one_that_came_later_is_not_in_the_first_epoch() -> None:
+    """The others begin in ``poseidon.init()``, it does in ``Checkpoint.run``, and they would wait for other things."""
+    roster = make(3)
+    roster.end(0, has_finished=False)
+    roster.add(3, 0, 0, "10.0.0.1", is_late=True)
+    hear(roster, 3, NEVER, 103)
+    hear(roster, 1, NEVER, 101)
+    assert roster.decide(1.0) == []
+    hear(roster, 2, NEVER, 102)
+    (seated,) = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2]
+    assert roster.decide(1.0) == [EpochOver(0, (1, 2), is_soft=True)]
+
+
+def test_the_first_epoch_is_over_at_once_if_it_needs_one_that_came_later() -> None:
+    roster = make(3, least=3)
+    for number in (1, 2):
+        hear(roster, number, NEVER, 100 + number)
+    roster.end(0, has_finished=False)
+    assert roster.decide(1.0) == []
+    assert roster.is_short
+    roster.add(3, 0, 0, "10.0.0.1", is_late=True)
+    seated, over = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2]
+    assert over == EpochOver(0, (1, 2))
+    for number, epoch in ((3, NEVER), (1, 0)):
+        hear(roster, number, epoch, 200 + number)
+        assert roster.decide(1.0) == []
+    hear(roster, 2, 0, 202)
+    (seated,) = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2, 3]
+    assert seated.joined == (3,)
+
+
+def test_those_who_came_later_begin_if_nobody_else_is_left() -> None:
+    roster = make(1)
+    roster.end(0, has_finished=False)
+    for number in (1, 2):
+        roster.add(number, 0, 0, "10.0.0.1", is_late=True)
+    hear(roster, 1, NEVER, 101)
+    assert roster.decide(1.0) == []
+    hear(roster, 2, NEVER, 102)
+    (seated,) = roster.decide(1.0)
+    assert isinstance(seated, Seated)
+    assert list(seated.seats) == [1, 2]
+
+
 def test_a_lost_worker_ends_the_epoch_and_the_others_keep_their_order() -> None:
     roster = started(4)
     roster.end(0, has_finished=False)
@@ -96,6 +146,33 @@ def test_one_that_ends_well_without_having_joined_has_not_finished_the_training(
     roster.end(0, has_finished=True)
     assert not roster.has_stayed_apart(0)
     assert roster.has_finished
+
+
+def test_one_that_has_left_its_epoch_and_ends_alone_has_not_finished_the_training() -> None:
+    """A program without ``Checkpoint.run``: what it has trained since, it has trained by itself."""
+    roster = started(3)
+    roster.end(0, has_finished=False)
+    assert roster.decide(2.0) == [EpochOver(0, (1, 2))]
+    for number in (1, 2):
+        roster.hear(number, {"epoch": 0, "port": 0, "apart": 1}, 2.0)
+        roster.end(number, has_finished=True)
+        assert roster.has_stayed_apart(number)
+    assert not roster.has_finished
+
+
+def test_one_that_ends_soon_after_it_has_joined_again_has_finished() -> None:
+    """The launcher may have heard nothing of it since it left the epoch before."""
+    roster = started(2)
+    roster.end(1, has_finished=False)
+    roster.decide(2.0)
+    ready = {"epoch": 0, "port": 300, "apart": 1}
+    roster.hear(0, ready, 2.0)
+    (seated,) = roster.decide(2.0)
+    assert isinstance(seated, Seated)
+    roster.hear(0, ready, 2.0)  # out of date
+    roster.end(0, has_finished=True)
+    assert roster.has_finished
+    assert not roster.has_stayed_apart(0)
 
 
 def test_words_of_an_earlier_epoch_change_nothing() -> None:
@@ -264,11 +341,12 @@ class FakeWorker:
             self.epoch, self.is_waiting, self.is_wanted = news["seat"].epoch, False, False
 
 
+@pytest.mark.parametrize("least", [1, 5])
 @pytest.mark.parametrize("seed", range(nightly.amount(25, 60)))
-def test_whatever_happens_the_living_meet_in_one_epoch(seed: int) -> None:
+def test_whatever_happens_the_living_meet_in_one_epoch(seed: int, least: int) -> None:
     chance = random.Random(seed)
     workers = [FakeWorker(number) for number in range(6)]
-    roster = make(6)
+    roster = make(6, least)
     told: list[tuple[int, dict[str, int]]] = []
     seats: dict[int, dict[int, Seat]] = {}
 
@@ -303,11 +381,16 @@ def test_whatever_happens_the_living_meet_in_one_epoch(seed: int) -> None:
             worker.is_waiting = True  # it has noticed something by itself
         elif not is_calm and action > 0.98 and len(workers) < 12:
             workers.append(FakeWorker(len(workers)))
-            roster.add(len(workers) - 1, 0, 0, "10.0.0.1")
+            roster.add(len(workers) - 1, 0, 0, "10.0.0.1", is_late=True)
         elif worker.is_wanted and action > 0.95:
             worker.is_waiting = True  # the step is complete
         carry_out(roster.decide(0.0))
+    # In poseidon.init(), or all in Checkpoint.run.
+    assert len({number < 6 for number in seats.get(0, {})}) <= 1
     alive = [worker for worker in workers if worker.is_alive]
+    if len(alive) < least:
+        assert roster.is_short
+        return
     assert {worker.epoch for worker in alive} == {roster.epoch}
     assert not any(worker.is_waiting for worker in alive)
     assert set(seats[roster.epoch]) == {worker.number for worker in alive}
