@@ -206,7 +206,8 @@ def _make_group(world: World, backend: str, timeout_s: float | None) -> None:
         TORCH.noting(),
     ):
         tell(startup="waits for the other workers to join")
-        _name_groups_alike()
+        if this_job() is not None:
+            _name_groups_alike()
         within_epoch(
             lambda: dist.init_process_group(
                 backend, **meeting, rank=world.rank, world_size=world.size, timeout=timeout
