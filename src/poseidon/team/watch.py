@@ -191,6 +191,8 @@ class Watch:
         self._tell_lost()
 
     def _tell_lost(self) -> None:
+        if len(self._broken) == len(self._told):
+            return  # as at nearly every beat
         with self._lock:
             news = {rank: why for rank, why in self._broken.items() if rank not in self._told}
             self._told.update(news)
