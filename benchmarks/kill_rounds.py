@@ -58,6 +58,9 @@ START_S = 60.0
 SILENCE_S = 6
 """... and how long a machine may be silent, where a fault can only be noticed so."""
 STEPS, PAUSE_S = 400, 0.01
+FLIPPED_STEPS = 1200
+"""Where bits flip. It takes seconds to find a connection on which the victim sends, and one for heartbeats is read once
+a second: a job that ended meanwhile would not have passed anything in silence."""
 FLIP_S = 0.5
 """For a packet to come by whose bit can be flipped..."""
 FLIPS = 3
@@ -149,7 +152,8 @@ def disturb(place: Place, case: Case, chance: random.Random, timeout_s: float) -
     env = {"POSEIDON_WIRE_LOST_AFTER_S": str(SILENCE_S), "POSEIDON_WIRE_PAYLOAD_CHECKSUM": "1", "POSEIDON_TRIALS": "0"}
     env |= {"POSEIDON_WIRE_ENCRYPT": "1"} if case.encrypts else {}
     words = [PROGRAM, "--fault", "network", "--rank", str(case.rank), "--mode", case.mode]
-    words += ["--steps", str(STEPS), "--pause", str(PAUSE_S), "--timeout", str(timeout_s)]
+    steps = FLIPPED_STEPS if case.fault == "flip" else STEPS
+    words += ["--steps", str(steps), "--middle", str(STEPS // 2), "--pause", str(PAUSE_S), "--timeout", str(timeout_s)]
     lab, victim = place.lab, case.rank
     job = place.start(words, env)
     blamed = {victim}
@@ -191,7 +195,7 @@ def disturb(place: Place, case: Case, chance: random.Random, timeout_s: float) -
     if ended.left:
         verdict.wrong["orphans"] = str(ended.left)
     if ended.status == 0:
-        is_trained = ended.out.count(f"trained {STEPS} steps") == place.workers
+        is_trained = ended.out.count(f"trained {steps} steps") == place.workers
         if case.fault in ("power", "flip") or not is_trained:
             verdict.wrong["in silence"] = "ended well"
         verdict.note += "; ended well"

@@ -123,8 +123,9 @@ def train(arguments, on_fault):
     torch.manual_seed(world.rank)
     step, check, parameters = start_training(arguments)
     loss = 0.0
+    middle = arguments.steps // 2 if arguments.middle is None else arguments.middle
     for number in range(arguments.steps):
-        loss = step(lambda is_middle=number == arguments.steps // 2: on_fault("middle") if is_middle else None)
+        loss = step(lambda is_middle=number == middle: on_fault("middle") if is_middle else None)
         report.tell(loss=loss)
         if number == 0:
             print("first step at", time.time(), flush=True)
@@ -157,6 +158,7 @@ def main():
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--when", choices=WHENS, default="middle")
+    parser.add_argument("--middle", type=int, help="which step is in the middle; default: half of them")
     parser.add_argument("--restart", type=int, default=0, help="fail only in this start of the job")
     parser.add_argument("--notes", type=Path)
     parser.add_argument("--pretend", action="store_true")

@@ -90,7 +90,14 @@ def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: Wir
     team = Team(None, timeout_s)
     try:
         transport = connect_wire(team, range(team.size), settings, route="tables")
-        node = Node(transport, servers=servers, timeout_s=timeout_s, is_busy=team.watch.is_busy, is_started=False)
+        node = Node(
+            transport,
+            servers=servers,
+            timeout_s=timeout_s,
+            is_busy=team.watch.is_busy,
+            look=team.watch.look,
+            is_started=False,
+        )
         # The team's heartbeats last as long as the tables.
         job = TableJob(node, transport, team.close)
     except BaseException as error:
@@ -100,6 +107,8 @@ def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: Wir
         # No rank may send before all listen.
         team.gather_ints([0], "the start of the tables")
         node.start()
+        # Tables exchange nothing over the team's other connections, so nobody else would report their end.
+        team.watch.listen_lost(node.lose_connection)
     except BaseException:
         job.__exit__(*sys.exc_info())
         raise

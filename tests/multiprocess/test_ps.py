@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 import poseidon.ps
 from poseidon.errors import PoseidonError, WorkerLostError
+from poseidon.team.watch import elders
 from ranks import run_ranks
 from run_jobs import run_poseidon
 
@@ -121,6 +125,33 @@ def test_under_bsp_a_death_ends_the_job_and_names_the_dead(how: str) -> None:
     for rank, text in enumerate(run_ranks(die_under_bsp, 3, how, lost=[2])):
         if rank != 2:
             assert "worker 2 is lost after clock" in text
+
+
+def damage_heartbeats() -> str:
+    """Use a table for as long as possible; what worker 1 sends next to worker 0 after its heartbeats is no message."""
+    give_up_at = time.monotonic() + 30
+    try:
+        with poseidon.ps.connect(timeout_s=60) as job:
+            table = job.table("t", 16, 4)
+            while time.monotonic() < give_up_at:
+                if table.now == 3 and job.rank == 1:
+                    (watch,) = elders(1)
+                    # Past the encryption too, as if it had happened on the way.
+                    socket.socket.sendall(watch._mesh._peers[0].connection, b"\x17\x03\x03\x00\x40" + bytes(64))
+                table.get(range(16))
+                table.inc(range(16), np.ones((16, 4)))
+                table.clock()
+    except WorkerLostError as error:
+        return str(error)
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_damage_among_the_heartbeats_ends_the_job(encrypt: str) -> None:
+    first, second, third = run_ranks(damage_heartbeats, 3, env={"POSEIDON_WIRE_ENCRYPT": encrypt})
+    assert re.search(r"worker (1 is lost.* heartbeats broke: .* damaged|0 was given up by the others)", first), first
+    assert re.search(r"worker (0 is lost|1 was given up by the others)", second), second
+    assert re.search(r"worker [01] is lost", third), third
 
 
 def raise_in_the_middle() -> str:

@@ -325,7 +325,8 @@ def opened_tables(plan: Plan, rank: int) -> Iterator[ps.TableJob]:
     team = SimulatedTeam(rank, plan.workers)
     try:
         transport = connect_wire(team, range(team.size))
-        node = Node(transport, timeout_s=TIMEOUT_S, is_busy=team.watch.is_busy, is_started=False)
+        watch = team.watch
+        node = Node(transport, timeout_s=TIMEOUT_S, is_busy=watch.is_busy, look=watch.look, is_started=False)
         job = ps.TableJob(node, transport, team.close)
     except BaseException:
         team.close()
@@ -333,6 +334,7 @@ def opened_tables(plan: Plan, rank: int) -> Iterator[ps.TableJob]:
     try:
         team.gather_ints([0], "the start of the tables")
         node.start()
+        watch.listen_lost(node.lose_connection)
     except BaseException as error:
         job.__exit__(type(error), error, None)
         raise

@@ -203,6 +203,41 @@ def test_a_broken_connection_waits_for_others_to_show_who_is_dead(open_watch: Op
     assert "rank 2 (cat) is alive, at step 5, starting, but its connection with rank 0 broke" in str(error)
 
 
+def test_whoever_listens_hears_of_a_connection_that_ends_without_a_farewell(open_watch: Open) -> None:
+    one, mesh = open_watch({1: Beat(5), 2: Beat(5, left="finished")})
+    first: list[tuple[int, str]] = []
+    has_heard = threading.Event()
+
+    def fail(_rank: int, _why: str) -> None:
+        raise KeyError("cannot handle it")
+
+    def note(rank: int, why: str) -> None:
+        first.append((rank, why))
+        has_heard.set()
+
+    one.listen_lost(fail)
+    one.listen_lost(note)
+    mesh.ended |= {1, 2}
+    assert has_heard.wait(30)
+    _await_beats(mesh, 3)
+    assert first == [(1, "the connection of its heartbeats broke: its connection ended")], "once, and not who has left"
+    late: list[tuple[int, str]] = []
+    one.listen_lost(lambda rank, why: late.append((rank, why)))
+    assert late == first
+    one.lose(2, "reset")
+    assert late == first == [*first[:1], (2, "reset")]
+
+
+def test_a_look_tells_of_losses_without_a_beat(open_watch: Open) -> None:
+    one, mesh = open_watch()
+    one.close()
+    lost: list[int] = []
+    one.listen_lost(lambda rank, _: lost.append(rank))
+    mesh.ended.add(2)
+    one.look()
+    assert lost == [2]
+
+
 def test_who_gives_up_says_so_before_it_leaves(open_watch: Open) -> None:
     one, mesh = open_watch()
     error = one.lost("fc1", 1, watch.HopelessError(60.0))

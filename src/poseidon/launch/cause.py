@@ -114,12 +114,16 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
 
 
 def accused(deaths: Sequence[Death]) -> tuple[int, str] | None:
-    """Return the worker that most others accuse, and of what; None if they accuse nobody."""
+    """Return the worker that most others accuse, each only once, and of what; None if they accuse nobody."""
     for accusation in (_ACCUSED, _SUSPECTED):
         votes: dict[int, list[str]] = {}
         for death in deaths:
+            # One that accuses the same worker in several lines knows no more than one that does so in its error alone.
+            said: dict[int, str] = {}
             for rank, what in accusation.findall("\n".join(death.tail)):
-                votes.setdefault(int(rank), []).append(what)
+                said.setdefault(int(rank), what)
+            for accused_rank, what in said.items():
+                votes.setdefault(accused_rank, []).append(what)
         if votes:
             first = max(votes, key=lambda rank: len(votes[rank]))
             return first, votes[first][0]

@@ -40,6 +40,7 @@ class Node:
         workers: Sequence[int] | None = None,
         timeout_s: float | None = None,
         is_busy: Callable[[int], bool] = lambda _: False,
+        look: Callable[[], None] = lambda: None,
         is_started: bool = True,
     ) -> None:
         self._transport = transport
@@ -53,6 +54,8 @@ class Node:
         self.rank = self._post.rank
         self.timeout_s = time_limit(timeout_s)
         self._is_busy = is_busy
+        self._look = look
+        """Reports the losses that can be known by now, through :meth:`lose_connection`."""
         self.losses: dict[int, int] = {}
         """The last known clocks of workers that died, or were given up: this one may be among them."""
         self._doubts = Doubts()
@@ -74,7 +77,7 @@ class Node:
     def start(self) -> None:
         """Hear of lost connections, earlier ones included, and tell the others: not before they all listen."""
         if self._transport is not None:
-            self._transport.listen_lost(self._lose_connection)
+            self._transport.listen_lost(self.lose_connection)
 
     @property
     def is_worker(self) -> bool:
@@ -83,6 +86,7 @@ class Node:
 
     def leave(self) -> None:
         """Finish as a worker, and serve until all workers have finished; raise the failure that prevents it."""
+        self._look()
         if self.is_worker and self._post.failure is None:
             self.worker.leave()
         self.serve()
@@ -199,7 +203,8 @@ class Node:
 
     # Losses.
 
-    def _lose_connection(self, rank: int, why: str) -> None:
+    def lose_connection(self, rank: int, why: str) -> None:
+        """Do without a rank with which a connection has broken, of the tables or another one; any thread may call."""
         with self._post.news:
             self._departed.add(rank)
             if self._transport is not None and self._transport.is_to_blame:

@@ -35,6 +35,7 @@ from poseidon.team.topology import Topology
 from poseidon.team.watch import Watch
 from poseidon.wire.door import cut_connections
 from poseidon.wire.mesh import SOON_S
+from poseidon.wire.transport import Transport
 
 T = TypeVar("T")
 
@@ -170,8 +171,13 @@ class Team:
         if self._mail is None:
             from poseidon.team.wiring import connect_wire
 
+            def connect() -> Transport:
+                transport = connect_wire(self, range(self.size), route="mail")
+                transport.listen_lost(self.watch.lose)
+                return transport
+
             self._mail = open_mail(
-                lambda: connect_wire(self, range(self.size), route="mail"),
+                connect,
                 lambda: self.gather_ints([0], "the start of messages between workers"),
             )
             self._cancel_exit = at_exit(Stage.WATCHES, self._mail.close)

@@ -25,6 +25,7 @@ from poseidon.team.life import BEAT_S, PHASES, SILENT_BEATS, Beat, Life
 from poseidon.team.membership import Membership
 from poseidon.team.pulse import Pulse, waiting_call
 from poseidon.wire.mesh import Mesh
+from poseidon.wire.transport import LostHandler
 
 __all__ = ["BEAT_S", "PHASES", "Waiting", "Watch", "is_broken"]
 
@@ -85,6 +86,10 @@ class Watch:
         self._give_up = give_up or _end_process
         self._loss: WorkerLostError | None = None
         """The first wait that failed."""
+        self._lost_handlers: list[LostHandler] = []
+        self._broken: dict[int, str] = {}
+        """Whose connection ended without a farewell, and why."""
+        self._told: set[int] = set()
         self._guarded: collections.deque[tuple[float, Any, str]] = collections.deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat_until_closed, name="poseidon-watch", daemon=True)
@@ -162,6 +167,44 @@ class Watch:
         with self._lock:
             return rank != self.rank and self._life.is_busy(rank, time.monotonic())
 
+    def listen_lost(self, handler: LostHandler) -> None:
+        """Call ``handler`` when a worker's connection has ended without a farewell, or if one has already.
+
+        For whoever exchanges nothing over the mesh, and would not notice: without heartbeats nobody can tell whether
+        that worker lives. It is called on any thread, and must not wait.
+        """
+        with self._lock:
+            self._lost_handlers.append(handler)
+            broken = [(rank, self._broken[rank]) for rank in sorted(self._told)]
+        for rank, why in broken:
+            handler(rank, why)
+
+    def lose(self, rank: int, why: str) -> None:
+        """Note that another connection with a worker has ended without a farewell, and tell whoever listens."""
+        with self._lock:
+            self._broken.setdefault(rank, why)
+        self._tell_lost()
+
+    def look(self) -> None:
+        """Read what has come, and tell whoever listens whose connections have broken: not only at the next beat."""
+        self._hear()
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        if len(self._broken) == len(self._told):
+            return  # as at nearly every beat
+        with self._lock:
+            news = {rank: why for rank, why in self._broken.items() if rank not in self._told}
+            self._told.update(news)
+            handlers = list(self._lost_handlers)
+        for rank, why in news.items():
+            for handler in handlers:
+                try:
+                    handler(rank, why)
+                except Exception:
+                    # The heart must go on beating, and the others must hear of it all the same.
+                    _log.exception("rank %d could not handle the loss of rank %d (%s)", self.rank, rank, why)
+
     def is_hopeless(self, peer: int | None, since: float) -> bool:
         """Return whether a wait for ``peer``, or for anybody, that began at ``since`` should end."""
         self._hear()
@@ -187,7 +230,10 @@ class Watch:
         now = time.monotonic()
         with self._lock:
             for rank, one in heard.items():
-                self._life.hear(rank, Beat.unpack(one.signal), one.at, bool(one.ended), now)
+                beat = Beat.unpack(one.signal)
+                self._life.hear(rank, beat, one.at, bool(one.ended), now)
+                if one.ended and not beat.left:
+                    self._broken.setdefault(rank, f"the connection of its heartbeats broke: {one.ended}")
 
     def _beat(self) -> Beat:
         waits_for, number = self._outer_wait()
@@ -208,7 +254,7 @@ class Watch:
             self._mesh.signal(self._beat().pack())
             if not _noted or _noted[0]() in (None, self):
                 report.tell(step=self._step, doing=self._doing)
-            self._hear()
+            self.look()
             self._check_guarded()
             if self._stop.wait(BEAT_S):
                 return

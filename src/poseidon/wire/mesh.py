@@ -30,6 +30,7 @@ from poseidon.job.elastic import epoch_is_over
 from poseidon.wire.door import Door, enter, listen, set_patience
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.sending import shut, unacknowledged
+from poseidon.wire.tls import is_damage
 
 MOST_BYTES = 64 << 20
 """In one message, and waiting for a rank that does not read."""
@@ -364,7 +365,10 @@ class _Peer:
             except (BlockingIOError, ssl.SSLWantReadError):
                 return False
             except OSError as error:
-                self._end = str(error), False
+                if is_damage(error):
+                    self._give_up(f"a message is damaged: {error}")
+                else:
+                    self._end = str(error), False
         if self._end is not None:
             why, is_damaged = self._end
             raise MeshError(self._rank, why, is_damaged=is_damaged)

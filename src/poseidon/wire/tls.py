@@ -69,6 +69,11 @@ def _make_context(protocol: int, certificate: bytes, files: bytes) -> ssl.SSLCon
     return context
 
 
+def is_damage(error: OSError) -> bool:
+    """Return whether an error of a read means that wrong bytes came, and not that the other end complains of ours."""
+    return isinstance(error, ssl.SSLError) and "ALERT" not in (error.reason or "")
+
+
 def explain(error: ssl.SSLError, who: str) -> FrameError:
     """Return what an error of a handshake with ``who`` means."""
     if isinstance(error, ssl.SSLCertVerificationError):

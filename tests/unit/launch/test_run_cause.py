@@ -89,6 +89,19 @@ def test_a_worker_that_the_others_wait_for_hangs() -> None:
     assert "at step 3, in forward" in cause.how
 
 
+def test_whoever_accuses_in_many_lines_has_one_vote() -> None:
+    refused = "rank 0 refused LOST of rank 2: worker 2 was given up by the others and cannot continue"
+    deaths = [
+        ended(2, 1, "poseidon.errors.WorkerLostError: worker 0 is lost after clock 381 (reported by rank 1)"),
+        ended(1, 1, "poseidon.errors.WorkerLostError: worker 0 is lost after clock 381 (bad record mac)"),
+        ended(0, 1, refused, refused, "poseidon.errors.WorkerLostError: worker 2 is lost after clock 382 (EOF)"),
+    ]
+    assert accused(deaths) == (0, "is lost after clock 381")
+    cause = resolve(deaths, {}, [])
+    assert cause is not None
+    assert cause.rank == 0
+
+
 def test_a_worker_that_left_early_is_pointed_at() -> None:
     cause = resolve([ended(0, 1, "Connection closed by peer")], {}, [1])
     assert cause is not None

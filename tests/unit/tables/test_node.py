@@ -91,6 +91,30 @@ def test_a_worker_that_is_known_to_work_is_not_given_up_until_it_no_longer_does(
     assert nodes[0].losses == nodes[2].losses == {1: 0}
 
 
+def test_a_worker_whose_heartbeats_broke_is_lost_though_its_tables_are_reached() -> None:
+    network, nodes = open_nodes(3)
+    nodes[0].lose_connection(1, "the connection of its heartbeats broke")
+    network.pump()
+    assert nodes[0].losses == nodes[2].losses == {1: 0}
+    with pytest.raises(WorkerLostError, match="worker 1 was given up"):
+        nodes[1]._post.check()
+
+
+def test_a_loss_that_shows_when_a_worker_leaves_is_not_passed_over() -> None:
+    transports = make_memory_network(2, first_urgent)
+    nodes: list[Node] = []
+
+    def look() -> None:
+        nodes[0].lose_connection(1, "the connection of its heartbeats broke")
+
+    nodes += [Node(transport, timeout_s=1, look=look) for transport in transports]
+    for node in nodes:
+        node.worker.open(TableSpec("t", 16, 4))
+    transports[0].network.pump()
+    with pytest.raises(WorkerLostError, match=r"worker 1 is lost after clock 0 .*heartbeats broke"):
+        nodes[0].leave()
+
+
 def test_a_worker_that_moves_on_between_complaints_is_not_given_up() -> None:
     network, nodes = open_nodes(2)
     fast, slow = (node.worker._caches[SPEC.ident] for node in nodes)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,34 @@ def test_a_flipped_bit_is_found_and_both_ends_hear_of_it(pair, bit) -> None:
         assert (caught.value.rank, caught.value.is_broken, caught.value.is_damaged) == (5, True, True)
     near.settimeout(5)
     assert near.recv(1) == b"", "the sender does not hear of it"
+
+
+def damage(near: Mesh, far: Mesh, place: int) -> None:
+    """Flip a bit of the last record of TLS that one of two ranks has sent to the other, which has not read it."""
+    ((sender,), (receiver,)) = ([peer.connection for peer in mesh._peers.values()] for mesh in (near, far))
+    assert select.select([receiver], [], [], 5)[0]
+    record = bytearray(socket.socket.recv(receiver, 1 << 16))
+    record[place] ^= 4
+    socket.socket.sendall(sender, record)
+    assert select.select([receiver], [], [], 5)[0]
+
+
+@pytest.mark.parametrize("place", [0, 5, 20, -1])
+@pytest.mark.parametrize("is_asked", [False, True], ids=["heartbeat", "roll call"])
+def test_a_bit_flipped_in_a_record_of_tls_is_found_and_both_ends_hear_of_it(place, is_asked) -> None:
+    near, far = connected(2, encrypt=True)
+    with contextlib.closing(near), contextlib.closing(far):
+        near.signal(b"a heartbeat")
+        damage(near, far, place)
+        assert "damaged" in far.hear()[0].ended
+        if is_asked:
+            with pytest.raises(MeshError, match=r"rank 0.*damaged") as caught:
+                far.receive(far.send(b""), b"", 5.0)
+            assert (caught.value.is_broken, caught.value.is_damaged) == (True, True)
+        with pytest.raises(MeshError, match="rank 1") as heard:
+            near.receive(near.send(b""), b"", 5.0)
+        assert (heard.value.is_broken, heard.value.is_damaged) == (True, False), "what came here was right"
+        assert near.hear()[1].ended
 
 
 def test_the_kernel_ends_a_connection_that_nobody_answers(three) -> None:
