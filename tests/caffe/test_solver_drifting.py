@@ -34,9 +34,9 @@ def train_and_count(path):
     changes = []
     share = Shared.share
 
-    def counted(self, ledger, before):
-        changes.append((ledger.read() - before).astype(np.float64))
-        share(self, ledger, before)
+    def counted(self, ledger):
+        changes.append((ledger.read() - self._seen).astype(np.float64))
+        share(self, ledger)
 
     Shared.share = counted
     solver = caffe.get_solver(path, lambda s: Drifting(s.net, 0, "SSP", 60))

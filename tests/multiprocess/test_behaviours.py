@@ -703,6 +703,19 @@ def users_hook_on_a_weight() -> dict[str, str]:
     return compare_twins(make, plain_step)
 
 
+def users_hook_after_a_weights_gradient() -> dict[str, str]:
+    def halve(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.mul_(0.5)
+
+    def make() -> nn.Module:
+        model = Mlp()
+        model.second.weight.register_post_accumulate_grad_hook(halve)
+        return model
+
+    return compare_twins(make, plain_step)
+
+
 def embedding_with_another_parameter() -> dict[str, str]:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -816,6 +829,7 @@ SIDE_BY_SIDE = {
     forward_without_gradients_before_backward: {"factors"},
     penalty_in_a_backward_of_its_own: {"factors"},
     users_hook_on_a_weight: {"factors"},
+    users_hook_after_a_weights_gradient: {"factors"},
     embedding_with_another_parameter: {"allreduce"},
     dense_parts_in_another_order_on_each_rank: {"factors"},
 }

@@ -237,7 +237,7 @@ class _FactorConv1D(_PlainOutside):
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether the user has hooks on a parameter's gradient, which must then exist in full."""
-    return any(parameter._backward_hooks for parameter in module.parameters(recurse=False))
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters(recurse=False))
 
 
 class RowsEmbedding(_PlainOutside, nn.Embedding):
