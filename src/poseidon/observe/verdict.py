@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from poseidon.observe.causes import STARVED, Cause, JobVerdict, as_ms
 from poseidon.observe.records import Record
@@ -39,9 +40,20 @@ def judge(windows: Sequence[Window], line_rate: float = 0.0) -> JobVerdict:
     """Return what limits the job; ``line_rate`` is what a link can carry, in bits per second, if known."""
     if not windows or not any(is_training(window) for window in windows):
         return JobVerdict(Cause.STARTING, "starting: no step yet")
-    stuck = _find_stuck(windows)
-    if stuck is not None:
-        return stuck
+    silent = _find_silent(windows)
+    unheard = [window for window in silent if not _is_heard(window, [one for one in windows if one not in silent])]
+    if unheard:
+        return _blame_silent(max(unheard, key=lambda window: window.silent_s))
+    verdict = _judge_heard(windows, line_rate)
+    # What a worker did while nothing of it arrived is not known.
+    return replace(verdict, is_sure=False) if silent else verdict
+
+
+def _judge_heard(windows: Sequence[Window], line_rate: float) -> JobVerdict:
+    """Return what limits a job of which all workers are heard, by the launcher or by each other."""
+    hung = _find_hung(windows)
+    if hung is not None:
+        return hung
     moving = [window for window in windows if is_training(window) and window.steps]
     if len(moving) < len(windows) or min(window.steps for window in moving) < 2:
         return JobVerdict(Cause.UNCLEAR, "not clear yet: too few steps were seen")
@@ -66,25 +78,46 @@ def judge(windows: Sequence[Window], line_rate: float = 0.0) -> JobVerdict:
 # One worker stands.
 
 
-def _find_stuck(windows: Sequence[Window]) -> JobVerdict | None:
-    """Name the worker that has stopped while the others wait, or that says nothing at all."""
+def _limit_s(windows: Sequence[Window]) -> float:
+    return max(HANGS_S, SLOW_STEPS * statistics.median(window.usual_s for window in windows))
+
+
+def _find_silent(windows: Sequence[Window]) -> list[Window]:
+    """Return the workers that say nothing while others do."""
+    if not all(window.records for window in windows):
+        return []
+    limit_s = _limit_s(windows)
+    silent = [window for window in windows if window.silent_s > limit_s]
+    return silent if len(silent) < len(windows) else []
+
+
+def _is_heard(one: Window, others: Sequence[Window]) -> bool:
+    """Whether others receive something from a worker of which nothing arrives here.
+
+    Then it lives, and what it says is late: the launcher's link, or its own, may be too slow for it.
+    """
+    ip = one.last.ip
+    return any(ip in other.last.links and other.last.links[ip].received_bytes > 0 for other in others)
+
+
+def _blame_silent(one: Window) -> JobVerdict:
+    return JobVerdict(
+        Cause.SILENT,
+        f"worker {one.rank} on {one.host} has said nothing for {one.silent_s:.0f} s: it is stopped, or its "
+        "machine is out of reach",
+        f"look at {one.host}",
+        one.host,
+        one.rank,
+        is_sure=True,
+        waited_s=one.silent_s,
+    )
+
+
+def _find_hung(windows: Sequence[Window]) -> JobVerdict | None:
+    """Name the worker that has stopped while the others wait."""
     if not all(window.records for window in windows):
         return None
-    usual_s = statistics.median(window.usual_s for window in windows)
-    limit_s = max(HANGS_S, SLOW_STEPS * usual_s)
-    silent = [window for window in windows if window.silent_s > limit_s]
-    if silent and len(silent) < len(windows):
-        one = max(silent, key=lambda window: window.silent_s)
-        return JobVerdict(
-            Cause.SILENT,
-            f"worker {one.rank} on {one.host} has said nothing for {one.silent_s:.0f} s: it is stopped, or its "
-            "machine is out of reach",
-            f"look at {one.host}",
-            one.host,
-            one.rank,
-            is_sure=True,
-            waited_s=one.silent_s,
-        )
+    limit_s = _limit_s(windows)
     if any(not is_training(window) for window in windows):
         return None
     standing = [window for window in windows if window.last.doing_s > limit_s and not window.last.waits_for]

@@ -19,6 +19,8 @@ SLOW_LINK = 0.6
 """Of the other machines' rate: below it, a link is slow."""
 LOSSY_SHARE = 0.01
 """Of what is sent: sent again."""
+TO_ONE = 0.8
+"""Of what a machine sends again, to a single one of several: that one's link may lose it as well."""
 MOST_LOSS = 0.2
 """Of what is sent: no cable loses more for long; a queue that is too small for a slow link does."""
 
@@ -33,6 +35,9 @@ class MachineEnds:
     busy: float
     """Share of the time."""
     resent: float
+    """Of what it sends."""
+    to_one: float
+    """Of what it sends again: to the machine that gets most of it. If that is nearly all, its own link may be sound."""
     rtt_s: float
 
 
@@ -59,6 +64,8 @@ def machine_ends(windows: Sequence[Window]) -> list[MachineEnds]:
         rates = [8 * use.sent_bytes / use.busy_s for use in mine if use.busy_s > 0.005 * span_s]
         if not rates:
             continue
+        sent = [use for pair, use in uses.items() if pair[0] == host]
+        again = [use.resent_bytes for use in sent]
         found.append(
             MachineEnds(
                 host,
@@ -66,8 +73,8 @@ def machine_ends(windows: Sequence[Window]) -> list[MachineEnds]:
                 # machine all of whose links are slow is to blame.
                 max(rates),
                 max(use.busy_s for use in mine) / max(span_s, 1e-9),
-                sum(use.resent_bytes for pair, use in uses.items() if pair[0] == host)
-                / max(1, sum(use.sent_bytes for pair, use in uses.items() if pair[0] == host)),
+                sum(again) / max(1, sum(use.sent_bytes for use in sent)),
+                max(again) / max(1, sum(again)) if len(again) > 1 else 0.0,
                 max(use.rtt_s for use in mine),
             )
         )
@@ -126,7 +133,7 @@ def blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, starv
             waited_s=waited_s,
         )
     if lossy is not None:
-        is_sure = lossy.resent > 2 * LOSSY_SHARE and (not is_slow or slow is lossy)
+        is_sure = lossy.resent > 2 * LOSSY_SHARE and lossy.to_one < TO_ONE and (not is_slow or slow is lossy)
         return blame_loss(windows, lossy, waits, waited_s, is_sure)
     reached = f"{_mbit(max(one.rate for one in ends))} Mbit/s"
     if line_rate:

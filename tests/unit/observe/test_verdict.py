@@ -223,6 +223,17 @@ def test_loss_is_named_rather_than_a_link_that_is_only_a_little_slow() -> None:
     assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LINK, "node3", True)
 
 
+def test_what_is_sent_again_to_one_machine_alone_may_be_lost_on_that_ones_link() -> None:
+    rates = [940e6, 940e6, 940e6, 700e6]
+    records = [linked(WAITS, rank, rates) for rank in range(4)]
+    links = dict(records[0].links)
+    links["10.0.0.3"] = replace(links["10.0.0.3"], resent_bytes=600_000)
+    for spread, is_sure in ((0, False), (200_000, True)):
+        links["10.0.0.1"] = replace(links["10.0.0.1"], resent_bytes=spread)
+        verdict = judge(windows([replace(records[0], links=dict(links)), *records[1:]]))
+        assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LOSS, "node0", is_sure)
+
+
 def test_of_two_lossy_machines_the_slower_is_not_named_for_sure() -> None:
     rates = [940e6, 940e6, 940e6, 150e6]
     for other, is_sure in ((0.02, True), (0.07, False)):
@@ -266,6 +277,21 @@ def test_long_steps_are_no_hang() -> None:
 def test_a_worker_that_says_nothing() -> None:
     verdict = judged(FASTER, FASTER, FASTER, silent_s=[0.1, 0.2, 3.5])
     assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.SILENT, "node2", True)
+
+
+def test_a_worker_whom_the_others_hear_is_not_called_silent() -> None:
+    rates = [70e6, 940e6, 940e6, 940e6]
+    records = [linked(WAITS, rank, rates) for rank in range(4)]
+    verdict = judge(windows(records, silent_s=[0.1, 2.5, 0.1, 0.1]))
+    assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LINK, "node0", False)
+    # What workers that are silent themselves have received is long ago.
+    for silent_s in ([0.1, 2.5, 2.6, 2.4], [0.1, 2.5, 0.1, 0.1]):
+        deaf = [
+            replace(record, links={}) if not silent else record
+            for record, silent in zip(records, [one > 1 for one in silent_s], strict=True)
+        ]
+        verdict = judge(windows(deaf, silent_s))
+        assert (verdict.cause, verdict.is_sure) == (Cause.SILENT, True)
 
 
 def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
