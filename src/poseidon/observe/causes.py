@@ -7,6 +7,8 @@ from enum import Enum
 
 STARVED = 0.15
 """Of the time: if training threads wait this much for a processor everywhere, other figures say little."""
+STEADY = 0.7
+"""Share of the records in which a machine must be the slowest to be named for sure."""
 
 
 class Cause(Enum):

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from poseidon.observe.causes import STARVED, Cause, JobVerdict, as_ms
+from poseidon.observe.causes import STARVED, STEADY, Cause, JobVerdict, as_ms
 from poseidon.observe.records import Record
 from poseidon.observe.steps import BETWEEN
 from poseidon.observe.windows import PHASE_WORDS, Window, is_training
@@ -32,8 +32,6 @@ INPUT_SHARE = 0.25
 """Of a step: time between steps, without the optimizer, that makes input the limit."""
 BUSY_PART = 0.5
 """Of what a straggler takes longer: waiting for a processor."""
-STEADY = 0.7
-"""Share of the records in which a straggler must be the slowest."""
 
 
 def judge(windows: Sequence[Window], line_rate: float = 0.0) -> JobVerdict:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from poseidon.observe.causes import STARVED, Cause, JobVerdict, as_ms
+from poseidon.observe.causes import STARVED, STEADY, Cause, JobVerdict, as_ms
 from poseidon.observe.links import LinkUse
 from poseidon.observe.windows import Window, add_uses
 
@@ -127,6 +127,7 @@ def blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, starv
             # Short bursts go into buffers at any rate: only a link that is in use for long has one. And whoever loses
             # acknowledgements makes its peers send again: the one that sends most again is the likelier one.
             is_sure=is_clear
+            and _is_steady(windows, slow.host)
             and not (is_lossy and any(one.resent > slow.resent for one in others))
             and wait_s / step_s > 2 * CLEAR_WAIT
             and slow.busy > CLEAR_WAIT,
@@ -145,6 +146,20 @@ def blame_wire(windows: Sequence[Window], step_s: float, line_rate: float, starv
         is_sure=wait_s / step_s > 2 * CLEAR_WAIT and slow.rate > 0.75 * usual and starved < STARVED,
         waited_s=waited_s,
     )
+
+
+def _is_steady(windows: Sequence[Window], host: str) -> bool:
+    """Whether a machine's links were the slowest nearly all the time.
+
+    One that has just been mended was for a part of it, and while connections recover from losses any may be slow.
+    """
+    counted = slowest = 0
+    for back in range(1, min(len(window.records) for window in windows) + 1):
+        ends = machine_ends([replace(window, records=[window.records[-back]]) for window in windows])
+        if len(ends) > 2:
+            counted += 1
+            slowest += min(ends, key=lambda one: one.rate).host == host
+    return slowest >= STEADY * max(counted, 1)
 
 
 def find_lossy(ends: Sequence[MachineEnds]) -> MachineEnds | None:

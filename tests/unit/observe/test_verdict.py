@@ -188,6 +188,19 @@ def test_a_slow_link_is_named_though_it_shows_on_both_of_its_ends(slow: int) -> 
     assert f"fc6 waits 52 ms a step on node{slow}'s link (312 of the 940 Mbit/s of the others)" in str(verdict)
 
 
+def test_a_link_that_is_slow_for_a_part_of_the_time_is_named_with_doubt() -> None:
+    slow, even = [940e6, 940e6, 940e6, 150e6], [940e6, 940e6, 700e6, 940e6]
+    for count, is_sure in ((6, True), (3, False)):
+        seen = windows([linked(WAITS, rank, slow) for rank in range(4)])
+        later = windows([linked(WAITS, rank, even) for rank in range(4)])
+        mixed = [
+            replace(one, records=[*one.records[:count], *two.records[count:]])
+            for one, two in zip(seen, later, strict=True)
+        ]
+        verdict = judge(mixed)
+        assert (verdict.cause, verdict.host, verdict.is_sure) == (Cause.LINK, "node3", is_sure)
+
+
 def test_a_lossy_link_is_named() -> None:
     rates = [940e6] * 4
     records = [linked(WAITS, rank, rates, resent=0.05 if rank == 2 else 0.0) for rank in range(4)]
