@@ -83,7 +83,10 @@ def check_store(heard: Heard) -> None:
     """Check that what can be read is torch's own, and what Poseidon leaves in the store; nothing in other protocols."""
     readable = [one for some in heard.readable.values() for one in some]
     assert not any(magic in one for magic in (b"poseidn1", b"PW\x03") for one in readable)
-    ours = [text for one in readable for text in texts(one) if re.search(r"[{}]|poseidon|[a-z]+\":", text)]
+    # Of gloo's random numbers four in a row may be printable, one of them a brace; eight are not.
+    ours = [
+        text for one in readable for text in texts(one) if re.search(r"^.*[{}].*$(?<=.{8})|poseidon|[a-z]+\":", text)
+    ]
     odd = [text for text in ours if not any(re.fullmatch(pattern, text) for pattern in IN_STORE)]
     assert not [text for text in odd if not re.search(r'torchelastic|torch\.rendezvous|/none/|"role":', text)], odd
     # gloo connects and counts; there is nothing for it to carry.
