@@ -83,8 +83,17 @@ def test_table_has_a_line_per_system():
     lines = table.splitlines()
     assert len(lines) == 5
     assert "4 machines at 1gbit" in lines[0]
-    assert lines[3].split()[:6] == ["ddp", "20.0", "20.0", "..", "20.0", "2.00x"]
+    assert lines[3].split()[:7] == ["ddp", "20.0", "20.0", "..", "20.0", "-", "2.00x"]
     assert lines[4].endswith("failed: boom")
+
+
+def test_a_stall_changes_the_mean_but_not_the_median():
+    stalled = replace(repetition(26), laps_ms=(10.0, 10.0, 10.0, 90.0, 10.0))
+    measured = Measured((stalled, replace(repetition(10), laps_ms=(10.0, 11.0))))
+    assert (measured.step_ms, measured.lap_ms) == (18, 10)
+    written = json.loads(json.dumps(results.cells_to_json([cell(ddp=measured)])))
+    assert results.cells_from_json(written)[0].systems["ddp"] == measured
+    assert results.format_table(cell(ddp=measured)).splitlines()[2].split()[5] == "10.0"
 
 
 def test_lines_of_the_picture_begin_at_one_machine():

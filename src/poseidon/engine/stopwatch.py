@@ -72,9 +72,13 @@ class Laps:
         """End a lap and begin the next; the first mark only begins one."""
         self._marks.append(_now(self._is_cuda))
 
+    def seconds(self) -> list[float]:
+        """Return the laps; on CUDA this synchronizes with the device."""
+        return list(map(_between, self._marks, self._marks[1:]))
+
     def median_s(self) -> float:
         """Return the median lap; on CUDA this synchronizes with the device."""
-        return statistics.median(map(_between, self._marks, self._marks[1:]))
+        return statistics.median(self.seconds())
 
 
 def _now(is_cuda: bool) -> _Moment:

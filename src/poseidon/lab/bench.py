@@ -163,14 +163,15 @@ class RankEvents:
     def _on_begin(self, system: str) -> None:
         self.current = system
 
-    def _on_repetition(self, system: str, note: str, **figures: float) -> None:
+    def _on_repetition(self, system: str, note: str, **figures: Any) -> None:
         if note and system not in self._notes:
             self._notes[system] = note
             self._say(f"  {system:<14} {note}")
         done = self._repetitions.setdefault(system, [])
         done.append(Repetition(**figures))
         count = f"{len(done)}/{self.worker.repetitions}"
-        self._say(f"  {system:<14}{count:>5}: {done[-1].step_ms:10.1f} ms/step, loss {done[-1].last_loss:.5f}")
+        laps = f" ({min(done[-1].laps_ms):.1f} .. {max(done[-1].laps_ms):.1f})" if done[-1].laps_ms else ""
+        self._say(f"  {system:<14}{count:>5}: {done[-1].step_ms:10.1f} ms/step{laps}, loss {done[-1].last_loss:.5f}")
 
     def _on_failure(self, system: str, failure: str) -> None:
         self._failures[system] = failure

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import poseidon
 from poseidon import zoo
+from poseidon.engine.stopwatch import Laps
 from poseidon.lab.pace import paced
 from poseidon.lab.results import Repetition
 from poseidon.lab.systems import OPTIMIZERS, Trainer, autocast, make_trainer
@@ -76,6 +77,7 @@ class _Block:
     first_loss: float
     last_loss: float
     note: str
+    laps_ms: tuple[float, ...]
 
 
 def main(settings: WorkerSettings) -> None:
@@ -163,11 +165,13 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
 
 
 def _combine(blocks: list[_Block]) -> Repetition:
+    slowest = max(blocks, key=lambda block: block.step_ms)
     return Repetition(
-        step_ms=max(block.step_ms for block in blocks),
+        step_ms=slowest.step_ms,
         sent_bytes=fmean(block.sent_bytes for block in blocks),
         first_loss=fmean(block.first_loss for block in blocks),
         last_loss=fmean(block.last_loss for block in blocks),
+        laps_ms=slowest.laps_ms,
     )
 
 
@@ -215,15 +219,21 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
     settle(device)
     sent_before = bytes_sent()
     settle(device)
+    laps = Laps(device)
     began = time.perf_counter()
+    laps.mark()
     for _ in range(settings.steps):
         last = trainer.step()
+        laps.mark()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
     settle(device)
     sent = bytes_sent() - sent_before
-    return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item(), trainer.note())
+    laps_ms = tuple(round(lap_s * 1e3, 2) for lap_s in laps.seconds())
+    return _Block(
+        seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item(), trainer.note(), laps_ms
+    )
 
 
 def settle(device: torch.device) -> None:

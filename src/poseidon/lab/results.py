@@ -30,6 +30,12 @@ class Repetition:
     """Mean over ranks, before any update."""
     last_loss: float
     """Mean over ranks, after all warm-up and measured steps."""
+    laps_ms: tuple[float, ...] = ()
+    """Each step of the slowest rank by itself, as its device computed it; empty in old files."""
+
+    def __post_init__(self) -> None:
+        # A file has lists.
+        object.__setattr__(self, "laps_ms", tuple(self.laps_ms))
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,14 @@ class Measured:
 
     @property
     def step_ms(self) -> float:
-        """Median time of a step."""
+        """Time of a step: the mean within a repetition, the median over repetitions."""
         return median(repetition.step_ms for repetition in self.repetitions)
+
+    @property
+    def lap_ms(self) -> float | None:
+        """Median of all single steps, which one stall of a busy host does not change; None for old files."""
+        laps = [lap for repetition in self.repetitions for lap in repetition.laps_ms]
+        return median(laps) if laps else None
 
     @property
     def spread_ms(self) -> tuple[float, float]:
@@ -152,7 +164,7 @@ def format_table(cell: Cell) -> str:
         f"{format_rate(cell.rate_bits)}; wire bound of an allreduce {cell.wire_bound_ms:.1f} ms"
     )
     head = (
-        f"  {'system':<14}{'ms/step':>10}{'min .. max':>20}{'speedup':>9}{'sent MB/step':>14}{'loss':>12}"
+        f"  {'system':<14}{'ms/step':>10}{'min .. max':>20}{'median':>10}{'speedup':>9}{'sent MB/step':>14}{'loss':>12}"
         f"{'predicted':>11}  check"
     )
     rows = [_format_row(cell, system, measured) for system, measured in cell.systems.items()]
@@ -166,6 +178,7 @@ def _format_row(cell: Cell, system: str, measured: Measured) -> str:
     speedup = cell.speedup(system)
     return (
         f"  {system:<14}{measured.step_ms:>10.1f}{f'{low:.1f} .. {high:.1f}':>20}"
+        f"{'-' if measured.lap_ms is None else f'{measured.lap_ms:.1f}':>10}"
         f"{'-' if speedup is None else f'{speedup:.2f}x':>9}{measured.sent_bytes / 1e6:>14.2f}"
         f"{measured.last_loss:>12.5f}"
         f"{'-' if measured.predicted_ms is None else f'{measured.predicted_ms:.1f}':>11}"
@@ -183,6 +196,7 @@ def _cell_to_json(cell: Cell) -> dict[str, Any]:
         if measured.repetitions:
             plain["systems"][system] |= {
                 "step_ms": measured.step_ms,
+                "lap_ms": measured.lap_ms,
                 "spread_ms": measured.spread_ms,
                 "sent_bytes": measured.sent_bytes,
                 "last_loss": measured.last_loss,
