@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 MARK = "@bench "
 PROFILED_STEPS = 2
+COMPARED_STEPS = 14
+"""Losses are compared after so many steps at most: where training is about to diverge, rounding alone tells systems
+apart some steps later."""
 MOST_CHOOSING = 400
 """Steps within which a system has chosen its plan; more than that are not waited for."""
 
@@ -213,9 +216,7 @@ def _own_copy(settings: WorkerSettings, original: zoo.Network, device: torch.dev
 
 def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device) -> _Block:
     """Time a block of steps as a whole: a system may overlap one step's exchange with the next step."""
-    first = trainer.step()
-    for _ in range(settings.warmup - 1):
-        trainer.step()
+    losses = [trainer.step() for _ in range(settings.warmup)]
     settle(device)
     sent_before = bytes_sent()
     settle(device)
@@ -223,7 +224,7 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
     began = time.perf_counter()
     laps.mark()
     for _ in range(settings.steps):
-        last = trainer.step()
+        losses.append(trainer.step())
         laps.mark()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -231,9 +232,8 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
     settle(device)
     sent = bytes_sent() - sent_before
     laps_ms = tuple(round(lap_s * 1e3, 2) for lap_s in laps.seconds())
-    return _Block(
-        seconds / settings.steps * 1e3, sent / settings.steps, first.item(), last.item(), trainer.note(), laps_ms
-    )
+    first, last = (losses[step].item() for step in (0, min(len(losses), COMPARED_STEPS) - 1))
+    return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first, last, trainer.note(), laps_ms)
 
 
 def settle(device: torch.device) -> None:

@@ -29,7 +29,7 @@ class Repetition:
     first_loss: float
     """Mean over ranks, before any update."""
     last_loss: float
-    """Mean over ranks, after all warm-up and measured steps."""
+    """Mean over ranks, after all warm-up and measured steps, or the first 14 of them."""
     laps_ms: tuple[float, ...] = ()
     """Each step of the slowest rank by itself, as its device computed it; empty in old files."""
 
