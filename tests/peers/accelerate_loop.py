@@ -3,12 +3,12 @@ import sys
 
 import torch
 from accelerate import Accelerator
-from peer_data import Numbered, points, save
+from peer_data import Numbered, device, points, save
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 torch.manual_seed(0)
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).eval()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 train = DataLoader(Numbered(points(45, 1), True), batch_size=8, shuffle=True)

@@ -5,10 +5,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
-from peer_data import Numbered, save
+from peer_data import Numbered, device, save
 
 torch.manual_seed(0)
-device, best_acc, steps, losses = "cpu", 0, 0, []
+best_acc, steps, losses = 0, 0, []
 
 
 class BasicBlock(nn.Module):
@@ -73,6 +73,7 @@ def test(epoch):
     test_loss = correct = total = 0
     with torch.no_grad():
         for inputs, targets in testloader:
+            inputs, targets = inputs.to(device), targets.to(device)
             outputs = net(inputs)
             test_loss += criterion(outputs, targets).item()
             correct += outputs.max(1)[1].eq(targets).sum().item()

@@ -1,7 +1,7 @@
 # In the manner of torch's DCGAN: two networks, two backwards for the critic, one for the generator; noise in the data.
 import torch
 import torch.nn as nn
-from peer_data import Numbered, save
+from peer_data import Numbered, device, save
 from torch.utils.data import DataLoader
 
 torch.manual_seed(999)
@@ -17,10 +17,10 @@ def weights_init(m):
 
 netG = nn.Sequential(
     nn.ConvTranspose2d(6, 8, 4, 1, 0, bias=False), nn.ReLU(True), nn.ConvTranspose2d(8, 1, 4, 2, 1), nn.Tanh()
-)
+).to(device)
 netD = nn.Sequential(
     nn.Conv2d(1, 8, 4, 2, 1), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(8, 1, 4, 1, 0, bias=False), nn.Sigmoid()
-)
+).to(device)
 netG.apply(weights_init)
 netD.apply(weights_init)
 criterion = nn.BCELoss()
@@ -29,8 +29,9 @@ optimizerG = torch.optim.SGD(netG.parameters(), lr=0.05, momentum=0.5)
 real_label, fake_label, steps = 1.0, 0.0, 0
 for epoch in range(2):
     for i, (real, noise) in enumerate(dataloader, 0):
+        real, noise = real.to(device), noise.to(device)
         netD.zero_grad()
-        label = torch.full((real.size(0),), real_label)
+        label = torch.full((real.size(0),), real_label, device=device)
         errD_real = criterion(netD(real).view(-1), label)
         errD_real.backward()
         fake = netG(noise)

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
 from peer_data import Numbered, save
+from peer_data import device as chosen
 from torch.optim.lr_scheduler import StepLR
 
 
@@ -70,7 +71,7 @@ def main():
     parser.add_argument("--log-interval", type=int, default=2)
     args = parser.parse_args()
     torch.manual_seed(1)
-    device = torch.device("cpu")
+    device = torch.device(chosen)
     train_loader = torch.utils.data.DataLoader(Numbered(digits(90, 1), True), batch_size=args.batch_size, shuffle=True)
     test_loader = torch.utils.data.DataLoader(Numbered(digits(40, 2), False), batch_size=32)
     model = Net().to(device)

@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 import torch.nn as nn
-from peer_data import Numbered, save
+from peer_data import Numbered, device, save
 from torch.utils.data import DataLoader
 
 np.random.seed(123)
@@ -44,21 +44,25 @@ def collate(samples):
     return torch.tensor(np.array(dense)), lS_o, lS_i, torch.tensor(np.array(target)).view(-1, 1)
 
 
+def on_device(dense, offsets, indices):
+    return dense.to(device), [one.to(device) for one in offsets], [one.to(device) for one in indices]
+
+
 data = list(rows(70))
 train_ld = DataLoader(Numbered(data[:50], True), batch_size=10, shuffle=False, collate_fn=collate)
 test_ld = DataLoader(Numbered(data[50:], False), batch_size=10, collate_fn=collate)
-dlrm = DLRM_Net()
+dlrm = DLRM_Net().to(device)
 loss_fn = nn.BCELoss(reduction="mean")
 optimizer = torch.optim.SGD(dlrm.parameters(), lr=0.2)
 steps, losses = 0, []
 for k in range(2):
     for j, (X, lS_o, lS_i, T) in enumerate(train_ld):
-        E = loss_fn(dlrm(X, lS_o, lS_i), T)
+        E = loss_fn(dlrm(*on_device(X, lS_o, lS_i)), T.to(device))
         optimizer.zero_grad()
         E.backward()
         optimizer.step()
         steps += 1
         if j % 3 == 2:
             with torch.no_grad():
-                losses.append(sum(loss_fn(dlrm(a, b, c), t).item() for a, b, c, t in test_ld))
+                losses.append(sum(loss_fn(dlrm(*on_device(a, b, c)), t.to(device)).item() for a, b, c, t in test_ld))
 save(dlrm, steps, losses)

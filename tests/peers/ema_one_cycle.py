@@ -43,7 +43,7 @@ with open("log.csv", "w") as f:
         running = 0.0
         for x, y in train_loader:
             x, y = x.to(args.device), y.to(args.device)
-            loss = F.cross_entropy(net(x), y, weight=torch.tensor([1.0, 3.0]), label_smoothing=0.1)
+            loss = F.cross_entropy(net(x), y, weight=torch.tensor([1.0, 3.0], device=args.device), label_smoothing=0.1)
             opt.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_value_(net.parameters(), 0.05)
@@ -54,7 +54,8 @@ with open("log.csv", "w") as f:
             steps += 1
         net.eval()
         with torch.no_grad():
-            val = sum(F.cross_entropy(ema(x), y, reduction="sum").item() for x, y in val_loader) / len(val_rows)
+            pairs = ((x.to(args.device), y.to(args.device)) for x, y in val_loader)
+            val = sum(F.cross_entropy(ema(x), y, reduction="sum").item() for x, y in pairs) / len(val_rows)
         losses.append(val)
         log.writerow([epoch, running / len(train_loader), val])
 save(nn.ModuleList([net, ema]), steps, losses)

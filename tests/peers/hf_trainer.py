@@ -2,7 +2,7 @@
 import sys
 
 import torch
-from peer_data import Numbered, save, texts
+from peer_data import Numbered, device, save, texts
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -43,7 +43,7 @@ arguments = TrainingArguments(
     bf16="bf16" in more,
     fp16="fp16" in more,
     report_to=[],
-    use_cpu=True,
+    use_cpu=device == "cpu",
     disable_tqdm=True,
 )
 

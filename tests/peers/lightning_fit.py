@@ -4,7 +4,7 @@ import sys
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from peer_data import Numbered, points, save
+from peer_data import Numbered, device, points, save
 from torch.utils.data import DataLoader
 
 
@@ -31,7 +31,7 @@ lightning.seed_everything(0)
 model = Classifier()
 trainer = lightning.Trainer(
     max_epochs=3,
-    accelerator="cpu",
+    accelerator="cpu" if device == "cpu" else "gpu",
     devices=1,
     logger=False,
     enable_checkpointing="kept" in sys.argv,

@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import torch
 import torch.nn as nn
-from peer_data import Numbered, save
+from peer_data import Numbered, device, save
 from torch.nn import functional as F
 from torch.utils.data.dataloader import DataLoader
 
@@ -40,7 +40,7 @@ class Trainer:
             except StopIteration:
                 data_iter = iter(train_loader)
                 batch = next(data_iter)
-            x, y = [t.to("cpu") for t in batch]
+            x, y = [t.to(device) for t in batch]
             logits, self.loss = model(x, y)
             model.zero_grad(set_to_none=True)
             self.loss.backward()
@@ -61,14 +61,14 @@ class Tiny(nn.Module):
 
     def forward(self, idx, targets):
         x = self.tok(idx) + self.pos
-        mask = nn.Transformer.generate_square_subsequent_mask(6)
+        mask = nn.Transformer.generate_square_subsequent_mask(6, device=x.device)
         logits = self.head(self.layer(x, src_mask=mask, is_causal=True))
         return logits, F.cross_entropy(logits.view(-1, 12), targets.view(-1), ignore_index=-1)
 
 
 torch.manual_seed(3407)
 rows = torch.randint(0, 12, (30, 7), generator=torch.Generator().manual_seed(2))
-model = Tiny()
+model = Tiny().to(device)
 ends = []
 trainer = Trainer(model, Numbered([(row[:-1], row[1:]) for row in rows], True), 12, 9, 5e-4)
 trainer.add_callback("on_batch_end", lambda t: ends.append(t.iter_num))

@@ -1,7 +1,10 @@
 # Small data for the trainers, and a list of the samples that were read for training.
+import os
+
 import torch
 
 seen = []
+device = os.environ.get("PEER_DEVICE", "cpu")
 
 
 class Numbered(torch.utils.data.Dataset):

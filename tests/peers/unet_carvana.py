@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from peer_data import Numbered, save
+from peer_data import Numbered, device, save
 from torch.utils.data import DataLoader, random_split
 
 torch.manual_seed(0)
@@ -50,13 +50,13 @@ def train_model(model, epochs, batch_size, amp, learning_rate, dir_checkpoint):
     val_loader = DataLoader(val_set, shuffle=False, drop_last=True, batch_size=batch_size, num_workers=0)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=learning_rate, momentum=0.9, eps=1e-3, foreach=True)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=1)
-    grad_scaler = torch.amp.GradScaler("cpu", enabled=amp)
+    grad_scaler = torch.amp.GradScaler(device, enabled=amp)
     criterion = nn.BCEWithLogitsLoss()
     for epoch in range(1, epochs + 1):
         model.train()
         for batch in train_loader:
-            images, true_masks = batch["image"], batch["mask"]
-            with torch.autocast("cpu", enabled=amp, dtype=torch.bfloat16):
+            images, true_masks = batch["image"].to(device), batch["mask"].to(device)
+            with torch.autocast(device, enabled=amp, dtype=torch.bfloat16):
                 masks_pred = model(images).squeeze(1)
                 loss = criterion(masks_pred, true_masks.float())
                 loss += dice_loss(F.sigmoid(masks_pred), true_masks.float())
@@ -80,13 +80,13 @@ def evaluate(net, dataloader):
     score = 0
     for batch in dataloader:
         # Not rounded to masks: a score that jumps would tell nothing about small differences.
-        score += 1 - dice_loss(F.sigmoid(net(batch["image"]).squeeze(1)), batch["mask"])
+        score += 1 - dice_loss(F.sigmoid(net(batch["image"].to(device)).squeeze(1)), batch["mask"].to(device))
     net.train()
     return float(score / max(len(dataloader), 1))
 
 
 steps, losses = 0, []
-model = UNet().to(memory_format=torch.channels_last)
+model = UNet().to(device, memory_format=torch.channels_last)
 train_model(model, 2, 6, "float32" not in sys.argv, 1e-3, "checkpoints")
 model.load_state_dict(torch.load("checkpoints/checkpoint_epoch2.pth"))
 save(model, steps, losses)

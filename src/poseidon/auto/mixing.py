@@ -83,17 +83,19 @@ def find_mixing(loss: Tensor, samples: int) -> list[str]:
 
 
 def _walk(root: Any, samples: int) -> Iterator[str]:
+    # Nodes themselves, not their ids: torch makes an object of a node when it is asked for, and frees it with the last
+    # reference, so that another node may have its id next.
     waiting, known = [_Visit(root, _ABOVE)], set()
-    searched: set[int] = set()
+    searched: set[Any] = set()
     for _ in range(_NODES):
         if not waiting:
             return
         visit = waiting.pop()
         node, name = visit.node, visit.node.name()
         is_readable = name[-1].isdigit() or name.startswith("torch::")  # others are written in Python
-        if (id(node), visit.where) in known or not is_readable:
+        if (node, visit.where) in known or not is_readable:
             continue
-        known.add((id(node), visit.where))
+        known.add((node, visit.where))
         children = [child for child, _ in node.next_functions if child is not None]
         if name.startswith(_NORMALISING):
             # Normalisation of instances is that of a batch of one with more channels.
@@ -103,15 +105,15 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
             continue
         if (
             visit.where == _ABOVE
-            and id(node) not in searched
+            and node not in searched
             and (own := find_sample_losses(node, samples)) is not None
         ):
-            searched.update(map(id, own.others))
+            searched.update(own.others)
             waiting += [_Visit(child, _ABOVE) for child in own.others]
             waiting += [_Visit(source, _BELOW) for source in own.sources]
             continue
         if name in ADDING:
-            searched.update(map(id, children))
+            searched.update(children)
         is_linear = name in _WHOLE or name in _ALONG or getattr(node, "_saved_reduction", 0) in (1, 2)
         if _reduces(node, samples, visit.where != _BELOW) and not (
             visit.where != _BELOW and joins_terms(node, samples)
@@ -158,9 +160,9 @@ def _has_reduction(node: Any, samples: int) -> bool:
         if not waiting:
             return False
         inner = waiting.pop()
-        if id(inner) in known:
+        if inner in known:
             continue
-        known.add(id(inner))
+        known.add(inner)
         if _reduces(inner, samples):
             return True
         waiting += [child for child, _ in inner.next_functions if child is not None]

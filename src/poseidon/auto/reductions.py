@@ -178,8 +178,8 @@ def describe(term: LossTerm, factor: float, portion: Portion) -> str:
 
 def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
     waiting: list[tuple[Any, tuple[int, ...], tuple[_Divisor, ...]]] = [(node, (), ())]
-    searched: set[int] = set()
-    """Parts of sums that were already searched for losses of single samples."""
+    searched: set[Any] = set()
+    """Parts of sums that were already searched for losses of single samples; not their ids, which others may get."""
     for _ in range(_FEW):
         if not waiting:
             return
@@ -193,14 +193,14 @@ def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
             elif isinstance(number, int):  # a batch's size is one; most weights of losses are not
                 factors = (*factors, number)
             waiting.append((children[0], factors, divisors))
-        elif id(node) not in searched and (own := find_sample_losses(node, samples)) is not None:
-            searched.update(map(id, own.others))
+        elif node not in searched and (own := find_sample_losses(node, samples)) is not None:
+            searched.update(own.others)
             waiting += [(child, factors, divisors) for child in own.others]
             yield _divided(LossTerm(own.nodes, is_sum=True), divisors, (samples,), samples, total)
         elif name in PASSING or joins_terms(node, samples):
             waiting += [(child, factors, divisors) for child in children]
             if name in ADDING:
-                searched.update(map(id, children))
+                searched.update(children)
         elif (term := _term(node, samples)) is not None:
             if term.is_sum:
                 yield _divided(term, divisors, sizes_of(node), samples, total)

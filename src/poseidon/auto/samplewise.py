@@ -67,9 +67,9 @@ def _takings(node: Any, samples: int) -> Iterator[tuple[int, Any]]:
         if not waiting:
             return
         inner, output = waiting.pop()
-        if (id(inner), output) in known:
+        if (inner, output) in known:
             continue
-        known.add((id(inner), output))
+        known.add((inner, output))
         source = inner.next_functions[0][0] if inner.next_functions else None
         if source is not None and (number := _taken(inner, output, source, samples)) is not None:
             yield number, source

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -84,3 +87,34 @@ APART: dict[str, Loss] = {
 @pytest.mark.parametrize("name", list(APART))
 def test_samples_that_go_their_own_ways_are_not(name: str) -> None:
     assert find_mixing(APART[name](NET(X), NET(OTHER)), SAMPLES) == []
+
+
+class Fleeting:
+    """A node of a graph as torch shows it: an object for as long as somebody holds it, then another."""
+
+    _held: ClassVar[weakref.WeakValueDictionary[int, Fleeting]] = weakref.WeakValueDictionary()
+
+    def __init__(self, chain, place):
+        self._chain, self._place = chain, place
+        if chain[place].startswith("NativeBatchNorm"):
+            self._saved_training = True
+
+    def name(self):
+        return self._chain[self._place]
+
+    @property
+    def next_functions(self):
+        place = self._place + 1
+        if place == len(self._chain):
+            return ()
+        found = self._held.get(place)
+        if found is None:
+            found = self._held[place] = Fleeting(self._chain, place)
+        return ((found, 0),)
+
+
+@pytest.mark.parametrize("between", (1, 2, 3, 5, 8))
+def test_nodes_that_get_the_memory_of_others_are_not_taken_for_these(between):
+    chain = ["MeanBackward0", *["ReluBackward0"] * between, "NativeBatchNormBackward0"]
+    loss = SimpleNamespace(grad_fn=Fleeting(chain, 0), numel=lambda: 1)
+    assert find_mixing(loss, 8) == [NORMALISED]
