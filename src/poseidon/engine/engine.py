@@ -99,8 +99,9 @@ class Engine:
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
         self._told_plan: Plan | None = None
+        self._has_cuda = any(parameter.is_cuda for parameter in self.parameters)
         if team.watch.recorder is not None:
-            team.watch.recorder.is_async = any(parameter.is_cuda for parameter in self.parameters)
+            team.watch.recorder.is_async = self._has_cuda
 
     # What a front end calls.
 
@@ -261,6 +262,12 @@ class Engine:
         with self._lock:
             if self.in_backward:
                 return False
+            if self._has_cuda and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"rank {self.team.rank}: a backward is being captured as a CUDA graph; a replay would compute "
+                    "gradients and exchange none of them. Capture forward and backward of a part of the model with "
+                    "torch.cuda.make_graphed_callables before it is wrapped, or use torch.compile"
+                )
             self._is_passing = False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
             live = self._schedules.dense if is_dense or self._schedules.planned is None else self._schedules.planned

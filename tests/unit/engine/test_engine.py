@@ -265,3 +265,17 @@ def test_the_norm_is_clipped_alone_too() -> None:
     before = model.weight.detach().clone()
     optimizer.step()
     assert is_close(before - model.weight.detach(), torch.tensor([[3.0, 4.0]]))
+
+
+def test_a_backward_that_is_captured_as_a_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+
+    def work(rank: int, worker: Worker) -> int:
+        worker.engine._has_cuda = True
+        worker.engine.arm(True, 4)
+        with pytest.raises(UnsupportedError, match=f"rank {rank}: a backward is being captured as a CUDA graph"):
+            worker.engine.begin_backward()
+        return worker.engine.step
+
+    assert together(work)[1] == [0, 0]
