@@ -103,11 +103,7 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
                 yield NORMALISED
             waiting += [_Visit(child, _BELOW) for child in children]
             continue
-        if (
-            visit.where == _ABOVE
-            and node not in searched
-            and (own := find_sample_losses(node, samples)) is not None
-        ):
+        if visit.where == _ABOVE and node not in searched and (own := find_sample_losses(node, samples)) is not None:
             searched.update(own.others)
             waiting += [_Visit(child, _ABOVE) for child in own.others]
             waiting += [_Visit(source, _BELOW) for source in own.sources]

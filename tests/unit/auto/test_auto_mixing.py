@@ -113,7 +113,7 @@ class Fleeting:
         return ((found, 0),)
 
 
-@pytest.mark.parametrize("between", (1, 2, 3, 5, 8))
+@pytest.mark.parametrize("between", [1, 2, 3, 5, 8])
 def test_nodes_that_get_the_memory_of_others_are_not_taken_for_these(between):
     chain = ["MeanBackward0", *["ReluBackward0"] * between, "NativeBatchNormBackward0"]
     loss = SimpleNamespace(grad_fn=Fleeting(chain, 0), numel=lambda: 1)
