@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,17 @@ def browsing(folder: Path, width: int = 1280, height: int = 1600, is_dark: bool 
         yield driver
     finally:
         driver.quit()
+
+
+def text_of(driver: Any, name: str) -> str:
+    """Return the text of one of the page's parts, as it is now."""
+    return str(driver.execute_script("return document.getElementById(arguments[0]).textContent", name))
+
+
+def until(is_so: Callable[[], Any], limit_s: float = 60.0) -> Any:
+    """Wait for something to become true and return it."""
+    deadline = time.monotonic() + limit_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.05)
+    return found

@@ -6,15 +6,14 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser import browsing, why_no_browser
+from browser import browsing, text_of, until, why_no_browser
 from made_runs import EVIL, make_run
 from poseidon.observe.folder import EVENTS, STATE, SUMMARY, read_events, read_json
 from poseidon.observe.page.server import PageServer
@@ -38,14 +37,6 @@ while step < int(open(sys.argv[1]).read()):
 """
 
 
-def until(is_so: Callable[[], Any], limit_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + limit_s
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.05)
-    return found
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     reason = why_no_browser()
@@ -53,10 +44,6 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.skip(reason)
     with browsing(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
-
-
-def text_of(driver: Any, name: str) -> str:
-    return str(driver.execute_script("return document.getElementById(arguments[0]).textContent", name))
 
 
 def test_a_browser_shows_a_run_and_its_words_stay_words(driver: Any, tmp_path: Path) -> None:

@@ -206,8 +206,9 @@ function show(data) {
   badge.textContent = isOver ? (summary.status ? `ended with status ${summary.status}` : "ended well") : data.is_stale ? "no news from the launcher" : state.restart ? `running, restart ${state.restart}` : "running";
   badge.className = `badge ${isOver ? (summary.status ? "bad" : "good") : data.is_stale ? "bad" : "live"}`;
   const verdict = find("verdict"), doubt = state.verdict.is_sure || ["starting", "unclear"].includes(state.verdict.cause) ? "" : "probably ";
-  const cause = isOver && summary.cause ? `${summary.cause}. ` : "";
-  const text = `${cause}${doubt}${state.verdict.text}${state.verdict.next_step ? `: ${state.verdict.next_step}` : ""}`;
+  // Of a job that has ended, the last verdict is about the time before.
+  const before = isOver && summary.cause ? `${summary.cause}. Before it ended: ` : isOver ? "Before it ended: " : "";
+  const text = `${before}${doubt}${state.verdict.text}${state.verdict.next_step && !isOver ? `: ${state.verdict.next_step}` : ""}`;
   if (verdict.textContent !== text) verdict.textContent = text;
   verdict.className = `verdict ${state.verdict.cause === "computation" ? "even" : state.verdict.is_sure ? "sure" : ""}`;
   const figures = [["steps/s", short(isOver ? summary.steps_per_s : state.steps_per_s)], ["samples/s", short(isOver ? summary.samples_per_s : state.samples_per_s)], ["loss", short(state.loss)],
