@@ -10,7 +10,7 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from poseidon.auto.averaging import take_over
 from poseidon.auto.buffers import Buffers
@@ -83,8 +84,8 @@ class GradientOwner:
     parameters: Callable[[], list[Tensor]]
     optimizer: weakref.ref[Optimizer] | None = None
     front_ends: list[AutoFrontEnd] = field(default_factory=list)
-    known: set[int] = field(default_factory=set)
-    """Ids of the parameters that an engine of this or another owner already handles."""
+    known: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """The parameters that an engine of this or another owner already handles; another one may get a freed one's id."""
     guessed_roots: Sequence[nn.Module] = ()
     """The outermost modules when the optimizer was created; used until an engine exists."""
     is_fresh: bool = False
@@ -97,9 +98,14 @@ class GradientOwner:
         """Whether the optimizer was freed."""
         return self.optimizer is not None and self.optimizer() is None
 
+    def learn(self, parameters: Iterable[Tensor]) -> None:
+        """Note parameters that an engine handles."""
+        for parameter in parameters:
+            self.known[parameter] = None
+
     def strangers(self) -> list[Tensor]:
         """Return the trainable parameters that no engine handles yet."""
-        return [p for p in self.parameters() if p.requires_grad and id(p) not in self.known]
+        return [p for p in self.parameters() if p.requires_grad and p not in self.known]
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return the parameters of the engines, with their names."""
@@ -295,9 +301,10 @@ class Engines:
         living = self.living()
         pending, self._pending = [owner for owner in self._pending if owner in living], []
         for owner in pending:
-            taken = {id(parameter) for other in living for _, parameter in other.named()}
-            strangers = [parameter for parameter in owner.strangers() if id(parameter) not in taken]
-            owner.known = taken | {id(parameter) for parameter in strangers}
+            owner.known.clear()
+            owner.learn(parameter for other in living for _, parameter in other.named())
+            strangers = owner.strangers()
+            owner.learn(strangers)
             if strangers:
                 with self._aside():
                     self._attach(owner, strangers)

@@ -6,6 +6,7 @@ import sys
 import torch
 from torch import nn
 
+from poseidon.auto.engines import GradientOwner
 from poseidon.auto.output import Tail
 from poseidon.auto.owners import Census, find_holding, find_roots
 from poseidon.engine.outputs import find_leaves
@@ -80,3 +81,16 @@ def test_a_tail_keeps_the_last_state_of_a_progress_bar() -> None:
     assert tail.last_lines()[-1] == "29"
     assert len(tail.last_lines()) == 20
     assert sys.stdout is not tail
+
+
+def test_a_parameter_that_gets_the_memory_of_a_freed_one_is_a_stranger() -> None:
+    held = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    owner = GradientOwner("SGD", lambda: held)
+    owner.learn(held[:2])
+    assert owner.strangers() == held[2:]
+    numbers = {id(parameter) for parameter in held[:2]}
+    del held[:2]
+    # New ones take the places of the freed ones sooner or later.
+    held += [nn.Parameter(torch.zeros(2)) for _ in range(100)]
+    assert numbers & set(map(id, held))
+    assert len(owner.strangers()) == len(held)
