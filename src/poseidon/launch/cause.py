@@ -134,12 +134,15 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
     """Return the cause of a job's end; ``running`` maps the ranks that are alive to their hosts.
 
     If there are only symptoms, name the accused worker: it hangs if it still runs; if it reports another one itself,
-    their connection broke. Otherwise name one that finished early.
+    their connection broke, or that one is the last that runs, and hangs. Otherwise name one that finished early.
     """
     cause = first_cause(deaths)
     if cause is None or not cause.is_symptom:
         return cause
     found = accused(deaths)
+    if found is not None and (own := accused([death for death in deaths if death.rank == found[0]])) is not None:
+        # The others missed this one because it waited for another. Of two whose connection broke, both end.
+        found = own if set(running) == {own[0]} else found
     if found is not None and found[0] in running:
         rank, what = found
         return Death(

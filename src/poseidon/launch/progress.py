@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from poseidon.launch.countdown import clock
-from poseidon.team.watch import PHASES
+from poseidon.team.watch import IS_WAITING, PHASES
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
 _STEP = re.compile(r"\b(?:step|iter|iteration|batch)\b\s*[:=#]?\s*(\d+)", re.IGNORECASE)
@@ -35,7 +35,9 @@ class Standing:
     """When it last showed any activity."""
 
     def read_line(self, line: str, now: float) -> None:
-        """Update from a line that the worker printed."""
+        """Update from a line that the worker printed; that it still waits for the others is not progress."""
+        if IS_WAITING.search(line):
+            return
         self.changed_at = now
         if not line.strip():
             return

@@ -6,6 +6,7 @@ import collections
 import itertools
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -27,9 +28,13 @@ from poseidon.team.pulse import Pulse, waiting_call
 from poseidon.wire.mesh import Mesh
 from poseidon.wire.transport import LostHandler
 
-__all__ = ["BEAT_S", "PHASES", "Waiting", "Watch", "is_broken"]
+__all__ = ["BEAT_S", "IS_WAITING", "PHASES", "Waiting", "Watch", "is_broken"]
 
 _log = logging.getLogger(__name__)
+
+_WAITING = "rank %d has waited for %s for %.0f s and goes on: %s"
+IS_WAITING = re.compile(r"rank \d+ has waited for .+ s and goes on: ")
+"""A line in which a worker says so: it is no progress."""
 
 CLOSED, FINISHED, FAILED = "closed its model", "finished", "failed"
 """How a worker leaves."""
@@ -307,13 +312,7 @@ class Waiting:
             raise self._watch.lost(self._what, peer, HopelessError(now - self._since))
         if now > self._warns_at:
             self._warns_at = float("inf")
-            _log.warning(
-                "rank %d has waited for %s for %.0f s and goes on: %s",
-                self._watch.rank,
-                self._what,
-                now - self._since,
-                self._watch.busy(),
-            )
+            _log.warning(_WAITING, self._watch.rank, self._what, now - self._since, self._watch.busy())
 
 
 def is_own_thread() -> bool:

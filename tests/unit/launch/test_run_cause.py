@@ -102,6 +102,19 @@ def test_whoever_accuses_in_many_lines_has_one_vote() -> None:
     assert cause.rank == 0
 
 
+def test_the_last_that_runs_hangs_if_the_one_that_all_miss_waited_for_it() -> None:
+    said = "poseidon.errors.WorkerLostError: rank {} gave up waiting: rank {} (host) is dead or cut off"
+    deaths = [ended(rank, 1, said.format(rank, lost)) for rank, lost in ((1, 3), (2, 3), (3, 0))]
+    found = resolve(deaths, {0: "ape"}, [])
+    assert found is not None
+    assert (found.rank, found.kind) == (0, DeathKind.HANG)
+    # While others run too, or if it has ended as well, nobody knows better than most.
+    for running in ({0: "ape", 4: "bee"}, {}):
+        found = resolve(deaths, running, [])
+        assert found is not None
+        assert found.rank == 3
+
+
 def test_a_worker_that_left_early_is_pointed_at() -> None:
     cause = resolve([ended(0, 1, "Connection closed by peer")], {}, [1])
     assert cause is not None

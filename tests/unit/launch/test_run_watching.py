@@ -91,7 +91,9 @@ def test_nothing_moves_for_too_long() -> None:
     watch.read_report(2, {"step": 3, "doing": "at the end of backward"}, now=5.0)
     watch.read_report(2, {"step": 3, "doing": "at the end of backward"}, now=14.0)
     assert not watch.is_hung(now=14.5)
-    assert watch.is_hung(now=15.5), "being told the same again is no progress"
+    waiting = "rank 1 has waited for the others to start backward for 60 s and goes on: rank 0 (a) is alive, at step 2"
+    watch.read_line(0, waiting, is_error=True, now=15.0)
+    assert watch.is_hung(now=15.5), "being told the same again is no progress, nor that somebody waits"
     watch.note_hang(now=15.5)
     assert not watch.is_hung(now=99.0), "asked only once"
     assert watch.verdict(now=15.6) is None
