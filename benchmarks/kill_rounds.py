@@ -333,7 +333,8 @@ def main() -> int:
     faults = tuple(arguments.faults.split(",")) if arguments.faults else known
     if not set(faults) <= set(known):
         parser.error(f"--faults must be of {', '.join(known)}")
-    hang_s = arguments.hang_timeout or (3.0 if arguments.pretend else 15.0 * arguments.parallel)
+    # Shorter than the workers' own patience, 60 s, after which they end the job themselves.
+    hang_s = arguments.hang_timeout or (3.0 if arguments.pretend else min(15.0 * arguments.parallel, 45.0))
     last_start = time.monotonic() + 60 * arguments.minutes
     modes, whens = arguments.modes.split(","), arguments.whens.split(",")
     size = 3 if arguments.lab else 2
