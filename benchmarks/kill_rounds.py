@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -63,6 +64,8 @@ FLIPPED_STEPS = 1200
 a second: a job that ended meanwhile would not have passed anything in silence."""
 FLIP_S = 0.5
 """For a packet to come by whose bit can be flipped..."""
+SENDING_S = 15.0
+"""... on any of its connections; a busy host may let a job rest for seconds..."""
 FLIPS = 3
 """... in so many packets: TCP sends some twice, and what is wrong with the second copy nobody sees."""
 
@@ -208,7 +211,8 @@ def disturb(place: Place, case: Case, chance: random.Random, timeout_s: float) -
 
 def _flip(lab: Any, victim: int, connections: Sequence[Any]) -> tuple[Any, Any]:
     """Flip bits on the first of these connections on which the victim sends anything; return it and what counts."""
-    for connection in connections:
+    last = time.monotonic() + SENDING_S
+    for connection in itertools.cycle(connections):
         counter = lab.flip(victim, _peer(connection), connection.local_port, times=FLIPS)
         until = time.monotonic() + FLIP_S
         while counter.value == FLIPS and time.monotonic() < until:
@@ -216,6 +220,8 @@ def _flip(lab: Any, victim: int, connections: Sequence[Any]) -> tuple[Any, Any]:
         if counter.value < FLIPS:
             return connection, counter
         counter.close()
+        if time.monotonic() > last:
+            break
     raise AssertionError(f"machine {victim} sends nothing on any of {connections}")
 
 
