@@ -265,8 +265,7 @@ class Engine:
             if self._has_cuda and torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"rank {self.team.rank}: a backward is being captured as a CUDA graph; a replay would compute "
-                    "gradients and exchange none of them. Capture forward and backward of a part of the model with "
-                    "torch.cuda.make_graphed_callables before it is wrapped, or use torch.compile"
+                    "gradients and exchange none of them; torch.compile saves the same launches"
                 )
             self._is_passing = False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
