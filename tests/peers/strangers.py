@@ -111,6 +111,8 @@ STRANGERS = (
     *(Stranger("masked_means.py", words=(kind,)) for kind in MEANS),
     Stranger("masked_means.py", "told", words=("normed",), says="weights that add up to one"),
     *(Stranger("whole_batch.py", "told", words=(kind,), says=says) for kind, says in MEETINGS.items()),
+    *(Stranger("everyday_habits.py", words=(habit,)) for habit in ("glance", "pairs", "moved", "halved")),
+    Stranger("everyday_habits.py", "told", words=("hooked",), says="sees each worker's own gradient"),
     Stranger("gradient_penalty.py", tolerance=DIVIDED),
     Stranger("frozen_first.py"),
     Stranger("whole_data_lbfgs.py"),

@@ -112,22 +112,21 @@ class DealtSampler:
         if deal.rests:
             return map(self._requested, deal.rests)
         # A sampler may draw its whole order here, before torch draws the loader's own seed, or when it is first asked.
-        return self._draw(None if deal.is_stream else iter(self._original))
+        return self._draw(deal.now, None if deal.is_stream else iter(self._original))
 
     def _cut(self, batch: Any) -> Any:
         deal = self._deal
         assert deal.now is not None
         return batch[: max(1, deal.local_batch())] if deal.now.is_dealt and deal.batch is not None else batch
 
-    def _draw(self, drawn: Iterator[Any] | None) -> Iterator[Any]:
-        deal = self._deal
-        assert deal.now is not None
+    def _draw(self, now: LoaderPass, drawn: Iterator[Any] | None) -> Iterator[Any]:
+        # Of this pass, also when the script has begun another one over the same loader meanwhile.
         with self._streams.using(ALIKE):
-            deal.now.begin(self._batches(drawn))
+            now.begin(self._batches(drawn))
         while True:
             with self._streams.using(ALIKE):  # the random stream that all workers share
                 try:
-                    share = deal.now.draw()
+                    share = now.draw()
                 except StopIteration:
                     return
             yield self._requested(share)

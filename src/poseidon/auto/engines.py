@@ -152,6 +152,12 @@ class Engines:
         self._cluster: Cluster | None = None
         self._waiting_for_forward: RemovableHandle | None = None
 
+    def watch_again(self) -> None:
+        """Watch parameters again that were moved, to a processor and back, say."""
+        for owner in self._owners:
+            for front_end in owner.front_ends:
+                front_end.watch_again()
+
     @property
     def has_optimizer(self) -> bool:
         """Whether the script has an optimizer."""

@@ -66,6 +66,8 @@ class TorchGradients:
         self._is_total = options.batch == "total"
         self._reads_losses = self._is_total and options.loss == "auto"
         self._counts = Counts()
+        self._backwards = 0
+        """How often hooks were looked for."""
         self._looked: Counter[tuple[int, int]] = Counter()
         """How often graphs were searched, by the number of losses and of samples."""
         self._loss_weight: float | None = None
@@ -81,9 +83,17 @@ class TorchGradients:
         patches.wrap(Optimizer, "__init__", self._optimizer_made)
         patches.wrap(Optimizer, "add_param_group", self._group_added)
         patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(nn.Module, "_apply", self._moved)
         patches.wrap(torch.utils.checkpoint, "checkpoint", _checkpoint)
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         patches.on_undo(self._engines.close)
+
+    def _moved(self, original: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Note that a module may have got new memory, by which torch forgets who waits for its gradients."""
+        moved = original(module, *args, **kwargs)
+        if not self._step.is_forked:
+            self._engines.watch_again()
+        return moved
 
     def conclude(self, is_alone: bool = True) -> None:
         """Check that the workers hold the same parameters, and report if nothing was exchanged. Collective.
@@ -185,7 +195,22 @@ class TorchGradients:
             self._streams.part()
         loose = [] if self._engines.has_optimizer else self._find_unowned(find_leaves(outputs))
         self._engines.begin_backward()
+        self._say_what_hooks_see()
         return loose
+
+    def _say_what_hooks_see(self) -> None:
+        """Say which parameters have hooks that see a worker's own gradient: the mean of what they make is another."""
+        if self._backwards > _LOOKS or self._team.size == 1:
+            return
+        self._backwards += 1
+        for owner in self._engines.living():
+            for name, parameter in owner.named():
+                if parameter._backward_hooks:
+                    self._report.say(
+                        f"a hook on the gradient of {name} sees each worker's own gradient, before the mean: what it "
+                        "changes there is not what one machine computes"
+                    )
+                    return
 
     def _say_what_is_not_divided(self) -> None:
         if self._step.has_dealt or self._usage.has_trained:

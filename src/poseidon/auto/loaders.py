@@ -200,7 +200,12 @@ class Loaders:
             return
         deal.is_compared = True
         deal.remember()
-        if now.is_unused:
+        if now.is_unused and now.is_glance:
+            self._report.say(
+                f"{deal.name}: a batch was looked at, and no backward followed: each worker saw only its part of it "
+                f"(--whole {deal.name} gives everybody all of it, and divides nothing)"
+            )
+        elif now.is_unused:
             raise MismatchError(
                 f"{deal.name} was dealt out, and no backward followed: each worker used only its part of the samples. "
                 f"If it is not for training, run with --whole {deal.name}"

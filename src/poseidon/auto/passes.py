@@ -97,6 +97,12 @@ class LoaderPass:
         )
         self._has_read_rests = False
         self._leans = False
+        self._handed = 0
+
+    @property
+    def is_glance(self) -> bool:
+        """Whether the script took one batch and left."""
+        return not self.is_over and self._handed == 1
 
     @property
     def is_unused(self) -> bool:
@@ -132,6 +138,7 @@ class LoaderPass:
 
     def hand_over(self) -> BatchShare:
         """Return the share of the batch that the script gets now."""
+        self._handed += 1
         share = self._on_their_way.popleft() if self._on_their_way else BatchShare([], is_dealt=self.is_dealt)
         if share.is_dealt:
             self._mine += share.counted

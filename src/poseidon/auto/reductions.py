@@ -142,7 +142,7 @@ class Counts:
 def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Portion, known: Counts) -> list[float]:
     """Return a factor for each term, so that the workers' mean is the whole batch's; ``rows`` are what all packed.
 
-    Workers whose graphs differ cannot compare; then counts are ignored.
+    Workers whose graphs differ cannot compare; then what is surely divided by a count is a mean over samples.
     """
     reals = [_float(row[0]) for row in rows]
     forms = [[word % _SURE for word in row[1::2]] for row in rows]
@@ -155,7 +155,8 @@ def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Por
         if has_count and (not term.is_sum or known.is_count(forms[0], number, words)):
             factor = (term.count or 0.0) * portion.real * portion.workers / total
         else:
-            factor = portion.real * portion.workers if term.is_sum else portion.weight
+            is_divided = not is_alike and term.count is not None and term.is_count
+            factor = portion.real * portion.workers if term.is_sum and not is_divided else portion.weight
         if math.isclose(factor, portion.weight):
             factor = portion.weight
         # Of a single sample nobody can tell it from a factor of 1, so that another worker must have more.
@@ -234,11 +235,15 @@ def _divided(term: LossTerm, divisors: Sequence[_Divisor], sizes: Sequence[int],
         # Constants of a script are numbers; a whole number in a tensor was counted, perhaps over several batches.
         if is_measured and divisor == int(divisor):
             return replace(term, count=0.0 if divisor == 1 and _is_masked_out(term.nodes[0]) else divisor)
+    for divisor, _ in divisors:
         # The size of the whole batch is a constant of the script, unless workers differ.
-        is_constant = divisor == total != samples
-        if not is_constant and (divisor in products or (divisor == int(divisor) and 1 < divisor <= sizes[0])):
+        if divisor in products and not divisor == total != samples:
             return replace(term, count=divisor)
-    return replace(term, count=divisors[0].value, is_count=False) if divisors else term
+    if not divisors:
+        return term
+    # As many elements as a mask has chosen, or a constant, such as a half or the steps that are accumulated.
+    small = [divisor for divisor, _ in divisors if divisor == int(divisor) and 1 < divisor <= sizes[0]]
+    return replace(term, count=(small or [divisors[0].value])[0], is_count=False)
 
 
 def _is_masked_out(node: Any) -> bool:

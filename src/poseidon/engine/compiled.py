@@ -1,4 +1,4 @@
-"""Compiled parts of a model: their graphs read parameters without ``__torch_function__``, so these must land before."""
+"""Compiled and graphed parts of a model read parameters without ``__torch_function__``, so these must land before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ __all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
 
 def has_compiled_parts(module: nn.Module) -> bool:
     """Return whether the module or any part of it is compiled."""
-    return any(_is_wrapped(part) or part._compiled_call_impl is not None for part in _parts_of(module))
+    return any(
+        _is_wrapped(part) or part._compiled_call_impl is not None or _is_graphed(part) for part in _parts_of(module)
+    )
 
 
 class CompiledParts:
@@ -37,7 +39,7 @@ class CompiledParts:
             is_wrapped = "_orig_mod" in part._modules  # as in _is_wrapped; not called, as there are many parts
             if part._compiled_call_impl is not None or (part is module and is_wrapped):
                 return False
-            if is_wrapped and part not in self._handles:
+            if (is_wrapped or ("forward" in part.__dict__ and _is_graphed(part))) and part not in self._handles:
                 self._handles[part] = part.register_forward_pre_hook(_land_part)
         return True
 
@@ -63,6 +65,11 @@ def _parts_of(module: nn.Module) -> list[nn.Module]:
 def _is_wrapped(module: nn.Module) -> bool:
     """Return whether ``torch.compile(module)`` made it."""
     return "_orig_mod" in module._modules
+
+
+def _is_graphed(module: nn.Module) -> bool:
+    """Return whether ``torch.cuda.make_graphed_callables`` made its forward."""
+    return getattr(module.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs"
 
 
 def _land_part(part: nn.Module, _: Any) -> None:

@@ -74,6 +74,7 @@ class AutogradFrontEnd:
         for unit in engine.units:
             for parameter in unit.parameters:
                 self._watch(parameter)
+        self._kinds = {parameter: (parameter.dtype, parameter.device) for parameter in self._nodes}
         for unit in engine.units:
             if unit.spec.kind != "dense":
                 self._specialise(unit)
@@ -157,6 +158,13 @@ class AutogradFrontEnd:
         node = get_gradient_edge(parameter).node
         self._nodes[parameter] = node
         self._handles.append(node.register_hook(self._accumulated(parameter)))
+
+    def watch_again(self) -> None:
+        """Watch parameters whose node was replaced, as when a model was moved to another device and back."""
+        for parameter, kind in self._kinds.items():
+            is_back = parameter.requires_grad and (parameter.dtype, parameter.device) == kind
+            if is_back and get_gradient_edge(parameter).node is not self._nodes[parameter]:
+                self._watch(parameter)
 
     def _accumulated(self, parameter: nn.Parameter) -> Callable[..., None]:
         front_end = weakref.ref(self)

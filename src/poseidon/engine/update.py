@@ -80,6 +80,7 @@ class DeferredUpdates(TakenSteps):
         engine = self.engine
         if engine.lands_at_once or self._is_paused:
             self._land_at_once()
+            _own_gradients(engine.parameters)
             return
         forgotten = engine.close_backward()
         with self._lock:
@@ -132,7 +133,9 @@ class DeferredUpdates(TakenSteps):
             flight.land()
         for parameter in parameters:
             del self._pending[id(parameter)]
-        if self._due is not None:
+        if self._due is None:
+            _own_gradients(parameters)
+        else:
             self._update(parameters, self._due)
             if self._clears is not None:
                 some = parameters if self._clears_all else [p for p in parameters if id(p) in self._group_of]
@@ -219,3 +222,10 @@ class DeferredUpdates(TakenSteps):
         finally:
             self.optimizer.__class__ = deferring
             self.is_updating = False
+
+
+def _own_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters whose gradients may be looked at their own memory: the next backward writes into the buckets."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad._base is not None:
+            parameter.grad = parameter.grad.clone()

@@ -70,10 +70,12 @@ class LiveUnit:
 class Brought:
     """What one backward has brought for one unit so far, besides what is in ``.grad``."""
 
-    __slots__ = ("_pieces", "early", "has_dense", "head", "kept")
+    __slots__ = ("_pieces", "_streams", "early", "has_dense", "head", "kept")
 
     def __init__(self) -> None:
         self._pieces: list[FactorPair] = []
+        self._streams: list[torch.cuda.Stream] = []
+        """On which a device computes what was given."""
         self.has_dense = False
         """``.grad`` holds a full gradient that autograd made in this backward."""
         self.kept: Tensor | None = None
@@ -84,13 +86,34 @@ class Brought:
         """... and its exchange, if that has left before the rest of the unit's gradient."""
 
     def give(self, x: Tensor, g: Tensor) -> None:
-        """Add the factors of one call."""
+        """Add the factors of one call, which the current stream computes."""
         self._pieces.append((x, g))
+        self._note_stream(g)
 
     def give_head(self, gradient: Tensor) -> None:
         """Add the full gradient of one call of a tied unit's linear layer, which becomes this object's own."""
         assert self.early is None, "the gradient of the head has left already"
         self.head = gradient if self.head is None else self.head.add_(gradient)
+        self._note_stream(gradient)
+
+    def _note_stream(self, tensor: Tensor) -> None:
+        if tensor.is_cuda:
+            self._streams.append(torch.cuda.current_stream(tensor.device))
+
+    def join_streams(self) -> None:
+        """Let the current stream wait for what was given, and keep its memory from others until it has used it.
+
+        Autograd does so for gradients. It knows of none here, and runs the hooks that start an exchange on the stream
+        on which the model was wrapped, which need not be the one that computes.
+        """
+        for stream in self._streams:
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+                given = [tensor for piece in self._pieces for tensor in piece]
+                for tensor in given if self.head is None else [*given, self.head]:
+                    tensor.record_stream(current)
+        self._streams.clear()
 
     @property
     def is_empty(self) -> bool:

@@ -119,14 +119,14 @@ class FactorsExchange(Exchange):
         if self._side is None:
             fill_rows(host, pieces)
             return None
+        # Joined on the device first: a copy into part of a row would synchronize with the device. On the stream that
+        # computes: with updates that are deferred, nothing else keeps it from changing its input before that.
+        rows = torch.empty_like(host, device=self._side.device)
+        fill_rows(rows, pieces)
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
-            # Joined on the device first: a copy into part of a row would synchronize with the device.
-            rows = torch.empty_like(host, device=self._side.device)
-            fill_rows(rows, pieces)
             host.copy_(rows, non_blocking=True)
-            for tensor in (tensor for piece in pieces for tensor in piece):
-                tensor.record_stream(self._side)
+            rows.record_stream(self._side)
             # The wait must not spin: the network needs the cores.
             done = torch.cuda.Event(blocking=True)
             done.record(self._side)

@@ -138,7 +138,9 @@ class _GatherExchange(Exchange):
         self._count = count_rows(brought.pieces)
         fits = self._fits = room.holds(self._count, row_dtype(unit, brought.pieces))
         self.flags = (Flag.HAS_DENSE if brought.has_dense else Flag(0)) | (Flag(0) if fits else Flag.MISFIT)
-        mine = torch.zeros(room.rows, sum(unit.weight.shape), dtype=room.dtype, device=unit.weight.device)
+        # Kept until the exchange is over: torch forgets what a collective reads with the first wait for it, whichever
+        # stream waits.
+        self._mine = mine = torch.zeros(room.rows, sum(unit.weight.shape), dtype=room.dtype, device=unit.weight.device)
         if fits:
             fill_rows(mine, brought.take_pieces())
         self._everybody = torch.empty(team.size * mine.shape[0], mine.shape[1], dtype=mine.dtype, device=mine.device)
@@ -153,6 +155,9 @@ class _GatherExchange(Exchange):
     def finish(self, is_used: bool) -> None:
         unit = self._item.unit
         self._team.wait_for(self._work, self._everybody, unit.name)
+        if self._everybody.is_cuda:
+            # Made on the stream of a hook, and read on this one.
+            self._everybody.record_stream(torch.cuda.current_stream(self._everybody.device))
         if self._is_misfit:
             self._rescue_pieces()
             exchange = self._exchanger.start_messages(self._item, self._brought, self._step)

@@ -93,6 +93,17 @@ def test_a_pass_that_leaned_to_training_and_did_not_train_is_found_out() -> None
     assert one.is_unused
 
 
+def test_a_glance_is_one_batch_of_a_pass_that_was_left() -> None:
+    one = LoaderPass(Dealer(0, 2, True), True)
+    one.begin([[0, 1, 2, 3], [4, 5, 6, 7]])
+    one.draw()
+    one.hand_over()
+    assert (one.is_unused, one.is_glance) == (True, True)
+    one.draw()
+    one.hand_over()
+    assert (one.is_unused, one.is_glance) == (True, False)
+
+
 def test_workers_that_read_different_numbers_of_losses_learn_it() -> None:
     assert find_difference([[READ, 3, 77], [READ, 3, 99]]) is None
     difference = find_difference([[READ, 3, 0], [BACKWARD, 7, 0]])

@@ -58,6 +58,8 @@ LOSSES: dict[str, Loss] = {
     "samples by pieces": lambda w, x, y, n: sum(row.exp().mean() for row in (x @ w).split(1)) / n.sum(),
     "samples and a mean": lambda w, x, y, n: sum(row.abs().max() for row in x @ w) / len(x) + (x @ w).square().mean(),
     "two lists": lambda w, x, y, n: sum(r.sum() for r in x @ w) + sum(r.exp().mean() for r in x @ w) / len(x),
+    "halved": lambda w, x, y, n: ((x @ w) - 1).square().sum() / 2,
+    "accumulated": lambda w, x, y, n: ((x @ w).square().sum(1) * n).sum() / n.sum() / 2,
     "by time": lambda w, x, y, n: (x @ w).t().square().sum(),
 }
 
@@ -91,6 +93,11 @@ def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...
     torch.testing.assert_close(total, gradient(loss, slice(None)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["halved", "accumulated"])
+def test_a_constant_that_is_one_workers_number_of_samples_is_a_constant(name: str) -> None:
+    test_parts_weigh_what_they_do_in_the_whole(name, (0, 2, 7, 12))
+
+
 def test_means_over_samples_need_nothing() -> None:
     w = WEIGHT.clone().requires_grad_()
     for loss in (F.mse_loss(X @ w, torch.zeros(ROWS, CLASSES).double()), (X @ w).mean() / 4, 0.1 * (w**2).sum()):
@@ -111,6 +118,9 @@ def test_workers_with_other_graphs_weigh_by_samples() -> None:
     terms = read_terms([F.cross_entropy(X[:6] @ w, LABELS[:6])], 6, 12)
     rows = [pack(terms, 1.0), pack([], 1.0)]
     assert weigh(terms, rows, portion, Counts()) == [1.0]
+    # What is surely divided by a worker's own samples is no sum in such a step either.
+    terms = read_terms([F.cross_entropy(X[:6] @ w, LABELS[6:].clamp(min=0), reduction="sum") / 6], 6, 12)
+    assert weigh(terms, [pack(terms, 1.0), pack([], 1.0)], portion, Counts()) == [1.0]
 
 
 def test_tokens_counted_over_several_batches_are_a_count_even_if_equal_on_all_workers() -> None:

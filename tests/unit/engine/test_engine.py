@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, rank: int, meeting: Meeting, route: MemoryRoute, **options: object) -> None:
         self.model = net()
         self.team = ThreadTeam(rank, meeting)
-        chosen = Options(bucket_bytes=1, **options)  # type: ignore[arg-type]
+        chosen = Options(**{"bucket_bytes": 1, **options})  # type: ignore[arg-type]
         self.engine = Engine(find_units(self.model), self.team, Cluster(WORKERS), chosen, Routes([route]))  # type: ignore[arg-type]
 
     def give(self, number: int, value: float) -> None:
@@ -279,3 +279,48 @@ def test_a_backward_that_is_captured_as_a_graph_is_refused(monkeypatch: pytest.M
         return worker.engine.step
 
     assert together(work)[1] == [0, 0]
+
+
+@pytest.mark.parametrize("lands_at_once", [True, False])
+def test_gradients_that_somebody_keeps_stay_what_they_were(lands_at_once: bool) -> None:
+    def work(rank: int, worker: Worker) -> None:
+        optimizer = torch.optim.SGD(worker.model.parameters(), lr=0.0)
+        policy = DeferredUpdates(optimizer)
+        policy.connect(worker.model, worker.engine)
+        policy._is_paused = lands_at_once
+        front_end = AutogradFrontEnd(worker.engine, Turns(policy))
+        kept, copies = [], []
+        for step in range(4):
+            worker.engine.arm(True, 24)
+            out = worker.model(data(rank, step))
+            front_end.watch_outputs([out], [])
+            optimizer.zero_grad()
+            (out.sum() * (step + 1)).backward()
+            kept.append([parameter.grad for parameter in worker.model.parameters()])
+            copies.append([gradient.clone() for gradient in kept[-1]])
+            optimizer.step()
+        policy.finish()
+        for now, then in zip(kept, copies, strict=True):
+            assert all(map(torch.equal, now, then))
+        front_end.close()
+        policy.close()
+
+    together(work, defers=True, keep_views=True, bucket_bytes=1 << 20)
+
+
+def test_a_model_that_was_moved_and_is_back_is_watched_again() -> None:
+    def work(rank: int, worker: Worker) -> list[torch.Tensor]:
+        policy = UpdateNow()
+        policy.connect(worker.model, worker.engine)
+        front_end = AutogradFrontEnd(worker.engine, Turns(policy))
+        worker.model.double().float()  # torch forgets who waits for its gradients, as between devices
+        front_end.watch_again()
+        worker.engine.arm(True, 24)
+        out = worker.model(data(rank, 0))
+        front_end.watch_outputs([out], [])
+        out.sum().backward()
+        front_end.close()
+        return [parameter.grad.clone() for parameter in worker.model.parameters()]
+
+    _, (first, second) = together(work)
+    assert all(map(torch.equal, first, second))
