@@ -165,7 +165,8 @@ class Backward:
             self._left_at[number] = time.monotonic()
         parts = [self.brought[unit] for unit in live.item.units]
         for part in parts:
-            part.join_streams()
+            if part.streams:  # a call for every parameter of a bucket would be many
+                part.join_streams()
         exchange = self.live.exchangers[live.item.route].start(live, parts, self.step.number)
         self._exchanges[number] = exchange
         if self.stopwatch is not None:

@@ -139,10 +139,7 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
     cause = first_cause(deaths)
     if cause is None or not cause.is_symptom:
         return cause
-    found = accused(deaths)
-    if found is not None and (own := accused([death for death in deaths if death.rank == found[0]])) is not None:
-        # The others missed this one because it waited for another. Of two whose connection broke, both end.
-        found = own if set(running) == {own[0]} else found
+    found = _behind(accused(deaths), deaths, running)
     if found is not None and found[0] in running:
         rank, what = found
         return Death(
@@ -156,6 +153,15 @@ def resolve(deaths: Sequence[Death], running: Mapping[int, str], finished: Seque
         note = f"worker {early} had already ended with status 0: did it do fewer steps than the others?"
         return replace(cause, note=note)
     return cause
+
+
+def _behind(
+    found: tuple[int, str] | None, deaths: Sequence[Death], running: Mapping[int, str]
+) -> tuple[int, str] | None:
+    """Return whom the accused worker accuses itself, if all but that one have ended: the others missed who waited."""
+    own = None if found is None else accused([death for death in deaths if death.rank == found[0]])
+    # Of two whose connection broke, both end.
+    return own if own is not None and set(running) == {own[0]} else found
 
 
 def waits_for_others(lines: Sequence[str]) -> bool:

@@ -70,11 +70,11 @@ class LiveUnit:
 class Brought:
     """What one backward has brought for one unit so far, besides what is in ``.grad``."""
 
-    __slots__ = ("_pieces", "_streams", "early", "has_dense", "head", "kept")
+    __slots__ = ("_pieces", "early", "has_dense", "head", "kept", "streams")
 
     def __init__(self) -> None:
         self._pieces: list[FactorPair] = []
-        self._streams: list[torch.cuda.Stream] = []
+        self.streams: list[torch.cuda.Stream] = []
         """On which a device computes what was given."""
         self.has_dense = False
         """``.grad`` holds a full gradient that autograd made in this backward."""
@@ -98,7 +98,7 @@ class Brought:
 
     def _note_stream(self, tensor: Tensor) -> None:
         if tensor.is_cuda:
-            self._streams.append(torch.cuda.current_stream(tensor.device))
+            self.streams.append(torch.cuda.current_stream(tensor.device))
 
     def join_streams(self) -> None:
         """Let the current stream wait for what was given, and keep its memory from others until it has used it.
@@ -106,14 +106,14 @@ class Brought:
         Autograd does so for gradients. It knows of none here, and runs the hooks that start an exchange on the stream
         on which the model was wrapped, which need not be the one that computes.
         """
-        for stream in self._streams:
+        for stream in self.streams:
             current = torch.cuda.current_stream(stream.device)
             if current != stream:
                 current.wait_stream(stream)
                 given = [tensor for piece in self._pieces for tensor in piece]
                 for tensor in given if self.head is None else [*given, self.head]:
                     tensor.record_stream(current)
-        self._streams.clear()
+        self.streams.clear()
 
     @property
     def is_empty(self) -> bool:
