@@ -22,11 +22,23 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
+def _samples(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 12, generator=generator, dtype=torch.get_default_dtype())
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def _held_out_loss(model: nn.Module) -> float:
+    """The loss on samples that no worker trains on: enough of them that its noise decides nothing."""
+    return _loss(model, *_samples(torch.Generator().manual_seed(1), 512)).item()
+
+
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
-    generator = twins.seed_of_rank(number)
-    x = torch.randn(8, 12, generator=generator, dtype=torch.get_default_dtype())
     optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+    loss = _loss(model, *_samples(twins.seed_of_rank(number), 8))
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -74,19 +86,22 @@ def test_without_staleness_it_is_the_exact_wrapper() -> None:
     run_ranks(_no_staleness, 2)
 
 
-def _bounded(staleness: int) -> tuple[int, float]:
+def _bounded(staleness: int) -> tuple[int, float, float]:
     model, optimizer = _relaxed(staleness)
-    losses = [_step(model, optimizer, number).item() for number in range(60)]
+    before = _held_out_loss(model)
+    for number in range(60):
+        _step(model, optimizer, number)
+    after = _held_out_loss(model)
     seen = max(model.staleness_seen)
     model.close()
-    return seen, sum(losses[-5:]) / 5 - sum(losses[:5]) / 5
+    return seen, before, after
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_no_read_is_staler_than_allowed_and_training_works(staleness: int) -> None:
-    for seen, change in run_ranks(_bounded, 3, staleness):
+    for seen, before, after in run_ranks(_bounded, 3, staleness):
         assert seen <= staleness
-        assert change < -0.1
+        assert after < 0.75 * before
 
 
 def _chosen() -> tuple[list[int], int, int]:
@@ -120,24 +135,26 @@ def test_a_chosen_staleness_is_the_same_on_all_workers_and_kept() -> None:
         assert seen <= chosen
 
 
-def _lonely(consistency: str, staleness: Any) -> tuple[list[int], float]:
+def _lonely(consistency: str, staleness: Any) -> tuple[list[int], float, float]:
     model, optimizer = _relaxed(staleness, consistency, timeout_s=20)
-    loss = _step(model, optimizer, 0)
+    before = _held_out_loss(model)
+    _step(model, optimizer, 0)
     dist.barrier()  # so that nobody dies before all have begun
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     for number in range(1, 30):
-        loss = _step(model, optimizer, number)
+        _step(model, optimizer, number)
+    after = _held_out_loss(model)
     model.close()
-    return sorted(model.losses), loss.item()
+    return sorted(model.losses), before, after
 
 
 @pytest.mark.parametrize(("consistency", "staleness"), [("ssp", 2), ("ssp", "auto"), ("asp", 0)])
 def test_others_go_on_when_a_worker_dies(consistency: str, staleness: Any) -> None:
     results = run_ranks(_lonely, 3, consistency, staleness, lost=[2])
-    for losses, loss in results[:2]:
+    for losses, before, after in results[:2]:
         assert losses == [2]
-        assert loss < 1.2
+        assert after < 0.85 * before
 
 
 def _refusals() -> None:
