@@ -168,6 +168,14 @@ def cycled():
     return run
 
 
+def cycled_copies():
+    # As to another device: what the modules see are other tensors than what the loader gave.
+    run = Run()
+    for _, (x, y, i) in zip(range(14), itertools.cycle(train)):
+        run.step(run.loss((x.clone(), y.clone(), i)))
+    return run
+
+
 def endless():
     run = Run()
     batches = iter(train)
@@ -188,6 +196,23 @@ def processes():
     for _ in range(2):
         for batch in loader:
             run.step(run.loss(batch))
+    return run
+
+
+def processes_of_a_stream():
+    # Kept alive, for training and for an evaluation in turn.
+    class InOrder(Stream):
+        def __iter__(self):
+            return (self.points[i] for i in range(len(self.points)))
+
+    run = Run()
+    kind = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(InOrder(Points(48, 1)), batch_size=12, **kind)
+    for _ in range(2):
+        run.model.train()
+        for batch in loader:
+            run.step(run.loss(batch))
+        run.evaluate(loader)
     return run
 
 
@@ -230,16 +255,36 @@ def one_step_per_epoch():
     return run
 
 
+def stream_for_reading():
+    # Refused: the stream's processes deal it out, and cannot bring what the other workers got.
+    class InOrder(Stream):
+        def __iter__(self):
+            return (self.points[i] for i in range(len(self.points)))
+
+    run = Run()
+    kind = {"num_workers": 1, "multiprocessing_context": "fork"}
+    run.values = [sum(len(x) for x, _, _ in DataLoader(InOrder(Points(48, 1)), batch_size=12, **kind))]
+    return run
+
+
+def collected():
+    # Refused: the loader is read before anybody can know what for.
+    run = Run()
+    for batch in [tuple(part.clone() for part in batch) for batch in train]:
+        run.step(run.loss(batch))
+    return run
+
+
 torch.manual_seed(0)
 train = DataLoader(Points(45, 1), batch_size=8, shuffle=True)
 val = DataLoader(Points(20, 2), batch_size=8)
 ways = [trainer_library, window_of_batches, validation_first, forgotten_eval_mode, statistics_first]
 ways += [both_uses_of_one_loop, two_loaders, cycled, endless, processes, frozen_statistics, lists_of_indices, stream]
-ways += [one_step_per_epoch]
+ways += [one_step_per_epoch, cycled_copies]
+if sys.argv[1:]:
+    ways = [globals()[name] for name in sys.argv[1:]]
 results = {}
 for way in ways:
-    if sys.argv[1:] and way.__name__ not in sys.argv[1:]:
-        continue
     train = DataLoader(Points(45, 1), batch_size=8, shuffle=True)
     run = way()
     print(way.__name__, run.steps, "steps")

@@ -198,6 +198,32 @@ def test_a_loader_is_for_training_if_a_backward_follows_its_batches(size: int, p
         assert (together - once).total() == doubled, way
 
 
+@pytest.mark.parametrize("batch", ["total", "per-worker"])
+def test_batches_collected_before_their_use_are_refused_unless_whole(batch: str, plain: Plain, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"train was read to its end before .* run with --whole train"):
+        saved("loader_uses.py", "uses.pt", tmp_path, 2, "collected", batch=batch)
+    ours = same_on_all("loader_uses.py", "uses.pt", tmp_path, 2, "collected", batch=batch, whole=("train",))
+    assert_close(ours, torch.load(plain("loader_uses.py", "collected") / "uses.pt"), FLOAT)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_that_a_loader_keeps_follow_what_a_stream_is_read_for(
+    size: int, plain: Plain, tmp_path: Path
+) -> None:
+    way = "processes_of_a_stream"
+    ours = [one[way] for one in saved("loader_uses.py", "uses.pt", tmp_path, size, way)]
+    alone = torch.load(plain("loader_uses.py", way) / "uses.pt")[way]
+    for one in ours:
+        for key in ("model", "values", "steps"):
+            assert_close(one[key], alone[key], FLOAT)
+    assert sorted(torch.cat([one["seen"] for one in ours]).tolist()) == sorted(alone["seen"].tolist())
+
+
+def test_a_stream_that_its_processes_dealt_out_and_nobody_trains_on_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="was dealt out, and no backward followed"):
+        saved("loader_uses.py", "uses.pt", tmp_path, 2, "stream_for_reading")
+
+
 def test_every_worker_reads_everything_it_does_not_train_on(plain: Plain, tmp_path: Path) -> None:
     first, second = saved("loader_uses.py", "uses.pt", tmp_path, 2, batch="per-worker")
     alone = torch.load(plain("loader_uses.py") / "uses.pt")

@@ -49,6 +49,8 @@ class LoaderDeal:
         self.samples: deque[Any] = deque()
         """Samples of a stream that were drawn and come next."""
         self._purposes: dict[Place, bool] = {}
+        self._is_dealt_there: bool | None = None
+        """Whether the loader's processes deal, where these read a stream."""
 
     def begin(self, deals: bool, name: str, place: Place) -> LoaderPass:
         """Start a pass."""
@@ -63,8 +65,17 @@ class LoaderDeal:
             is_sum=self._is_sum,
             is_frozen=self.is_apart,
             key=(lambda pair: pair[0]) if self.is_stream else None,
+            name=name,
         )
         return self.now
+
+    def drop_stale_processes(self, loader: DataLoader[Any]) -> None:
+        """Let a loader start new processes if those that it keeps (``persistent_workers``) read a stream otherwise."""
+        if not (self.is_apart and self.now is not None):
+            return
+        if self._is_dealt_there not in (None, self.now.is_dealt):
+            loader._iterator = None
+        self._is_dealt_there = self.now.is_dealt
 
     def remember(self) -> None:
         """Remember what the current pass turned out to be for."""

@@ -242,10 +242,10 @@ class TorchGradients:
             return []
         terms = read_terms(losses, portion.samples, portion.total)
         rows = self._team.gather_ints(pack(terms, portion.real), "what the loss is a mean over")
-        if not terms:
+        if not all(term.nodes for term in terms) or not terms:
             self._report.say(
-                "what a loss is a mean over cannot be read from its graph (compiled, or no single number): it counts "
-                "as a mean over samples (--loss sum takes all losses for sums)"
+                "what a loss, or a part of one, is a mean over cannot be read from its graph (compiled, or no single "
+                "number): it counts as a mean over samples (--loss sum takes all losses for sums)"
             )
         factors = weigh(terms, rows, portion, self._counts)
         if factors and len(set(factors)) == 1:

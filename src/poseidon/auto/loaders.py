@@ -134,6 +134,7 @@ class Loaders:
     def open_batches(self, loader: DataLoader[Any], deal: LoaderDeal) -> Iterator[Any]:
         """Make torch's own iterator over what the current pass gives this worker."""
         is_more = bool(deal.rests)
+        deal.drop_stale_processes(loader)
         with _unchanged(loader.generator if is_more else None), _standing_in(loader, deal, self.streams, self._rank):
             if is_more:
                 with self.streams.untouched():

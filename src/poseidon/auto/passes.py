@@ -72,7 +72,10 @@ class LoaderPass:
         is_sum: bool = False,
         is_frozen: bool = False,
         key: Callable[[Any], Any] | None = None,
+        name: str = "a loader",
     ) -> None:
+        self.name = name
+        """What the script calls the loader."""
         self.purpose = PassPurpose.OPEN
         self.is_dealt = deals
         """Whether the next batch is dealt out."""
@@ -80,6 +83,8 @@ class LoaderPass:
         """Whether processes of the loader deal, which cannot learn of a change."""
         self.is_over = False
         """Whether all batches have been handed to the script."""
+        self.is_collected = False
+        """Whether nobody used a batch before the end, and what the other workers got came behind what this one got."""
         self._dealer = dealer
         self._is_batched = is_batched
         self._is_sum = is_sum
@@ -107,7 +112,11 @@ class LoaderPass:
     @property
     def is_unused(self) -> bool:
         """Whether batches were dealt out to workers, and no backward followed."""
-        return self.purpose is not PassPurpose.TRAINING and self._mine.count > 0 and bool(self._rests or self._leans)
+        if self.purpose is PassPurpose.TRAINING:
+            return False
+        if self.is_frozen:
+            return self.is_dealt and self._handed > 0
+        return self._mine.count > 0 and bool(self._rests or self._leans)
 
     # Drawing: called where the loader asks its sampler.
 
@@ -127,10 +136,12 @@ class LoaderPass:
         """Return what this worker has not seen at the end of a pass that nobody trained on."""
         if self.purpose is PassPurpose.TRAINING or self.is_frozen or self._leans:
             return []
+        is_untouched = self.purpose is PassPurpose.OPEN
         self.read()
         rests = []
         while self._rests:
             rests.append(self._draw_whole())
+        self.is_collected |= is_untouched and bool(rests)
         self._on_their_way.extend(rests)
         return rests
 

@@ -42,6 +42,8 @@ PASSING = {
 """Operations on single values that pass a gradient on."""
 _ELEMENTWISE = PASSING | {"AbsBackward0", "DivBackward0", "ExpBackward0", "MulBackward0", "PowBackward0", "TBackward0"}
 _PRODUCTS = ("Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mkldnn", "Mm", "Mv")
+_NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm")
+_RECURRENT = ("CudnnRnn", "MiopenRnn")
 _MEAN, _SUM = 1, 2
 """torch's numbers for reductions."""
 _SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0")
@@ -60,7 +62,7 @@ class LossTerm:
     """One reduction of a loss on one worker."""
 
     nodes: tuple[Any, ...]
-    """The graph's nodes, where its gradient is scaled."""
+    """The graph's nodes, where its gradient is scaled; none: a part that cannot be read, as a compiled one."""
     is_sum: bool = False
     """Whether it is a sum over samples, as long as :attr:`count` is not a count."""
     count: float | None = None
@@ -207,6 +209,8 @@ def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
                 yield _divided(term, divisors, sizes_of(node), samples, total)
             else:
                 yield replace(term, is_times_samples=any(factor == samples != total for factor in factors))
+        elif _is_python(name):
+            yield LossTerm(())
 
 
 def _term(node: Any, samples: int) -> LossTerm | None:
@@ -237,7 +241,7 @@ def _divided(term: LossTerm, divisors: Sequence[_Divisor], sizes: Sequence[int],
             return replace(term, count=0.0 if divisor == 1 and _is_masked_out(term.nodes[0]) else divisor)
     for divisor, _ in divisors:
         # The size of the whole batch is a constant of the script, unless workers differ.
-        if divisor in products and not divisor == total != samples:
+        if (divisor in products or divisor == 2 * samples) and not divisor == total != samples:
             return replace(term, count=divisor)
     if not divisors:
         return term
@@ -279,11 +283,13 @@ def has_samples(node: Any, samples: int) -> bool:
         if inner is None:
             continue
         name, children = inner.name(), [child for child, _ in inner.next_functions]
-        if name.startswith("Embedding") or (name.startswith(_PRODUCTS) and None in children):
+        if name.startswith(("Embedding", "Cdist", *_RECURRENT)) or (name.startswith(_PRODUCTS) and None in children):
             return True
-        if not name[-1].isdigit() and "AccumulateGrad" not in name:
-            return True  # written in Python, as our own layers that hand over factors are
+        if _is_python(name) or (name.startswith(_NORMS) and children[0] is None):
+            return True
         if name.startswith("MulBackward") and None in children and samples in _other_sizes(inner):
+            return True
+        if any(samples in sizes for sizes in _index_sizes(inner)):
             return True
         waiting += children
     return True
@@ -308,6 +314,19 @@ def _reduced_before(node: Any, samples: int) -> str | None:
             return None
         children = [child for child, _ in inner.next_functions if child is not None]
     return None
+
+
+def _is_python(name: str) -> bool:
+    """Whether a node was written in Python, as compiled graphs and our own layers that hand over factors are."""
+    return not name[-1].isdigit() and "AccumulateGrad" not in name
+
+
+def _index_sizes(node: Any) -> Iterator[Sequence[int]]:
+    """Give the sizes of what a node looks up by."""
+    indices = getattr(node, "_saved_indices", None)
+    for saved in (getattr(node, "_saved_index", None), *(indices if isinstance(indices, tuple | list) else ())):
+        if isinstance(saved, Tensor):
+            yield tuple(saved.shape)
 
 
 def _other_sizes(node: Any) -> Sequence[int]:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from poseidon.auto.passes import BatchShare, LoaderPass, PassPurpose
 from poseidon.auto.step import ScriptStep
 from poseidon.engine.outputs import tensors_in
+from poseidon.errors import UnsupportedError
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 
@@ -62,7 +63,11 @@ class Usage:
         self._current: HandedBatch | None = None
         self._given: weakref.WeakKeyDictionary[LoaderPass, list[HandedBatch]] = weakref.WeakKeyDictionary()
         self._kept: list[HandedBatch] = []
+        self._turn = 0
+        """Which of the kept batches comes next, if they come in their order."""
         self._watching: RemovableHandle | None = None
+        self._is_next_known = False
+        """Whether a module has been called since the last backward."""
         self.has_trained = False
         """Whether any backward has followed a batch."""
 
@@ -107,6 +112,7 @@ class Usage:
         # Batches that outlive their pass come again: itertools.cycle keeps them, each with its own weight.
         kept = [one for one in self._given.pop(source, []) if one.is_kept]
         self._kept = [*(one for one in self._kept if one.is_kept), *(kept if len(kept) > 1 else ())]
+        self._turn = 0
         if self._current is not None and self._current.source is source and self._current.is_used:
             self._current = None
             self._step.forget()
@@ -117,6 +123,8 @@ class Usage:
         found = [handed for handed in self._handed if handed.is_found]
         waiting = [handed for handed in self._handed if not handed.is_used and handed.is_alive()]
         used = found or self._oldest(waiting)
+        self._is_next_known = False
+        self._refuse_collected(used)
         for handed in used:
             handed.is_used = True
             self._train(handed)
@@ -136,6 +144,33 @@ class Usage:
         self._watch()
 
     # Inside.
+
+    def _refuse_collected(self, used: Sequence[HandedBatch]) -> None:
+        """Raise if a script trains on batches that it took out of a loader before anything was known of their use."""
+        batches = used or ([self._latest] if self._latest is not None and not self.has_trained else [])
+        for handed in batches:
+            name = handed.source.name
+            if handed.source.is_collected:
+                raise UnsupportedError(
+                    f"{name} was read to its end before the first of its batches was used, and now a backward follows: "
+                    "each worker got its own part first and the others' behind it, so that they would train on all "
+                    f"samples, in orders of their own. Loop over {name} where you train, or run with --whole {name}, "
+                    "which gives every worker all batches in the script's order (same result, nothing is divided)"
+                )
+
+    def _find_again(self, tensors: Sequence[Tensor]) -> HandedBatch | None:
+        """Find a batch that outlived its pass: by its tensors or, if these are copies, the next of as many samples."""
+        again = _recognise(tensors, self._kept)
+        is_waiting = any(not one.is_used for one in self._handed)
+        if again is not None or self._is_next_known or is_waiting or not torch.is_grad_enabled():
+            return again
+        sizes = {len(tensor) for tensor in tensors if tensor.ndim}
+        count = len(self._kept)
+        for place in (place % count for place in range(self._turn, self._turn + count)):
+            if self._kept[place].is_kept and self._kept[place].samples in sizes:
+                self._turn = place + 1
+                return self._kept[place]
+        return None
 
     def _oldest(self, waiting: Sequence[HandedBatch]) -> list[HandedBatch]:
         """Choose what a backward belongs to if no module was seen to use a batch."""
@@ -207,11 +242,12 @@ class Usage:
             return
         tensors = tensors_in(args)
         handed = _recognise(tensors, self._handed)
-        if handed is None and self._kept and (again := _recognise(tensors, self._kept)) is not None:
+        if handed is None and self._kept and (again := self._find_again(tensors)) is not None:
             self._handed = [one for one in self._handed if not one.is_used]
             handed = replace(again, is_used=False, is_found=False)
             self._handed.append(handed)
             self._hold(handed)
+        self._is_next_known = True
         if not torch.is_grad_enabled():
             used = handed or self._latest
             used.is_read = self._is_within_step(used)

@@ -45,6 +45,7 @@ from poseidon.wire.handshake import Credentials, read_exactly
 from poseidon.wire.reading import read_large
 from poseidon.wire.secret import JobSecret
 from poseidon.wire.settings import WireSettings
+from poseidon.wire.writing import write_large
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class StateDoor:
                 _send(connection, {"description": lent.description})
                 for piece in dealt(cut(lent.description), place, places):
                     data = view_of(lent.rows, piece)
-                    connection.sendall(data)
+                    write_large(connection, data)
                     connection.sendall(_SIZE.pack(zlib.crc32(data)))
                 if connection.recv(1) == _DONE:
                     with self._lock:

@@ -3,7 +3,8 @@
 The listener sends a challenge; the connecting rank names itself, answers the challenge and sends its own, which the
 listener answers. Answers are keyed digests over both challenges and both ranks, so none can be replayed, and an
 eavesdropper learns nothing that opens another connection. On an encrypted wire all of it happens inside TLS, which
-neither end goes without (``tls.py``).
+neither end goes without (``tls.py``), so that nobody else knows the challenges: with the secret, they make the keys of
+large payloads (``sealing.py``).
 
 Until it is over, nothing is believed and nothing is allocated for the other end, which has one deadline for all of it.
 """
@@ -20,7 +21,7 @@ import time
 from poseidon import failpoints
 from poseidon.errors import FrameError
 from poseidon.wire.secret import JobSecret
-from poseidon.wire.tls import Tls, explain
+from poseidon.wire.tls import Tls, TlsSocket, explain
 
 _CHALLENGE = struct.Struct("<8s16s")
 _CLAIM = struct.Struct("<8sHH16s32s")
@@ -28,6 +29,8 @@ _PROOF = struct.Struct("<32s")
 _MAGIC = b"poseidn1"
 _REFUSAL = bytes(_PROOF.size)
 """In the place of the answer to a claim that does not prove anything: without it, that would look like a failure."""
+
+_WAYS = ("to the listener", "from the listener")
 
 
 class Credentials:
@@ -81,6 +84,9 @@ def challenge(connection: socket.socket, secret: JobSecret, rank: int, size: int
         connection.sendall(_PROOF.pack(_REFUSAL))
         raise FrameError("wrong secret", f"a connection as rank {sender} does not know this job's secret")
     connection.sendall(_PROOF.pack(secret.proof("answer", ours, theirs, sender, receiver)))
+    if isinstance(connection, TlsSocket):
+        to_us, from_us = (secret.proof(way, ours, theirs, sender, receiver) for way in _WAYS)
+        connection.seal(outgoing=from_us, incoming=to_us)
     return int(sender)
 
 
@@ -96,6 +102,9 @@ def claim(connection: socket.socket, secret: JobSecret, rank: int, peer: int, de
         raise FrameError("wrong secret", f"rank {peer} refused rank {rank}: it has another secret")
     if not hmac.compare_digest(proof, secret.proof("answer", theirs, ours, rank, peer)):
         raise FrameError("wrong secret", f"the listener of rank {peer} does not know this job's secret")
+    if isinstance(connection, TlsSocket):
+        from_us, to_us = (secret.proof(way, theirs, ours, rank, peer) for way in _WAYS)
+        connection.seal(outgoing=from_us, incoming=to_us)
 
 
 def read_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytes:

@@ -186,7 +186,11 @@ class TcpTransport(Transport):
         payload = self._place(header)
         if payload is None:
             payload = self._pool.lend(header.length)
-        if read_large(connection, payload) < header.length:
+        try:
+            came = read_large(connection, payload)
+        except FrameError as error:
+            raise FrameError(error.reason, f"{header.name}: {error}") from None
+        if came < header.length:
             raise FrameError("truncated", f"the connection of rank {header.sender} ended inside a payload")
         check_payload(header, payload)
         self._deliver(header, payload)

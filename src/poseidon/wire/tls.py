@@ -2,7 +2,8 @@
 
 The key and the certificate come from the job's secret, so whoever has the secret needs nothing else. Both ends present
 the certificate, and accept exactly this one. Session keys are drawn anew for every connection: the secret, if it leaks
-later, opens no recorded traffic.
+later, opens no recorded traffic. The ends also agree, as TLS lets them (ALPN), on whether large payloads are sealed
+beside it (``sealing.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,26 @@ from pathlib import Path
 
 from poseidon.errors import ConfigError, FrameError
 from poseidon.wire.certificate import armour, make_certificate, private_key
+from poseidon.wire.sealing import Seal, find_cipher
 from poseidon.wire.secret import JobSecret
 
 RECORD_BYTES = 16 << 10
 """The most that one record of TLS holds."""
+_PLAIN, _SEALED = "poseidon", "poseidon-sealed"
+
+
+class TlsSocket(ssl.SSLSocket):
+    """An encrypted connection; large payloads are sealed if both ends can."""
+
+    sealing: Seal | None = None
+    """For what leaves."""
+    opening: Seal | None = None
+    """For what comes."""
+
+    def seal(self, outgoing: bytes, incoming: bytes) -> None:
+        """Seal large payloads from now on, with a key for each direction, if that was agreed on."""
+        if self.selected_alpn_protocol() == _SEALED:
+            self.sealing, self.opening = Seal(outgoing), Seal(incoming)
 
 
 class Tls:
@@ -34,10 +51,12 @@ class Tls:
         self._listening.num_tickets = 0
         self._connecting = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate, files)
 
-    def wrap(self, connection: socket.socket, is_listener: bool) -> ssl.SSLSocket:
+    def wrap(self, connection: socket.socket, is_listener: bool) -> TlsSocket:
         """Return a connection that will be encrypted after :meth:`shake_hands`. Does not block."""
         context = self._listening if is_listener else self._connecting
-        return context.wrap_socket(connection, server_side=is_listener, do_handshake_on_connect=False)
+        wrapped = context.wrap_socket(connection, server_side=is_listener, do_handshake_on_connect=False)
+        assert isinstance(wrapped, TlsSocket)
+        return wrapped
 
     @staticmethod
     def shake_hands(connection: ssl.SSLSocket, who: str, deadline: float) -> None:
@@ -52,7 +71,9 @@ class Tls:
 
 def _make_context(protocol: int, certificate: bytes, files: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
+    context.sslsocket_class = TlsSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols([_PLAIN] if find_cipher() is None else [_SEALED, _PLAIN])
     # Whoever has the job's key may be at any address.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED

@@ -60,6 +60,11 @@ LOSSES: dict[str, Loss] = {
     "two lists": lambda w, x, y, n: sum(r.sum() for r in x @ w) + sum(r.exp().mean() for r in x @ w) / len(x),
     "halved": lambda w, x, y, n: ((x @ w) - 1).square().sum() / 2,
     "accumulated": lambda w, x, y, n: ((x @ w).square().sum(1) * n).sum() / n.sum() / 2,
+    "looked up": lambda w, x, y, n: w[y % 4].square().sum(),
+    "selected": lambda w, x, y, n: w.index_select(0, y % 4).exp().sum() / len(x),
+    "gathered": lambda w, x, y, n: w[0].gather(0, y % CLASSES).square().sum(),
+    "distances": lambda w, x, y, n: torch.cdist(x, w.t()).sum(),
+    "normalised": lambda w, x, y, n: F.layer_norm(x, (4,), w[:, 0], w[:, 1]).square().sum(),
     "by time": lambda w, x, y, n: (x @ w).t().square().sum(),
 }
 
@@ -74,7 +79,10 @@ def gradient(loss: Loss, rows: slice) -> Tensor:
 @pytest.mark.parametrize("bounds", [(0, 6, 12), (0, 4, 8, 12), (0, 5, 12), (0, 3, 4, 12)])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...]) -> None:
-    loss = LOSSES[name]
+    _check_parts(LOSSES[name], bounds)
+
+
+def _check_parts(loss: Loss, bounds: tuple[int, ...]) -> None:
     parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
     portions = [Portion(part.stop - part.start, ROWS, part.stop - part.start, len(parts)) for part in parts]
     weights = [WEIGHT.clone().requires_grad_() for _ in parts]
@@ -96,6 +104,27 @@ def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...
 @pytest.mark.parametrize("name", ["halved", "accumulated"])
 def test_a_constant_that_is_one_workers_number_of_samples_is_a_constant(name: str) -> None:
     test_parts_weigh_what_they_do_in_the_whole(name, (0, 2, 7, 12))
+
+
+@pytest.mark.parametrize("bounds", [(0, 4, 8, 12), (0, 5, 12), (0, 3, 6, 9, 12)])
+def test_twice_the_samples_are_a_count(bounds: tuple[int, ...]) -> None:
+    halved: Loss = lambda w, x, y, n: (x @ w).square().sum() / (2 * len(x))  # noqa: E731
+    _check_parts(halved, bounds)
+
+
+def test_a_part_that_cannot_be_read_is_named_as_one() -> None:
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: object, value: Tensor) -> Tensor:
+            return value.sum()
+
+        @staticmethod
+        def backward(_ctx: object, gradient: Tensor) -> Tensor:
+            return gradient.expand(6, CLASSES)
+
+    w = WEIGHT.clone().requires_grad_()
+    found = read_terms([Compiled.apply(X[:6] @ w) + (X[:6] @ w).sum()], 6, ROWS)
+    assert sorted((term.is_sum, len(term.nodes)) for term in found) == [(False, 0), (True, 1)]
 
 
 def test_means_over_samples_need_nothing() -> None:
