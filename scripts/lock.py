@@ -23,8 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
-EXTRAS = ("caffe",)
-"""Besides the engine's own: what reads and writes users' files."""
+EXTRAS = ("caffe", "encryption")
+"""Besides the engine's own: what reads and writes users' files, and what encrypts."""
+NEEDED_BY_THEM = ("cffi", "pycparser")
+"""What these packages need themselves."""
 LEFT_OUT = ("torch",)
 HEAD = """\
 # Made by scripts/lock.py. With PyTorch installed:
@@ -44,7 +46,7 @@ def wanted() -> list[str]:
     text = (ROOT / "pyproject.toml").read_text()
     lines = [re.search(rf"^{name} = \[(.*)\]$", text, re.MULTILINE) for name in ("dependencies", *EXTRAS)]
     words = [word for line in lines if line is not None for word in re.findall(r'"([A-Za-z0-9_.-]+)', line[1])]
-    return sorted(normalized(word) for word in words if word not in LEFT_OUT)
+    return sorted(normalized(word) for word in (*words, *NEEDED_BY_THEM) if word not in LEFT_OUT)
 
 
 def pinned() -> dict[str, str]:

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import numpy.typing as npt
 
 from poseidon.lab import Lab
 from poseidon.lab.namespace import call_inside
+from poseidon.wire.sealing import SEALED_BYTES
 
 _ALL_PROTOCOLS = 0x0003
 _PACKET_STATISTICS = 6
@@ -209,17 +211,24 @@ def texts(stream: bytes, shortest: int = 4) -> list[str]:
 
 
 def is_tls(stream: bytes) -> bool:
-    """Return whether a stream is records of TLS from its first byte to its last (the last may be cut)."""
-    at = 0
+    """Return whether a stream is records of TLS, from its first byte to its last or to a payload that is sealed."""
+    at, records = 0, 0
     while at + 5 <= len(stream):
         kind, major, _, size = struct.unpack_from("!BBBH", stream, at)
         if kind not in (20, 21, 22, 23) or major != 3 or size > (1 << 14) + 256:
-            return False
+            # Both ends have proved who they are, and a header came, before a payload may be sealed.
+            return records >= 3 and _is_noise(stream[at:])
         # Only the handshake's first messages are not encrypted: they are small, and hold nothing of the job.
         if kind == 22 and size > 1024:
             return False
-        at += 5 + size
+        records += kind == 23
+        at += 5 + size  # the last may be cut
     return at > 0
+
+
+def _is_noise(data: bytes) -> bool:
+    """Whether data is at least as long as a sealed payload, and nothing in it repeats: no cipher leaves a pattern."""
+    return len(data) > SEALED_BYTES and len(zlib.compress(data, 1)) > 0.999 * len(data)
 
 
 @dataclass(frozen=True)

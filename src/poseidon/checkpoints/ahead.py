@@ -184,7 +184,7 @@ class StateDoor:
                     with self._lock:
                         self._serving.discard(token)
                     return
-        except (OSError, ValueError, KeyError, TypeError, FrameError) as error:
+        except Exception as error:
             _log.debug("a joiner did not get its state: %s", error)
         self._drop(token)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 
 from poseidon.wire.sealing import BLOCK_BYTES, SEALED_BYTES, Seal, blocks_of
 from poseidon.wire.tls import RECORD_BYTES, TlsSocket
@@ -23,7 +24,7 @@ def widen(connection: socket.socket) -> None:
 
 def read_into(connection: socket.socket, view: memoryview) -> int:
     """Fill ``view`` from the connection; return how many bytes arrived before it ended."""
-    return _read_records(connection, view) if isinstance(connection, TlsSocket) else _read_bytes(connection, view)
+    return _read_records(connection, view) if isinstance(connection, ssl.SSLSocket) else _read_bytes(connection, view)
 
 
 def _read_bytes(connection: socket.socket, view: memoryview) -> int:
@@ -51,7 +52,7 @@ def _read_sealed(connection: socket.socket, seal: Seal, view: memoryview) -> int
     return filled
 
 
-def _read_records(connection: TlsSocket, view: memoryview) -> int:
+def _read_records(connection: ssl.SSLSocket, view: memoryview) -> int:
     filled = 0
     while filled < view.nbytes:
         # One record of at most 16 KiB at a time: that is how OpenSSL decrypts.
@@ -64,7 +65,7 @@ def _read_records(connection: TlsSocket, view: memoryview) -> int:
 
 def read_large(connection: socket.socket, view: memoryview) -> int:
     """Like :func:`read_into`, for a payload that takes many packets, and that ``write_large`` has written."""
-    is_encrypted = isinstance(connection, TlsSocket)
+    is_encrypted = isinstance(connection, ssl.SSLSocket)
     seal = connection.opening if isinstance(connection, TlsSocket) and view.nbytes >= SEALED_BYTES else None
 
     def read(part: memoryview) -> int:

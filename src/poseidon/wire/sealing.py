@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hmac
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 from poseidon.errors import FrameError
@@ -26,14 +27,23 @@ BLOCKS_PER_KEY = 1 << 18
 """64 GiB. The more one key of GCM has encrypted, the less it hides; TLS 1.3 allows it six times as much."""
 
 
+OLDEST = 50
+"""The first ``cryptography`` that encrypts in place and lets Python's other threads run meanwhile."""
+
+
 @functools.cache
 def find_cipher() -> Any:
-    """Return the cipher's class, or None where this machine has no ``cryptography`` that works in place."""
+    """Return the cipher's class, or None where this machine has no ``cryptography`` that is new enough, and works."""
     try:
+        # Before it is imported: an old one may not even come up with this Python.
+        if int(metadata.version("cryptography").split(".")[0]) < OLDEST:
+            return None
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError:
+
+        AESGCM(bytes(32)).encrypt_into(bytes(12), b"", None, bytearray(TAG_BYTES))
+    except Exception:  # whatever is wrong with it, TLS does without
         return None
-    return AESGCM if hasattr(AESGCM, "decrypt_into") else None
+    return AESGCM
 
 
 class Seal:
@@ -43,10 +53,12 @@ class Seal:
         self._key = key
         self._cipher = find_cipher()(key)
         self._number = 0
-        self._room = memoryview(bytearray(BLOCK_BYTES + TAG_BYTES))
+        self._room: memoryview | None = None
 
     def room(self, size_bytes: int) -> memoryview:
         """Return memory for a sealed block of ``size_bytes`` plain bytes; the same every time."""
+        if self._room is None:  # most connections carry payloads in one direction only
+            self._room = memoryview(bytearray(BLOCK_BYTES + TAG_BYTES))
         return self._room[: size_bytes + TAG_BYTES]
 
     def close(self, block: memoryview) -> memoryview:
@@ -64,6 +76,8 @@ class Seal:
         try:
             cipher.decrypt_into(nonce, self.room(block.nbytes), None, block)
         except InvalidTag:
+            # What an attacker has chosen must not stay where a script may look.
+            block[:] = bytes(block.nbytes)
             raise FrameError("seal", "a part of a payload was changed on its way: its seal does not fit") from None
 
     def _next(self) -> tuple[Any, bytes]:

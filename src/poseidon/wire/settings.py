@@ -45,7 +45,7 @@ class WireSettings:
     cap_mbit: float = 0.0
     """The most that this rank sends, in Mbit/s at the interface; 0: no limit."""
     encrypt: bool = False
-    """Encrypt the wire's traffic (TLS 1.3), with keys made from the job's secret."""
+    """Encrypt the wire's traffic (TLS 1.3, AES-256-GCM), with keys that only the job's workers can make."""
     payload_checksum: bool = False
     """Send the CRC-32 of every payload, for the receiver to check."""
     connect_timeout_s: float = 30.0

@@ -2,7 +2,7 @@
 
 A thread per connection blocks in the kernel, which moves a whole payload in one call, directly between the socket and
 its memory. Both ends of a connection prove that they know the job's secret (``handshake.py``); with ``encrypt``, TLS
-carries everything (``tls.py``).
+carries everything (``tls.py``) but large payloads, which are sealed beside it (``sealing.py``).
 
 Whatever a peer does wrong once it is known, a message that is damaged, unexpected or cannot be handled, ends its
 connection, and the peer counts as lost: what it sends next could not be trusted.

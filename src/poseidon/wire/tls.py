@@ -16,12 +16,15 @@ from pathlib import Path
 
 from poseidon.errors import ConfigError, FrameError
 from poseidon.wire.certificate import armour, make_certificate, private_key
-from poseidon.wire.sealing import Seal, find_cipher
+from poseidon.wire.sealing import BLOCK_BYTES, BLOCKS_PER_KEY, SEALED_BYTES, Seal, find_cipher
 from poseidon.wire.secret import JobSecret
 
 RECORD_BYTES = 16 << 10
 """The most that one record of TLS holds."""
-_PLAIN, _SEALED = "poseidon", "poseidon-sealed"
+_PLAIN, _SEALED = "poseidon", f"poseidon-sealed-{SEALED_BYTES}-{BLOCK_BYTES}-{BLOCKS_PER_KEY}"
+"""What the ends agree on; versions that would cut payloads differently must not."""
+_OP_ENABLE_KTLS = 8
+"""Python 3.12 has a name for it."""
 
 
 class TlsSocket(ssl.SSLSocket):
@@ -72,6 +75,8 @@ class Tls:
 def _make_context(protocol: int, certificate: bytes, files: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = TlsSocket
+    # The system's settings may ask for it. Then the kernel would take sealed payloads for records, or make them such.
+    context.options &= ~_OP_ENABLE_KTLS
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([_PLAIN] if find_cipher() is None else [_SEALED, _PLAIN])
     # Whoever has the job's key may be at any address.

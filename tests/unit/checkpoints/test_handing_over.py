@@ -26,6 +26,7 @@ from poseidon.checkpoints.memory import StepMemory
 from poseidon.checkpoints.sharing import Stock, plan_consignments
 from poseidon.checkpoints.states import holds
 from poseidon.errors import WorkerLostError
+from poseidon.wire.sealing import SEALED_BYTES
 
 HERE = "127.0.0.1"
 
@@ -163,11 +164,11 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSEIDON_SECRET", "0123456789abcdef0123456789abcdef")
 
 
-@pytest.mark.parametrize("encrypts", [False, True])
+@pytest.mark.parametrize(("encrypts", "piece_bytes"), [(False, 10_000), (True, 10_000), (True, 40_000)])
 def test_a_joiner_copies_a_part_from_each_of_several_workers(
-    secret: None, monkeypatch: pytest.MonkeyPatch, encrypts: bool
+    secret: None, monkeypatch: pytest.MonkeyPatch, encrypts: bool, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(layout, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(layout, "PIECE_BYTES", piece_bytes)
     memories = [StepMemory() for _ in range(3)]
     for step, memory in enumerate(memories):  # a worker may be ahead by a step
         memory.keep(step, a_state(step), {}, {})
@@ -177,7 +178,8 @@ def test_a_joiner_copies_a_part_from_each_of_several_workers(
         assert ahead is not None
         assert ahead.complete == {0, 1, 2}
         pieces = cut(ahead.description)
-        assert len(pieces) > 10
+        assert len(pieces) > 3
+        assert piece_bytes < SEALED_BYTES or any(piece.size >= SEALED_BYTES for piece in pieces)
         for place, door in enumerate(doors):
             lent = door.lent[ahead.token]
             for piece in dealt(pieces, place, 3):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import select
 import socket
+import struct
+import termios
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +21,11 @@ from poseidon.wire import sealing, tls
 from poseidon.wire.handshake import Credentials
 from poseidon.wire.reading import LOW_WATER_BYTES, read_into, read_large, sealed_bulk_bytes, widen
 from poseidon.wire.sealing import BLOCK_BYTES, SEALED_BYTES, TAG_BYTES, Seal, blocks_of
+from poseidon.wire.sending import unacknowledged
 from poseidon.wire.tls import TlsSocket
 from poseidon.wire.writing import write_large, write_message
 
-pytest.importorskip("cryptography", "47", reason="sealing needs cryptography 47 or newer")
+pytest.importorskip("cryptography", "50", reason="sealing needs cryptography 50 or newer")
 KEY, SECRET = bytes(range(32)), b"0123456789abcdef"
 PATIENCE_S = 30.0
 SIZES = [SEALED_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES + 77]
@@ -58,9 +63,12 @@ def test_one_changed_bit_opens_nothing(place: int) -> None:
     (block,) = sealed(Seal(KEY), payload_of(BLOCK_BYTES))
     damaged = bytearray(block)
     damaged[place] ^= 4
+    seal, memory = Seal(KEY), bytearray(b"x") * BLOCK_BYTES
+    seal.room(BLOCK_BYTES)[:] = damaged
     with pytest.raises(FrameError, match="changed on its way") as failure:
-        opened(Seal(KEY), [bytes(damaged)])
+        seal.open(memoryview(memory))
     assert failure.value.reason == "seal"
+    assert not any(memory), "what nobody vouches for stays in the destination"
 
 
 def test_blocks_open_once_in_their_order_with_their_key() -> None:
@@ -125,9 +133,60 @@ def connected(monkeypatch: pytest.MonkeyPatch, can_enter: bool = True, can_liste
         assert isinstance(entering, TlsSocket)
         assert isinstance(listening, TlsSocket)
         for end in (entering, listening):
-            end.settimeout(PATIENCE_S)
+            end.settimeout(None)
+        # A read that never ends by itself ends here, so that a thread can be joined.
+        ends.callback(_shut, listening)
         widen(listening)
         yield Ends(entering, listening, thread)
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("held_bytes", [1, 1000, BLOCK_BYTES, BLOCK_BYTES + TAG_BYTES + 1, LOW_WATER_BYTES + 5])
+def test_the_end_of_a_sealed_payload_waits_for_nothing_behind_it(
+    held_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(monkeypatch) as ends:
+        assert ends.entering.sealing is not None
+        payload = payload_of(4 * LOW_WATER_BYTES + 5000)
+        data = b"".join(sealed(ends.entering.sealing, payload))
+        memory = bytearray(len(payload))
+        reading = ends.thread.submit(read_large, ends.listening, memoryview(memory))
+        socket.socket.sendall(ends.entering, data[:-held_bytes])
+        # All that came is read but what the reader is not woken for.
+        while unacknowledged(ends.entering) or _unread(ends.listening) > LOW_WATER_BYTES:
+            assert not reading.done()
+            select.select([], [], [], 0.001)
+        socket.socket.sendall(ends.entering, data[-held_bytes:])
+        assert reading.result(PATIENCE_S) == len(payload)
+        assert memory == payload
+
+
+def _unread(connection: socket.socket) -> int:
+    (count,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
+    return int(count)
+
+
+@pytest.mark.parametrize("version", ["49.1.0", "3.4.8", "none"])
+def test_a_package_that_is_too_old_or_broken_is_not_used(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(_name: str) -> str:
+        return version
+
+    monkeypatch.setattr(sealing.metadata, "version", find)
+    sealing.find_cipher.cache_clear()
+    try:
+        assert sealing.find_cipher() is None
+    finally:
+        sealing.find_cipher.cache_clear()
+
+
+def test_the_kernel_does_no_tls_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(monkeypatch) as ends:
+        assert not ends.entering.context.options & 8
+        assert not ends.listening.context.options & 8
 
 
 @pytest.mark.parametrize(("can_enter", "can_listen"), [(True, True), (True, False), (False, True), (False, False)])
