@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import ssl
 
@@ -28,13 +29,14 @@ def read_into(connection: socket.socket, view: memoryview) -> int:
 
 
 def _read_bytes(connection: socket.socket, view: memoryview) -> int:
-    # One call for everything: the kernel collects the pieces while Python's other threads run. Not the connection's own
-    # method, which would look for records of TLS where a sealed payload comes.
-    receive = socket.socket.recv_into
-    filled = receive(connection, view, 0, socket.MSG_WAITALL) if view.nbytes else 0
+    receive = connection.recv_into
+    if isinstance(connection, ssl.SSLSocket):  # past TLS, which would look for records where a sealed payload comes
+        receive = functools.partial(socket.socket.recv_into, connection)
+    # One call for everything: the kernel collects the pieces while Python's other threads run.
+    filled = receive(view, 0, socket.MSG_WAITALL) if view.nbytes else 0
     while 0 < filled < view.nbytes:
         # Cut short by a signal, by the socket's timeout, or by the end of the connection, which the next call shows.
-        count = receive(connection, view[filled:], 0, socket.MSG_WAITALL)
+        count = receive(view[filled:], 0, socket.MSG_WAITALL)
         if not count:
             break
         filled += count
