@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from run_jobs import Started
 pytestmark = pytest.mark.cluster
 
 PROGRAM = str(Path(__file__).with_name("eavesdropped.py"))
+ELASTIC = str(Path(__file__).with_name("eavesdropped_elastic.py"))
 MODES = ("short", "split", "distribute", "server", "ps")
 CARRIED = {
     "allreduce": ("gradients", "weights"),
@@ -33,6 +35,7 @@ CARRIED = {
     "distribute": ("inputs", "rows", "gradients", "weights"),
     "server": ("gradients", "weights"),
     "ps": ("changes", "values"),
+    "elastic": ("weights", "moments"),
 }
 """What each way of training sends as it is."""
 ROUTES = {
@@ -66,10 +69,10 @@ def found_of(folder: Path, heard: Heard) -> dict[tuple[str, str], int]:
     return found
 
 
-def check_silent(folder: Path, heard: Heard) -> None:
+def check_silent(folder: Path, heard: Heard, modes: Sequence[str] = MODES) -> None:
     """Check that nothing of a job that encrypts can be read, apart from what is left in torch's store."""
     found = found_of(folder, heard)
-    assert set(found) >= {(mode, kind) for mode in MODES for kind in CARRIED[mode]}
+    assert set(found) >= {(mode, kind) for mode in modes for kind in CARRIED[mode]}
     assert not {what for what, count in found.items() if count}, "readable"
     secret = (folder / "secret").read_bytes()
     forms = [secret, secret.hex().encode()]
@@ -106,7 +109,8 @@ def test_without_encryption_the_search_finds_everything(tmp_path: Path) -> None:
     assert result.status == 0, result.reason
     heard = sort(ear.streams())
     found = found_of(tmp_path, heard)
-    assert not [(mode, kind) for mode, kinds in CARRIED.items() for kind in kinds if found[mode, kind] < 5], found
+    expected = [(mode, kind) for mode in ("allreduce", *MODES) for kind in CARRIED[mode]]
+    assert not [one for one in expected if found[one] < 5], found
     everything = b"|".join(heard.all)
     for text in (b"machine1", b"poseidn1", b"PW\x03", b'"fingerprint"'):
         assert text in everything
@@ -123,6 +127,25 @@ def test_an_encrypted_job_of_poseidon_run_shows_nothing(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     check_routes(ended.out)
     check_silent(tmp_path, sort(ear.streams()))
+
+
+@pytest.mark.parametrize("encrypts", nightly.amount([True], [False, True]))
+def test_an_elastic_job_hands_its_state_to_a_worker_that_joins_unseen_if_it_encrypts(
+    encrypts: bool, tmp_path: Path
+) -> None:
+    with Lab(machines=2) as lab, serving(lab, tmp_path) as ssh, Eavesdropper(lab) as ear:
+        words = ["--quiet", "--log-dir", "none", "--nodes", "1:2", "--hosts", "machine0,machine1"]
+        env = {**ssh.env, "POSEIDON_WIRE_ENCRYPT": str(int(encrypts)), "OMP_NUM_THREADS": "1"}
+        job = Started([*words, ELASTIC, tmp_path], tmp_path, env, lambda command, **kw: lab.spawn(0, command, **kw))
+        ended = job.end(limit_s=100)
+    assert ended.status == 0, ended.err
+    assert (tmp_path / "joined").exists(), "nobody came in the place of the worker that was killed"
+    heard = sort(ear.streams())
+    if encrypts:
+        check_silent(tmp_path, heard, ["elastic"])
+    else:
+        found = found_of(tmp_path, heard)
+        assert all(found["elastic", kind] > 1000 for kind in CARRIED["elastic"]), found
 
 
 @nightly.only
