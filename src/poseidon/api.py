@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from poseidon.checkpoints.shards import Sharded
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.buffers import BufferSync
 from poseidon.engine.compiled import has_compiled_parts
-from poseidon.engine.discover import find_units, frozen_parameters, only_dense, tensors_of
+from poseidon.engine.discover import check_same_parameters, find_units, frozen_parameters, only_dense, tensors_of
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.options import Options
@@ -377,7 +378,12 @@ class DistributedDataParallel(Forwarding):
         self._policy.connect(self.module, self._engine)
         turns = self._turns = BackwardTurns(self._policy, self._buffer_sync)
         if self._engine is not None:
-            self._front_end = AutogradFrontEnd(self._engine, turns)
+            self._front_end = AutogradFrontEnd(
+                self._engine,
+                turns,
+                # Not a method: the front end must not keep the wrapper alive.
+                partial(check_same_parameters, self.module, {id(each) for each in self.module.parameters()}),
+            )
         # Threads and hooks must not outlive the wrapper, however it is destroyed.
         self._release = weakref.finalize(self, _release, self._front_end, turns)
         self._release.atexit = False

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from poseidon.api import DistributedDataParallel
 from poseidon.engine.lasting import LastingUpdates
 from poseidon.engine.local import LocalUpdates
-from poseidon.engine.optimizers import check_max_norm, check_optimizer
+from poseidon.engine.optimizers import check_max_norm, check_optimizer, check_owns
 from poseidon.engine.outer import Outer
 from poseidon.engine.outputs import tensors_in
 from poseidon.engine.relaxed import RelaxedUpdates
@@ -122,6 +122,7 @@ def distribute(
     ``managed`` and ``settings``.
     """
     check_optimizer(optimizer)
+    check_owns(model, optimizer)
     check_max_norm(max_grad_norm)
     if consistency not in ("bsp", "ssp", "asp", "local"):
         raise unknown_name("consistency", consistency, ("bsp", "ssp", "asp", "local"))

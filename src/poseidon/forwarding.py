@@ -16,7 +16,7 @@ from poseidon.attaching import Attachable
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
 from poseidon.engine.discover import check_still_frozen
 from poseidon.engine.hooks import AutogradFrontEnd
-from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
+from poseidon.engine.outputs import hides_some, map_tensors, move_to, tensors_in, unreached
 from poseidon.joining import ShadowHook
 from poseidon.surface import refuse_distributed_autograd
 
@@ -127,7 +127,7 @@ class Forwarding(Attachable):
         if self.find_unused_parameters and not self.static_graph:
             # Outputs hidden in an opaque object may depend on anything.
             unused = unreached(tensors, self._engine.parameters) if tensors else []
-        self._front_end.watch_outputs(tensors, unused)
+        self._front_end.watch_outputs(tensors, unused, hides_some(outputs))
 
     def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.device_ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ class BufferSync:
         self._team = team
         self._ignored = ignored
         self._mirrors: list[Mirror] = []
-        self._mirrored: list[int] = []
-        """``id()`` of each mirrored buffer."""
+        self._mirrored: list[tuple[Tensor, int]] = []
+        """Each mirrored buffer, and where its values are."""
         self._under_way: list[Callable[[], None]] = []
 
     @property
@@ -49,10 +49,17 @@ class BufferSync:
         if not any(self._tables):
             return
         buffers = list(self.named.values())
-        if [id(buffer) for buffer in buffers] != self._mirrored:
-            self._mirrored = [id(buffer) for buffer in buffers]
+        if not self._are_mirrored(buffers):
+            self._mirrored = [(buffer, buffer.data_ptr()) for buffer in buffers]
             self._mirrors = mirrors_of(buffers)
         self._under_way = [mirror.start_copy(self._team, source, "the buffers") for mirror in self._mirrors]
+
+    def _are_mirrored(self, buffers: Sequence[Tensor]) -> bool:
+        # A buffer may be another object, which may even have the id of one that is gone, or have got other memory.
+        return len(buffers) == len(self._mirrored) and all(
+            buffer is known and buffer.data_ptr() == place
+            for buffer, (known, place) in zip(buffers, self._mirrored, strict=True)
+        )
 
     def complete(self) -> None:
         """Apply the copy that was started, if any."""

@@ -24,6 +24,7 @@ from poseidon.engine.discover import is_conv1d
 from poseidon.engine.engine import Engine
 from poseidon.engine.pending import land
 from poseidon.engine.watched import use_in_linear
+from poseidon.errors import UnsupportedError
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
 from poseidon.units import Load
@@ -58,9 +59,13 @@ class HeadCall:
 class AutogradFrontEnd:
     """Connects the autograd graph of one model to one engine."""
 
-    def __init__(self, engine: Engine, turns: Turns | None = None) -> None:
+    def __init__(
+        self, engine: Engine, turns: Turns | None = None, check_parameters: Callable[[], object] | None = None
+    ) -> None:
         self.engine = engine
         self.turns: Turns = turns or engine
+        self._check_parameters = check_parameters
+        """Raises if the model has other parameters than the engine."""
         self._nodes: dict[nn.Parameter, Node] = {}
         self._handles: list[RemovableHandle] = []
         self._unused: set[nn.Parameter] = set()
@@ -68,6 +73,8 @@ class AutogradFrontEnd:
         """There was a forward since the last backward."""
         self._followed: Plan | None = None
         self._is_end_queued = False
+        self._elsewhere: set[nn.Parameter] = set()
+        """Parameters that the backward under way has reached, though it started elsewhere."""
         self._has_starts = True
         self._head_calls: dict[int, weakref.WeakSet[HeadCall]] = {}
         """By unit: forwards of its head whose backward may still come."""
@@ -79,14 +86,19 @@ class AutogradFrontEnd:
             if unit.spec.kind != "dense":
                 self._specialise(unit)
 
-    def watch_outputs(self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter]) -> None:
-        """Watch the backward that will start from these outputs of the model; it does not reach ``unused``."""
+    def watch_outputs(
+        self, tensors: Iterable[Tensor], unused: Iterable[nn.Parameter], hides_some: bool = False
+    ) -> None:
+        """Watch the backward that will start from these outputs of the model; it does not reach ``unused``.
+
+        ``hides_some``: there may be others, inside objects that cannot be searched.
+        """
         # A backward may pass through several forwards: what any of them uses may get a gradient.
         self._unused = self._unused & set(unused) if self._is_due else set(unused)
         self._is_due = True
         self._is_end_queued = False
         starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
-        self._has_starts = bool(starts)
+        self._has_starts = bool(starts) and not hides_some
         for tensor in starts:
             tensor.register_hook(self._output_gradient)
 
@@ -180,21 +192,59 @@ class AutogradFrontEnd:
                 return
             if not self.exchanges:
                 engine.local_gradient(parameter)
+                if engine.is_armed and self._is_due:
+                    self._note_elsewhere(parameter)
                 return
             self.begin()
             engine.parameter_ready(parameter, is_dense)
 
         return accumulated
 
+    def _note_elsewhere(self, parameter: nn.Parameter) -> None:
+        """Note a gradient of a backward that has not passed through the outputs of the last forward."""
+        if not self._elsewhere:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_elsewhere)
+        self._elsewhere.add(parameter)
+
+    def _end_elsewhere(self) -> None:
+        """Exchange the gradients of such a backward if it reached all parameters, as one of the model's own does.
+
+        So it is if the loss is computed from what the model keeps besides its outputs. A penalty on all weights is
+        exchanged then too, which changes nothing; one on some of them leaves with the next backward.
+        """
+        reached, self._elsewhere = self._elsewhere, set()
+        expected = {parameter for parameter in self._nodes if parameter.requires_grad} - self._unused
+        if self._is_due and self.engine.is_armed and not self.is_in_backward and reached >= expected:
+            self.turns.begin_backward(self._unused)
+            for parameter in reached:
+                self.engine.parameter_ready(parameter, is_dense=True)
+            self._end()
+
     def _output_gradient(self, _: Tensor) -> None:
-        if not self.engine.is_armed:
-            return
+        # The forward of this output was armed, and that decides; one under no_sync() may have followed it.
+        self.engine.is_armed = True
         # Queued here, in the outermost backward: re-entrant checkpoints run nested ones, which end too early.
         self._queue_end()
         # Not if torch.autograd.grad() only passes through. (If checkpoints hide all parameters
         # from this backward, the first of their gradients begins the exchange.)
         if any(self.will_accumulate(parameter) for parameter in self._nodes):
             self.begin()
+        else:
+            self._check_watched()
+
+    def _check_watched(self) -> None:
+        """Raise if the model's parameters are no longer those that are watched: every worker would train alone."""
+        if self._check_parameters is not None:
+            self._check_parameters()
+        for unit in self.engine.units:
+            for parameter in unit.parameters:
+                if parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[parameter]:
+                    before = " on ".join(map(str, self._kinds[parameter]))
+                    raise UnsupportedError(
+                        f"rank {self.engine.team.rank}: the parameters of {unit.name} were {before} when the model was "
+                        f"distributed and are {parameter.dtype} on {parameter.device} now, so that their gradients "
+                        "would stay on this worker. Convert or move a model before it is distributed"
+                    )
 
     def _queue_end(self) -> None:
         if not self._is_end_queued:
@@ -295,7 +345,8 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
         self._module = module
         self._indices = indices
-        self._found = _find(module) if torch.is_grad_enabled() and not _has_hooks(module) else None
+        found = _find(module) if torch.is_grad_enabled() and not _has_hooks(module) else None
+        self._found = found if found is not None and _is_own(module, found[1]) else None
         self._is_on = self._found is not None and self._found[0].engine.makes_rows(self._found[1])
 
     def __enter__(self) -> _rows_wanted:
@@ -336,7 +387,7 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a linear layer: with a backward that hands over factors, if the engine wants them."""
     weight, bias = module.weight, module.bias
     found = _find(module) if torch.is_grad_enabled() and weight.requires_grad and not _has_hooks(module) else None
-    if found is None:
+    if found is None or not _is_own(module, found[1]):
         return plain(x)
     # What the engine wants depends on the last step. And the function below saves the weight without touching it.
     land(weight, bias)
@@ -356,6 +407,17 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     if front_end.engine.is_observing:
         _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize))
     return out
+
+
+def _is_own(module: nn.Module, unit: LiveUnit) -> bool:
+    """Whether a layer uses its unit's own parameters now.
+
+    Not what a parametrization, pruning or ``torch.func.functional_call`` computes from them: its gradient is not
+    theirs. Nor may torch.func look into a backward that hands over anything.
+    """
+    is_transformed: bool = torch._C._are_functorch_transforms_active()
+    used = (getattr(module, name, None) for name in ("weight", "bias"))
+    return not is_transformed and all(one is None or any(one is own for own in unit.parameters) for one in used)
 
 
 def linear_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

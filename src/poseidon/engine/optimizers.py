@@ -75,6 +75,18 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_owns(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if the optimizer trains parameters that the model does not have: every worker would step them alone."""
+    own = set(map(id, model.parameters()))
+    odd = [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
+    if odd:
+        raise ConfigError(
+            f"the optimizer trains {len(odd)} parameter(s) that the model does not have (the first is of shape "
+            f"{tuple(odd[0].shape)}): their gradients would stay on each worker. Put all that is trained into one "
+            "module, or give the others an optimizer and a distributed model of their own"
+        )
+
+
 _ELEMENTWISE = frozenset(
     getattr(optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

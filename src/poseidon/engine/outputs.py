@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -26,6 +28,41 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif dataclasses.is_dataclass(one) and not isinstance(one, type):
             waiting += [getattr(one, field.name) for field in dataclasses.fields(one)][::-1]
     return found
+
+
+_PLAIN = (
+    Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    np.ndarray,
+    np.generic,
+    Enum,
+)
+
+
+def hides_some(value: Any) -> bool:
+    """Return whether :func:`tensors_in` meets an object that it cannot search, and that may hold tensors."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, _PLAIN):
+            continue
+        if isinstance(one, list | tuple | set | frozenset):
+            waiting += one
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+            waiting += [getattr(one, field.name) for field in dataclasses.fields(one)]
+        else:
+            return True
+    return False
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -95,7 +95,8 @@ class _FlatExchange(Exchange):
         self._flat = flat
         self._name = name
         # Not by way of dist.all_reduce, whose checks and logs take longer than to start a small one.
-        self._work = team.group.allreduce([flat], _sums())
+        # Nor does the group itself know complex numbers.
+        self._work = team.group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], _sums())
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         self.wait()

@@ -1,0 +1,268 @@
+"""Programs whose gradients would stay on each worker without a word: they are exchanged, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import poseidon
+from poseidon.errors import ConfigError, UnsupportedError
+from ranks import run_ranks
+
+MODES = ("wrapper", "distribute", "server")
+ROWS = 6
+
+
+def _data(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Hiding(nn.Module):
+    """Returns a value as a tensor, and what a second loss is computed from inside an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.policy, self.value = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> tuple[Any, Tensor]:
+        seen = torch.tanh(self.body(x))
+        return SimpleNamespace(logits=self.policy(seen)), self.value(seen)
+
+
+class Keeping(nn.Module):
+    """Returns probabilities, and keeps what the loss is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+        self.logits = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.logits = self.net(x)
+        return self.logits.softmax(1)
+
+
+Loss = Callable[[Any, nn.Module, Tensor, Tensor], None]
+"""Runs the backward of one step of a model, of which the module is the user's own."""
+
+
+def _hidden(model: Any, _module: nn.Module, x: Tensor, y: Tensor) -> None:
+    hidden, value = model(x)
+    (F.cross_entropy(hidden.logits, y) + 0 * value.sum()).backward()
+
+
+def _hidden_last(model: Any, _module: nn.Module, x: Tensor, y: Tensor) -> None:
+    hidden, value = model(x)
+    value.square().mean().backward(retain_graph=True)
+    F.cross_entropy(hidden.logits, y).backward()
+
+
+def _kept(model: Any, module: Any, x: Tensor, y: Tensor) -> None:
+    model(x)
+    F.cross_entropy(module.logits, y).backward()
+
+
+def _penalised_first(model: Any, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    (0.1 * sum(value.square().sum() for value in module.parameters())).backward()
+    F.cross_entropy(out, y).backward()
+
+
+def _penalised_in_part(model: Any, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    (0.1 * next(module.parameters()).square().sum()).backward()
+    F.cross_entropy(out, y).backward()
+
+
+def _attacked(model: Any, _module: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            moved = x.clone().requires_grad_()
+            torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
+    F.cross_entropy(out, y).backward()
+
+
+def _halved(model: Any, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    prefix = "" if model is module else "module."
+    weights = {f"{prefix}{name}": 0.5 * value for name, value in module.named_parameters()}
+    F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y).backward()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "outputs inside an object": (Hiding, _hidden),
+    "a second loss from inside an object": (Hiding, _hidden_last),
+    "a loss of what the model keeps": (Keeping, _kept),
+    "a penalty before the loss": (_net, _penalised_first),
+    "a penalty on some weights before the loss": (_net, _penalised_in_part),
+    "a forward under no_sync in between": (_net, _attacked),
+    "other weights for a call": (_net, _halved),
+}
+
+
+def _train(case: str, mode: str, routes: str | None) -> None:
+    make, backward = CASES[case]
+    alone, ours = make(), make()
+    plain = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9)
+    options: dict[str, Any] = {} if routes is None or mode == "server" else {"routes": {"*": routes}}
+    if mode == "wrapper":
+        model: Any = poseidon.DistributedDataParallel(ours, **options)
+    else:
+        update = "server" if mode == "server" else "worker"
+        model, optimizer = poseidon.distribute(ours, optimizer, update=update, **options)
+    for step in range(5):
+        parts = [_data(step, rank) for rank in range(dist.get_world_size())]
+        plain.zero_grad()
+        backward(alone, alone, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        plain.step()
+        optimizer.zero_grad()
+        backward(model, ours, *parts[dist.get_rank()])
+        optimizer.step()
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+    model.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_backward_of_the_model_is_exchanged(case: str, mode: str) -> None:
+    if mode == "server" and case == "other weights for a call":
+        pytest.skip("docs/server.md: torch.func reads weights past it")
+    run_ranks(_train, 2, case, mode, None)
+
+
+def test_factors_are_not_those_of_other_weights() -> None:
+    run_ranks(_train, 2, "other weights for a call", "wrapper", "factors")
+
+
+def _pruned() -> None:
+    alone, ours = _net(), _net()
+    model = poseidon.DistributedDataParallel(ours, routes={"*": "factors"})
+    for step in range(5):
+        if step == 2:
+            for net in (alone, ours):
+                prune.l1_unstructured(net[0], "weight", 0.5)
+        parts = [_data(step, rank) for rank in range(2)]
+        for net, called, (x, y) in (
+            (alone, alone, tuple(map(torch.cat, zip(*parts, strict=True)))),
+            (ours, model, parts[dist.get_rank()]),
+        ):
+            net.zero_grad()
+            F.cross_entropy(called(x), y).backward()
+        for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    model.close()
+
+
+def test_what_was_pruned_after_wrapping_gets_no_gradient_by_its_factors() -> None:
+    run_ranks(_pruned, 2)
+
+
+def _converted(how: str) -> str:
+    net = _net()
+    model = poseidon.DistributedDataParallel(net)
+    if how == "double":
+        model.double()
+    else:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    x = _data(0, dist.get_rank())[0]
+    with pytest.raises(UnsupportedError) as refused:
+        model(x.double() if how == "double" else x).sum().backward()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("double", "torch.float32 on cpu when .* are torch.float64 on cpu now"), ("assign", "parameter 0.weight and 3")],
+)
+def test_parameters_that_are_others_after_wrapping_are_refused(how: str, says: str) -> None:
+    for said in run_ranks(_converted, 2, how):
+        assert re.search(says, said), said
+
+
+def _with_a_stranger(update: str) -> None:
+    net, margin = _net(), nn.Linear(4, 10)
+    optimizer = torch.optim.SGD([*net.parameters(), *margin.parameters()], 0.1)
+    with pytest.raises(ConfigError, match=r"trains 2 parameter\(s\) that the model does not have .* \(10, 4\)"):
+        poseidon.distribute(net, optimizer, update=update)
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_an_optimizer_with_parameters_of_others_is_refused(update: str) -> None:
+    run_ranks(_with_a_stranger, 2, update)
+
+
+class Centred(nn.Module):
+    """Gives its buffer other memory in every forward."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.register_buffer("center", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.center.data = 0.9 * self.center.data + 0.1 * x.mean(0).detach()
+        out: Tensor = self.fc(x - self.center)
+        return out
+
+
+def _buffers() -> Tensor:
+    model: Any = poseidon.DistributedDataParallel(Centred())
+    for step in range(4):
+        model(_data(step, dist.get_rank())[0]).sum().backward()
+    model.train()
+    model(_data(9, 0)[0])  # the same samples for all, on the buffers of worker 0
+    center: Tensor = model.module.center.clone()
+    model.close()
+    return center
+
+
+def test_buffers_that_got_other_memory_are_still_worker_0s() -> None:
+    first, second = run_ranks(_buffers, 2)
+    assert torch.equal(first, second)
+
+
+class Waves(nn.Module):
+    """A layer with complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.w = nn.Parameter(torch.randn(8, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).abs()
+
+
+def _complex() -> None:
+    net = Waves()
+    model = poseidon.DistributedDataParallel(net)
+    parts = [_data(0, rank)[0] for rank in range(2)]
+    model(parts[dist.get_rank()]).mean().backward()
+    alone = Waves()
+    alone(torch.cat(parts)).mean().backward()
+    torch.testing.assert_close(net.w.grad, alone.w.grad)
+    model.close()
+
+
+def test_complex_parameters_between_machines() -> None:
+    run_ranks(_complex, 2, env=[{"POSEIDON_MACHINE": "0"}, {"POSEIDON_MACHINE": "1"}])
