@@ -209,6 +209,34 @@ def test_an_optimizer_with_parameters_of_others_is_refused(update: str) -> None:
     run_ranks(_with_a_stranger, 2, update)
 
 
+def _called_past(update: str, how: str) -> None:
+    net = _net()
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
+    x, y = _data(0, dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        # A penalty in a backward of its own is the same on all workers.
+        (0.1 * net[0].weight.square().sum()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # with nothing to step on, as a loop may that skips a batch
+    if how == "the model that was given":
+        F.cross_entropy(net(x), y).backward()
+    else:
+        with model.no_sync():
+            F.cross_entropy(model(x), y).backward()
+    with pytest.raises(UnsupportedError, match=r"step\(\) would use this worker's own gradients"):
+        optimizer.step()
+    model.close()
+
+
+@pytest.mark.parametrize("how", ["the model that was given", "under no_sync to the end"])
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_no_step_is_taken_on_gradients_that_nobody_exchanged(update: str, how: str) -> None:
+    run_ranks(_called_past, 2, update, how)
+
+
 class Centred(nn.Module):
     """Gives its buffer other memory in every forward."""
 

@@ -10,7 +10,7 @@ that hand over arrays.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -193,6 +193,16 @@ class Engine:
     def local_gradient(self, parameter: nn.Parameter) -> None:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
         self._local.add(self._number_of[parameter])
+
+    def forget_local(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record that the gradients of these parameters were cleared; others than the engine's do not matter."""
+        if self._local:
+            self._local.difference_update(self._number_of.get(parameter, -1) for parameter in parameters)
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether a backward without an exchange accumulated gradients since the last exchange."""
+        return bool(self._local)
 
     def collects(self, unit: LiveUnit) -> bool:
         """Whether this backward wants the unit's factors instead of its gradient."""

@@ -272,6 +272,8 @@ class ServedUpdates(TakenSteps):
 
     def step(self) -> None:
         """Order the owners to step."""
+        with self._lock:
+            self._refuse_unexchanged()
         with self._lock, self._broken_by_errors():
             self.finish()  # step() was called twice in a row
             self._settle()
@@ -291,6 +293,7 @@ class ServedUpdates(TakenSteps):
             return False
         with self._lock, self._broken_by_errors():
             members = parameters_of(self.optimizer) if parameters is None else parameters
+            self.engine.forget_local(members)
             with in_private():
                 for parameter in members:
                     if set_to_none:

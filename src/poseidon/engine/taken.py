@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_max_norm, check_optimizer, clip_before_steps, defer, give_back
 from poseidon.engine.policy import Policy
+from poseidon.engine.step import Phase
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
 
@@ -48,6 +49,8 @@ class TakenSteps(Policy):
         self._engine: Engine | None = None
         self._undo: list[Callable[[], None]] = []
         self._guard = _Guard(self)
+        self._exchanges_before = 0
+        """How many exchanges there were at the last step."""
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
@@ -85,6 +88,18 @@ class TakenSteps(Policy):
             give_back(self.optimizer, self.plain)
             self.engine.close()
             self._engine = None
+
+    def _refuse_unexchanged(self) -> None:
+        """Raise if a step would use gradients that no exchange since the last step has seen."""
+        engine = self.engine
+        exchanges = engine.step + (engine.phase is Phase.CLOSED)  # which counts when all have heard of it
+        before, self._exchanges_before = self._exchanges_before, exchanges
+        if exchanges <= before and engine.has_local_gradients:
+            raise UnsupportedError(
+                f"rank {engine.team.rank}: step() would use this worker's own gradients: no backward since the last "
+                "step came from outputs of the distributed model. Call the model that distribute() returned, not the "
+                "one that it was given, and let the last backward before a step be outside of no_sync()"
+            )
 
     @abstractmethod
     def step(self) -> None:

@@ -149,6 +149,7 @@ class DeferredUpdates(TakenSteps):
         """Record that an update is due; update at once the parameters with nothing under way."""
         with self._lock:
             self._check_failure()
+            self._refuse_unexchanged()
             is_read = self.engine.phase is Phase.SETTLED
             groups = self.optimizer.param_groups
             is_apart = self._steps_all and any(
@@ -181,6 +182,7 @@ class DeferredUpdates(TakenSteps):
                 self._clears = set_to_none
                 self._clears_all |= parameters is not None
             members = parameters_of(self.optimizer) if parameters is None else parameters
+            self.engine.forget_local(members)
             here = [p for p in members if id(p) not in self._pending]
             if here:
                 clear_gradients(here, set_to_none)
