@@ -127,7 +127,8 @@ class Forwarding(Attachable):
         if self.find_unused_parameters and not self.static_graph:
             # Outputs hidden in an opaque object may depend on anything.
             unused = unreached(tensors, self._engine.parameters) if tensors else []
-        self._front_end.watch_outputs(tensors, unused, hides_some(outputs))
+        is_plain = type(outputs) is torch.Tensor
+        self._front_end.watch_outputs(tensors, unused, not is_plain and hides_some(outputs))
 
     def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.device_ids:

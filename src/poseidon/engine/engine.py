@@ -87,8 +87,8 @@ class Engine:
         """By parameter of a static graph: whether any worker uses it. Empty before the first backward."""
         self._static_additions: tuple[int, ...] | None = None
         """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
-        self._local: set[int] = set()
-        """Parameters with gradients that were not exchanged."""
+        self.local: set[int] = set()
+        """Parameters into whose gradients a backward without an exchange has accumulated since the last exchange."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
         self._forgotten: set[nn.Parameter] | None = None
@@ -192,17 +192,11 @@ class Engine:
 
     def local_gradient(self, parameter: nn.Parameter) -> None:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
-        self._local.add(self._number_of[parameter])
+        self.local.add(self._number_of[parameter])
 
     def forget_local(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record that the gradients of these parameters were cleared; others than the engine's do not matter."""
-        if self._local:
-            self._local.difference_update(self._number_of.get(parameter, -1) for parameter in parameters)
-
-    @property
-    def has_local_gradients(self) -> bool:
-        """Whether a backward without an exchange accumulated gradients since the last exchange."""
-        return bool(self._local)
+        self.local.difference_update(self._number_of.get(parameter, -1) for parameter in parameters)
 
     def collects(self, unit: LiveUnit) -> bool:
         """Whether this backward wants the unit's factors instead of its gradient."""
@@ -263,7 +257,7 @@ class Engine:
 
     def will_be_dense(self) -> bool:
         """Whether the next backward sends full gradients only: before the first plan, and after no_sync."""
-        return self._schedules.planned is None or bool(self._local)
+        return self._schedules.planned is None or bool(self.local)
 
     def begin_backward(
         self, unused: Collection[nn.Parameter] = (), is_dense: bool | None = None, is_joined: bool = False
@@ -290,7 +284,7 @@ class Engine:
                 None if is_joined else self._static_additions,
                 takes_times=stopwatch is not None,
                 tells_used=not self._static_used if is_static else self.options.allow_unused,
-                kept=self._local,
+                kept=self.local,
             )
             # What travels as a gradient brings nothing else, so those units share an empty object.
             nothing = Brought()
@@ -346,7 +340,7 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        self._local.clear()
+        self.local.clear()
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
             return []
@@ -401,11 +395,11 @@ class Engine:
             kept = [None if gradient is None else gradient.clone() for gradient in kept]
         for parameter in self.parameters:
             parameter.grad = None
-        local = set(self._local)
-        self._local.clear()
+        local = set(self.local)
+        self.local.clear()
         self.begin_backward(unused=self.parameters, is_dense=is_dense, is_joined=True)
         self.end_backward()
-        self._local = local
+        self.local = local
         for parameter, gradient in zip(self.parameters, kept, strict=True):
             parameter.grad = gradient
 

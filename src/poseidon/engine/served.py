@@ -273,7 +273,7 @@ class ServedUpdates(TakenSteps):
     def step(self) -> None:
         """Order the owners to step."""
         with self._lock:
-            self._refuse_unexchanged()
+            self._note_step(self.engine, self.engine.phase)
         with self._lock, self._broken_by_errors():
             self.finish()  # step() was called twice in a row
             self._settle()
@@ -293,7 +293,8 @@ class ServedUpdates(TakenSteps):
             return False
         with self._lock, self._broken_by_errors():
             members = parameters_of(self.optimizer) if parameters is None else parameters
-            self.engine.forget_local(members)
+            if self._engine.local:
+                self._engine.forget_local(members)
             with in_private():
                 for parameter in members:
                     if set_to_none:

@@ -89,12 +89,11 @@ class TakenSteps(Policy):
             self.engine.close()
             self._engine = None
 
-    def _refuse_unexchanged(self) -> None:
+    def _note_step(self, engine: Engine, phase: Phase) -> None:
         """Raise if a step would use gradients that no exchange since the last step has seen."""
-        engine = self.engine
-        exchanges = engine.step + (engine.phase is Phase.CLOSED)  # which counts when all have heard of it
+        exchanges = engine.step + (phase is Phase.CLOSED)  # which counts when all have heard of it
         before, self._exchanges_before = self._exchanges_before, exchanges
-        if exchanges <= before and engine.has_local_gradients:
+        if exchanges <= before and engine.local:
             raise UnsupportedError(
                 f"rank {engine.team.rank}: step() would use this worker's own gradients: no backward since the last "
                 "step came from outputs of the distributed model. Call the model that distribute() returned, not the "

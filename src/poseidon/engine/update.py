@@ -149,8 +149,10 @@ class DeferredUpdates(TakenSteps):
         """Record that an update is due; update at once the parameters with nothing under way."""
         with self._lock:
             self._check_failure()
-            self._refuse_unexchanged()
-            is_read = self.engine.phase is Phase.SETTLED
+            engine = self.engine
+            phase = engine.phase
+            self._note_step(engine, phase)
+            is_read = phase is Phase.SETTLED
             groups = self.optimizer.param_groups
             is_apart = self._steps_all and any(
                 id(p) not in self._pending and p.grad is not None for p in parameters_of(self.optimizer)
@@ -182,7 +184,8 @@ class DeferredUpdates(TakenSteps):
                 self._clears = set_to_none
                 self._clears_all |= parameters is not None
             members = parameters_of(self.optimizer) if parameters is None else parameters
-            self.engine.forget_local(members)
+            if self._engine.local:
+                self._engine.forget_local(members)
             here = [p for p in members if id(p) not in self._pending]
             if here:
                 clear_gradients(here, set_to_none)
