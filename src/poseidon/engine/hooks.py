@@ -216,7 +216,8 @@ class AutogradFrontEnd:
         expected = {parameter for parameter in self._nodes if parameter.requires_grad} - self._unused
         if self._is_due and self.engine.is_armed and not self.is_in_backward and reached >= expected:
             self.turns.begin_backward(self._unused)
-            for parameter in reached:
+            # In one order on all workers, which a set does not have.
+            for parameter in reversed([one for one in self._nodes if one in reached]):
                 self.engine.parameter_ready(parameter, is_dense=True)
             self._end()
 
