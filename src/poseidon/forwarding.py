@@ -16,7 +16,7 @@ from poseidon.attaching import Attachable
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
 from poseidon.engine.discover import check_still_frozen
 from poseidon.engine.hooks import AutogradFrontEnd
-from poseidon.engine.outputs import hides_some, map_tensors, move_to, tensors_in, unreached
+from poseidon.engine.outputs import map_tensors, move_to, tensors_in, unreached
 from poseidon.joining import ShadowHook
 from poseidon.surface import refuse_distributed_autograd
 
@@ -122,13 +122,13 @@ class Forwarding(Attachable):
         """Watch for the backward that starts from these outputs."""
         assert self._engine is not None
         assert self._front_end is not None
-        tensors = tensors_in(outputs)
+        hidden: list[Any] = []
+        tensors = tensors_in(outputs, hidden)
         unused: list[nn.Parameter] = []
         if self.find_unused_parameters and not self.static_graph:
             # Outputs hidden in an opaque object may depend on anything.
             unused = unreached(tensors, self._engine.parameters) if tensors else []
-        is_plain = type(outputs) is torch.Tensor
-        self._front_end.watch_outputs(tensors, unused, not is_plain and hides_some(outputs))
+        self._front_end.watch_outputs(tensors, unused, bool(hidden))
 
     def _moved(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.device_ids:

@@ -12,26 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order; other objects are opaque."""
-    found: list[Tensor] = []
-    waiting = [value]
-    while waiting:  # a loop and no generator: it runs in every forward
-        one = waiting.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += [*one][::-1]
-        elif isinstance(one, dict) or isinstance(one, Mapping):  # noqa: SIM101 - the first is much faster
-            waiting += [*one.values()][::-1]
-        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
-            waiting += [getattr(one, field.name) for field in dataclasses.fields(one)][::-1]
-    return found
-
-
 _PLAIN = (
-    Tensor,
     bool,
     int,
     float,
@@ -47,22 +28,26 @@ _PLAIN = (
 )
 
 
-def hides_some(value: Any) -> bool:
-    """Return whether :func:`tensors_in` meets an object that it cannot search, and that may hold tensors."""
+def tensors_in(value: Any, opaque: list[Any] | None = None) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order.
+
+    Other objects cannot be searched; those that may hold tensors are added to ``opaque``.
+    """
+    found: list[Tensor] = []
     waiting = [value]
-    while waiting:
+    while waiting:  # a loop and no generator: it runs in every forward
         one = waiting.pop()
-        if isinstance(one, _PLAIN):
-            continue
-        if isinstance(one, list | tuple | set | frozenset):
-            waiting += one
-        elif isinstance(one, Mapping):
-            waiting += one.values()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += [*one][::-1]
+        elif isinstance(one, dict) or isinstance(one, Mapping):  # noqa: SIM101 - the first is much faster
+            waiting += [*one.values()][::-1]
         elif dataclasses.is_dataclass(one) and not isinstance(one, type):
-            waiting += [getattr(one, field.name) for field in dataclasses.fields(one)]
-        else:
-            return True
-    return False
+            waiting += [getattr(one, field.name) for field in dataclasses.fields(one)][::-1]
+        elif opaque is not None and not isinstance(one, _PLAIN):
+            opaque.append(one)
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
