@@ -5,9 +5,11 @@
     python benchmarks/soak.py                                     # 100,000 steps in every mode, on 2 and on 3 workers
     python benchmarks/soak.py --steps 10000 --modes server --workers 2
 
-Every worker counts, ten times, its memory, threads, descriptors and the living objects of each of Poseidon's classes.
-From the third count on, when everything has been used, none of them may grow. It also says how often a plan was made,
-and how often one was put to use: batches that hop about should change nothing.
+Batches hop about for some thousand steps, which should change no plan; then they stay small or large for some hundred
+steps each, which makes a new plan where that is clearly faster. Every worker counts, twenty times, its memory, threads, descriptors
+and the living objects of each of Poseidon's classes. From the fifth count on, when everything has been used, none of
+them may grow; how many objects there are depends on the plan in use, so they are compared most strictly between counts
+under one plan. It also says how often a plan was made, and how often one was put to use.
 """
 
 from __future__ import annotations
@@ -26,13 +28,18 @@ from pathlib import Path
 
 MODES = ("wrapper", "distribute", "server", "together")
 """The first three as if on machines of their own, so that everything travels; the last in shared memory."""
-COUNTS = 10
-WARM = 2
+COUNTS = 20
+WARM = 4
 """How many of the counts are before everything has been used."""
+LAST = 5
+"""How many of the counts are the end: the least of them counts, for exchanges under way come and go."""
 SPARE_MB, SPARE_SHARE = 12.0, 0.03
 """What memory may differ by: the allocator's scraps."""
-SPARE_OBJECTS = 30
+SPARE_OBJECTS, SPARE_UNDER_ONE_PLAN = 30, 2
 LARGEST_BATCH = 64
+CLASSES, OBJECTS = "poseidon.", "objects of Poseidon"
+STAYS = 4
+"""How often, between two counts, a batch stays."""
 
 
 def count_here() -> dict[str, float]:
@@ -46,23 +53,39 @@ def count_here() -> dict[str, float]:
     }
     kinds = Counter(type(each) for each in gc.get_objects())
     for kind, number in kinds.items():
-        if str(getattr(kind, "__module__", "")).startswith("poseidon."):
+        if str(getattr(kind, "__module__", "")).startswith(CLASSES):
             found[f"{kind.__module__}.{kind.__qualname__}"] = number
-    found["objects of Poseidon"] = sum(number for name, number in found.items() if name.startswith("poseidon."))
+    found[OBJECTS] = sum(number for name, number in found.items() if name.startswith(CLASSES))
     return found
 
 
-def judge(counts: list[dict[str, float]]) -> list[str]:
-    """Return what has grown."""
-    before, last = counts[WARM:-3], counts[-3:]
+def judge(counts: list[dict[str, float]], plans: list[str]) -> list[str]:
+    """Return what has grown; ``plans`` names the plan under which each count was taken."""
+    before, last = counts[WARM:-LAST], counts[-LAST:]
     grown = []
     for name in sorted({name for each in counts for name in each}):
-        # The least of the last three: exchanges under way come and go.
-        highest, now = max(each.get(name, 0) for each in before), min(each.get(name, 0) for each in last)
-        spare = SPARE_MB + SPARE_SHARE * highest if name == "MB" else 2 if "." not in name else SPARE_OBJECTS
-        if now > highest + spare:
-            grown.append(f"{name}: {highest:g} before, {now:g} at the end")
+        spare = SPARE_OBJECTS if name.startswith((CLASSES, OBJECTS)) else 2
+        grown += _compare(name, before, last, SPARE_MB if name == "MB" else spare)
+    for plan in sorted({*plans[WARM:-LAST]} & {*plans[-LAST:]}):
+        under = [each if other == plan else None for each, other in zip(counts, plans, strict=True)]
+        same = [[each for each in part if each] for part in (under[WARM:-LAST], under[-LAST:])]
+        grown += [f"under one plan, {text}" for text in _compare(OBJECTS, *same, SPARE_UNDER_ONE_PLAN)]
     return grown
+
+
+def _compare(name: str, before: list[dict[str, float]], last: list[dict[str, float]], spare: float) -> list[str]:
+    highest, now = max(each.get(name, 0) for each in before), min(each.get(name, 0) for each in last)
+    if name == "MB":
+        spare += SPARE_SHARE * highest
+    return [f"{name}: {highest:g} before, {now:g} at the end"] if now > highest + spare else []
+
+
+def choose_batch(chance: random.Random, number: int, between: int) -> int:
+    """Return the batch of a step: any between even and odd counts, and one that stays between odd and even ones."""
+    season, inside = divmod(number - 1, between)
+    if season % 2 == 0:
+        return chance.randint(1, LARGEST_BATCH)
+    return (2, LARGEST_BATCH)[inside * STAYS // between % 2]
 
 
 def start_training(mode: str, timeout_s: float) -> tuple[Callable[[int], object], Callable[[], None]]:
@@ -118,12 +141,14 @@ def work(mode: str, steps: int, seed: int) -> int:
     from poseidon.engine.schedules import Schedules
 
     made: Counter[str] = Counter()
+    in_use: list[Schedules] = []
 
     def counted(name: str) -> None:
         real = getattr(Schedules, name)
 
         def call(self: Schedules, *args: object) -> object:
             made[name] += 1
+            in_use[:] = [self]
             return real(self, *args)
 
         setattr(Schedules, name, call)
@@ -133,18 +158,23 @@ def work(mode: str, steps: int, seed: int) -> int:
     poseidon.init()
     step, end = start_training(mode, 120.0)
     chance = random.Random(f"{seed}/{rank}")
-    counts = []
+    counts, plans = [], []
+    between = steps // COUNTS
     began = time.monotonic()
     for number in range(1, steps + 1):
-        step(chance.randint(1, LARGEST_BATCH))
-        if number % (steps // COUNTS) == 0:
+        step(choose_batch(chance, number, between))
+        if number % between == 0:
             counts.append(count_here())
+            planned = in_use[0].planned
+            assert planned is not None
+            schedule = planned.schedule
+            plans.append(repr((schedule.route_of, [item.parameters for item in schedule.items])))
             if rank == 0:
-                shown = {name: value for name, value in counts[-1].items() if not name.startswith("poseidon.")}
+                shown = {name: value for name, value in counts[-1].items() if not name.startswith(CLASSES)}
                 took_s = time.monotonic() - began
                 print(f"{mode}: {number} steps, {took_s:.0f} s, {json.dumps(shown)}, {dict(made)}", flush=True)
     end()
-    grown = judge(counts)
+    grown = judge(counts, plans)
     for text in grown:
         print(f"GROWN on rank {rank}: {text}", flush=True)
     return int(bool(grown))
