@@ -6,10 +6,10 @@
     python benchmarks/soak.py --steps 10000 --modes server --workers 2
 
 Batches hop about for some thousand steps, which should change no plan; then they stay small or large for some hundred
-steps each, which makes a new plan where that is clearly faster. Every worker counts, twenty times, its memory, threads, descriptors
-and the living objects of each of Poseidon's classes. From the fifth count on, when everything has been used, none of
-them may grow; how many objects there are depends on the plan in use, so they are compared most strictly between counts
-under one plan. It also says how often a plan was made, and how often one was put to use.
+steps each, which makes a new plan where that is clearly faster. Every worker counts, twenty times, its memory, threads,
+descriptors and the living objects of each of Poseidon's classes. From the fifth count on, when everything has been
+used, none of them may grow; how many objects there are depends on the plan in use, so they are compared most strictly
+between counts under one plan. It also says how often a plan was made, and how often one was put to use.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""Compiled and graphed parts of a model read parameters without ``__torch_function__``, so these must land before."""
+"""Compiled, graphed and scripted parts of a model read parameters without ``__torch_function__``.
+
+So whatever is due to their parameters is done just before such a part runs, whoever calls it.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch._compile import _disable_dynamo as uncompiled
-from torch.utils.hooks import RemovableHandle
+from torch.jit import ScriptModule
 
-from poseidon.engine.pending import land
+from poseidon.engine.classes import Replacement
 
 __all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
 # ``uncompiled`` is torch.compiler.disable for functions; it imports the compiler with the first call instead of now.
@@ -17,60 +21,88 @@ __all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
-    """Return whether the module or any part of it is compiled."""
-    return any(
-        _is_wrapped(part) or part._compiled_call_impl is not None or _is_graphed(part) for part in _parts_of(module)
-    )
+    """Return whether the module or any part of it is compiled, graphed or scripted."""
+    return bool(_find_compiled(module))
 
 
 class CompiledParts:
     """Lands the parameters of a compiled part just before the part runs, so that the others may still travel."""
 
     def __init__(self) -> None:
-        self._handles: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
-    def take_over(self, module: nn.Module) -> bool:
-        """Return whether every compiled part of ``module`` now lands its parameters by itself.
-
-        One that was compiled in place (``part.compile()``) cannot: its hooks are part of its graph. A module that is
-        compiled as a whole needs all its parameters at once.
-        """
-        for part in _parts_of(module):
-            is_wrapped = "_orig_mod" in part._modules  # as in _is_wrapped; not called, as there are many parts
-            if part._compiled_call_impl is not None or (part is module and is_wrapped):
-                return False
-            if (is_wrapped or ("forward" in part.__dict__ and _is_graphed(part))) and part not in self._handles:
-                self._handles[part] = part.register_forward_pre_hook(_land_part)
-        return True
+    def take_over(self, module: nn.Module) -> None:
+        """Let every compiled part of ``module``, as they are now, put its parameters in place by itself."""
+        for part in _find_compiled(module):
+            has_own_call = part._compiled_call_impl is not None or isinstance(part, ScriptModule)
+            if part not in self._taken or (has_own_call and not isinstance(part._compiled_call_impl, _Opening)):
+                self._taken[part] = _open_in_call(part) if has_own_call else _open_before(part)
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        """Leave the parts as they were."""
+        for undo in self._taken.values():
+            undo()
+        self._taken.clear()
 
 
-def _parts_of(module: nn.Module) -> list[nn.Module]:
-    """Return the module and all parts of it, as they are now; asked in every step, so not by way of ``modules()``."""
-    found = {module: None}
+class _Opening:
+    """Calls a part when its parameters are in place; where a hook would be part of its graph, or cannot be."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = weakref.ref(part)
+        self._before = part._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self._part()
+        assert part is not None, "a module that is gone was called"
+        _open_part(part)
+        return (self._before or part._call_impl)(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Leave the part as it was, unless it was compiled anew."""
+        part = self._part()
+        if part is not None and part._compiled_call_impl is self:
+            part.__dict__["_compiled_call_impl"] = self._before
+
+
+def _open_in_call(part: nn.Module) -> Callable[[], None]:
+    opening = _Opening(part)
+    part.__dict__["_compiled_call_impl"] = opening  # a scripted module lets no attribute be set
+    return opening.undo
+
+
+def _open_before(part: nn.Module) -> Callable[[], None]:
+    return part.register_forward_pre_hook(_open_part).remove
+
+
+def _open_part(part: nn.Module, _: Any = None) -> None:
+    for parameter in part.parameters():
+        if isinstance(parameter, Replacement):
+            parameter._poseidon_open()
+
+
+def _find_compiled(module: nn.Module) -> list[nn.Module]:
+    """Return the compiled parts, as they are now, that are in no other; asked in every step, so all in line."""
+    found: list[nn.Module] = []
+    seen = {module}
     waiting = [module]
     while waiting:
-        for part in waiting.pop()._modules.values():
-            if part is not None and part not in found:
-                found[part] = None
-                waiting.append(part)
-    return list(found)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """Return whether ``torch.compile(module)`` made it."""
-    return "_orig_mod" in module._modules
+        part = waiting.pop()
+        if (
+            isinstance(part, ScriptModule)
+            or part._compiled_call_impl is not None  # by part.compile()
+            or "_orig_mod" in part._modules  # by torch.compile(part)
+            or ("forward" in part.__dict__ and _is_graphed(part))
+        ):
+            found.append(part)
+            continue
+        for child in part._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return found
 
 
 def _is_graphed(module: nn.Module) -> bool:
     """Return whether ``torch.cuda.make_graphed_callables`` made its forward."""
-    return getattr(module.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs"
-
-
-def _land_part(part: nn.Module, _: Any) -> None:
-    land(*part.parameters())
+    return getattr(module.__dict__["forward"], "__module__", "") == "torch.cuda.graphs"

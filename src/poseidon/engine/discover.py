@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from poseidon.errors import UnsupportedError
@@ -52,8 +53,8 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
 
     A parameter that several modules share belongs to the first of them. If these are an embedding and a linear layer
     without a bias, its unit is tied; otherwise dense: its gradient is a sum over different uses, which has no known
-    short form. Dense, too, is every unit in a module compiled as one graph (``fullgraph=True``), in which no layer can
-    hand over anything else. ``ignored`` names parameters to skip.
+    short form. Dense, too, is every unit in a module that is scripted or compiled as one graph (``fullgraph=True``), in
+    which no layer can hand over anything else. ``ignored`` names parameters to skip.
     """
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -143,7 +144,7 @@ def _tied(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
 
 
 def _is_one_graph(module: nn.Module) -> bool:
-    return bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
+    return isinstance(module, ScriptModule) or bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
 
 
 def _owns_only(module: nn.Module, *names: str) -> bool:

@@ -193,6 +193,11 @@ class Deferring:
         """Like the optimizer's own."""
         self._poseidon_policy.zero_grad(set_to_none)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in _MEMBERS:
+            self._poseidon_policy.finish()  # the step under way reads what was set before it
+        super().__setattr__(name, value)
+
     @property
     def state(self) -> Any:
         """Like the optimizer's own, after finishing the step under way."""
@@ -235,7 +240,7 @@ def _deferred_step(self: Any, closure: Any = None) -> None:
         raise UnsupportedError(
             "step(closure) evaluates the model inside the step; call backward() yourself and step() without a closure"
         )
-    self._opt_called = True  # checked by learning-rate schedulers
+    self.__dict__["_opt_called"] = True  # checked by learning-rate schedulers
     self._poseidon_policy.step()
 
 

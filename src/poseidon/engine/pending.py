@@ -48,22 +48,28 @@ class Pending(Replacement):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Land every pending parameter among the arguments, then run the operation."""
         kwargs = kwargs or {}
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        land(*args, *kwargs.values())
-        return func(*args, **kwargs)
+        if land(*args, *kwargs.values()):
+            return func(*args, **kwargs)
+        # This thread is landing one of them, and the parameter's own class wants to see the operation.
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
 
     def _poseidon_open(self) -> None:
         land(self)
 
 
 def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:
-    """Make the first touch call ``land_it(parameter)``, which must call :func:`make_plain` before anything else."""
+    """Make the first touch call ``land_it(parameter)``, which must call :func:`make_plain` when it has landed.
+
+    Until then other threads that touch it call ``land_it`` too, and whatever lands it must do so under
+    ``DisableTorchFunctionSubclass``, or return from a call within the call without having called it.
+    """
     for parameter in parameters:
         if not isinstance(parameter, Pending):
             parameter.__class__ = mixed(Pending, type(parameter))
@@ -78,12 +84,18 @@ def make_plain(parameters: Iterable[nn.Parameter]) -> None:
             del parameter._poseidon_land
 
 
-def land(*values: Any) -> None:
-    """Land the pending parameters among ``values`` and inside them; for code that reads them by other means too."""
+def land(*values: Any) -> bool:
+    """Land the pending parameters among ``values`` and inside them; return whether all have landed.
+
+    One that this very thread is landing has not.
+    """
+    has_landed = True
     for value in values:
         if isinstance(value, Pending):
             value._poseidon_land(value)  # type: ignore[arg-type]
+            has_landed &= not isinstance(value, Pending)
         elif type(value) in (tuple, list):  # such as strides
-            land(*value)
+            has_landed &= land(*value)
         elif not isinstance(value, _LEAVES):
-            land(*(leaf for leaf in tree_leaves(value) if isinstance(leaf, Pending)))
+            has_landed &= land(*(leaf for leaf in tree_leaves(value) if isinstance(leaf, Pending)))
+    return has_landed

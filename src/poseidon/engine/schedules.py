@@ -333,7 +333,7 @@ class Schedules:
             not self.routes[item.route].is_lossy or all(parameter.is_contiguous() for parameter in parameters)
         )
         bucket = (
-            Bucket(parameters, options.keep_views and not options.serves, is_in_place)
+            Bucket(parameters, options.keep_views and not options.serves, is_in_place, options.defers)
             if item.is_packed or options.serves
             else None
         )

@@ -91,6 +91,8 @@ class ServedUpdates(TakenSteps):
                 'join() with update="server": a worker without input takes no steps, but owns chunks; leave update out'
             )
         is_opaque = has_compiled_parts(module)
+        if is_opaque and asks:
+            self._compiled.take_over(module)  # for whoever calls a part of the model by itself
         if self._rounding.is_open and asks and not is_opaque:
             for parameter in self.engine.parameters:
                 watch(parameter, self)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from poseidon.engine.compiled import CompiledParts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_max_norm, check_optimizer, clip_before_steps, defer, give_back
 from poseidon.engine.policy import Policy
@@ -47,7 +48,8 @@ class TakenSteps(Policy):
         self.is_updating = False
         self._max_grad_norm = max_grad_norm
         self._engine: Engine | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._compiled = CompiledParts()
+        self._undo: list[Callable[[], None]] = [self._compiled.close]
         self._guard = _Guard(self)
         self._exchanges_before = 0
         """How many exchanges there were at the last step."""

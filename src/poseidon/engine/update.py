@@ -8,16 +8,19 @@ optimizer for just that flight's parameters. What the next forward needs late ar
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import has_torch_function
 
 from poseidon.engine.aside import aside
 from poseidon.engine.backward import Flight
-from poseidon.engine.compiled import CompiledParts
+from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     clear_gradients,
     clip,
@@ -50,10 +53,20 @@ class DeferredUpdates(TakenSteps):
         """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
         self._clears_all = False
         """Whether that concerns the whole model, and not just the optimizer's parameters."""
-        self._steps_all = max_grad_norm is not None or not steps_one_by_one(self.plain)
+        self._steps_now = not steps_one_by_one(self.plain)
+        """Whether ``step()`` waits for all gradients: the optimizer may look at all, and what it reads may change."""
+        self._steps_all = max_grad_norm is not None or self._steps_now
         """Whether all parameters are updated together: their norm or the optimizer needs all gradients."""
-        self._compiled = CompiledParts()
-        self._undo.append(self._compiled.close)
+        self._is_landing = False
+        """Whether this worker's thread with the lock is landing something."""
+        self._unseen: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+        """Lets that thread use parameters that are still pending."""
+
+    def connect(self, module: nn.Module, engine: Engine | None) -> None:
+        """Take over the optimizer's steps."""
+        super().connect(module, engine)
+        if engine is not None and any(has_torch_function((parameter,)) for parameter in engine.parameters):
+            self._unseen = contextlib.nullcontext  # theirs must see what the optimizer does; ours lets it pass
 
     # What the wrapper and the front end call.
 
@@ -64,8 +77,10 @@ class DeferredUpdates(TakenSteps):
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:
         """Finish the step if the forward does not touch parameters one by one."""
         self._is_paused = is_joining
-        if is_joining or not asks or not self._compiled.take_over(module):
+        if is_joining or not asks:
             self.finish()
+        else:
+            self._compiled.take_over(module)
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Finish the previous step, then begin this one's exchange unless it has begun."""
@@ -86,8 +101,10 @@ class DeferredUpdates(TakenSteps):
         with self._lock:
             self._pending = dict.fromkeys(map(id, engine.parameters))
             make_pending(engine.parameters, self._touch)
-        if forgotten:
+        if forgotten or engine.has_flags:
+            # With flags some landing needs all workers, and one of them may be the only one to read the model.
             self.finish()
+        if forgotten:
             engine.check_forgotten(forgotten)
 
     def finish(self) -> None:
@@ -104,17 +121,24 @@ class DeferredUpdates(TakenSteps):
 
     def _touch(self, parameter: nn.Parameter) -> None:
         with self._lock:
+            if self._is_landing:
+                return  # which is this thread's doing: the others wait here, as long as the class tells them to
             self._check_failure()
-            make_plain((parameter,))
+            self._is_landing = True
             try:
-                if self.engine.phase is Phase.CLOSED:
-                    self._settle()
-                flight = self._pending.get(id(parameter))
-                if flight is not None:
-                    self._land([flight])
+                with self._unseen():
+                    if self.engine.phase is Phase.CLOSED:
+                        self._settle()
+                    flight = self._pending.get(id(parameter))
+                    if flight is not None:
+                        self._land([flight])
+                    else:  # it has landed with others
+                        make_plain((parameter,))
             except BaseException as error:
                 self.engine.fail(error)
                 raise
+            finally:
+                self._is_landing = False
 
     def _settle(self) -> None:
         engine = self.engine
@@ -128,7 +152,6 @@ class DeferredUpdates(TakenSteps):
 
     def _land(self, flights: Sequence[Flight]) -> None:
         parameters = [p for flight in flights for p in flight.parameters]
-        make_plain(parameters)
         for flight in flights:
             flight.land()
         for parameter in parameters:
@@ -140,6 +163,8 @@ class DeferredUpdates(TakenSteps):
             if self._clears is not None:
                 some = parameters if self._clears_all else [p for p in parameters if id(p) in self._group_of]
                 clear_gradients(some, self._clears)
+        # Not before: from now on any thread may read them without asking.
+        make_plain(parameters)
         if not self._pending:
             self._due = self._clears = None
 
@@ -169,7 +194,7 @@ class DeferredUpdates(TakenSteps):
             here = [p for group in groups for p in group["params"] if id(p) not in pending]
             if here:
                 self._update(here, options)
-            if getattr(self.optimizer, "found_inf", None) is not None:
+            if self._steps_now or getattr(self.optimizer, "found_inf", None) is not None:
                 self.finish()  # a GradScaler's verdict and scale are valid only in this call
 
     def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getrefcount
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,20 @@ class Bucket:
     A bucket of one parameter needs no extra tensor: the gradient travels in place.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], keep_views: bool, in_place: bool = True) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], keep_views: bool, in_place: bool = True, lends: bool = False
+    ) -> None:
         self.parameters = list(parameters)
         self._keep_views = keep_views
+        """``.grad`` is a view of the flat tensor..."""
+        self._lends = lends
+        """... but whoever keeps a gradient that was cleared since shall not see it change."""
         self._in_place = in_place
         """A gradient that is alone may travel in place."""
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
+        self._references, self._uses = 0, 0
+        """Of each view, and of the memory of all, while nobody else keeps any."""
 
     @property
     def size(self) -> int:
@@ -32,6 +40,11 @@ class Bucket:
         lone = self._lone_gradient()
         if lone is not None:
             return lone
+        if self._lends and self._flat is not None:
+            uses = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+            # In line, as it is asked for every bucket and step; gradients that were not cleared are found to be kept.
+            if (max(map(getrefcount, self._views)) > self._references or uses > self._uses) and self._is_kept():
+                self._allocate()
         flat = self.flat
         targets, sources = [], []
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -70,6 +83,15 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def _is_kept(self) -> bool:
+        """Whether somebody keeps a gradient, or a view of one, that is not in ``.grad`` any more."""
+        assert self._flat is not None
+        uses: int = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+        return uses > self._uses or any(
+            getrefcount(view) > self._references and parameter.grad is not view
+            for parameter, view in zip(self.parameters, self._views, strict=True)
+        )
+
     def _lone_gradient(self) -> Tensor | None:
         if len(self.parameters) > 1 or self._flat is not None or not self._in_place:
             return None
@@ -87,6 +109,8 @@ class Bucket:
         first = self.parameters[0]
         self._flat = torch.empty(self.size, dtype=first.dtype, device=first.device)
         self._views = self.views_of(self._flat)
+        self._references = max(map(getrefcount, self._views))
+        self._uses = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
 
 
 def _shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:

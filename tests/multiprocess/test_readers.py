@@ -1,0 +1,268 @@
+"""Whoever reads a model, its gradients or its optimizer under ``distribute`` sees what plain training shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import poseidon
+from ranks import run_ranks
+
+UPDATES = ("worker", "server")
+ROWS = 6
+STEPS = 5
+
+
+def _data(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _traced_part() -> nn.Sequential:
+    net = _net()
+    return nn.Sequential(torch.jit.trace(net[:2], torch.zeros(ROWS, 8)), net[2])
+
+
+Step = Callable[[Any, Any, Any, Tensor, Tensor, list[Any]], None]
+"""One step of a called model, the user's module and an optimizer, with what the script remembers."""
+
+
+def _plain(model: Any, _module: Any, optimizer: Any, x: Tensor, y: Tensor, _seen: list[Any]) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def _keeps_gradients(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Look at gradients after the step, and keep them: the next backward makes others."""
+    _plain(model, module, optimizer, x, y, seen)
+    seen.extend(value.grad for value in module.parameters())
+
+
+def _keeps_gradients_before(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    seen.extend(value.grad for value in module.parameters())
+    optimizer.step()
+
+
+def _by_functions(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Look at the module through torch.func between two steps."""
+    _plain(model, module, optimizer, x, y, seen)
+    weights = dict(module.named_parameters())
+    seen.append(torch.func.functional_call(module, weights, (x[:1] * 0 + 1,)).detach())
+
+    def loss(weights: dict[str, Tensor], one: Tensor) -> Tensor:
+        return torch.func.functional_call(module, weights, (one[None],)).square().sum()
+
+    ones = torch.ones(2, 8)
+    detached = {name: value.detach() for name, value in weights.items()}
+    seen.extend(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(detached, ones).values())
+    seen.extend(torch.func.grad(loss)(weights, ones[0]).values())
+    stacked, _ = torch.func.stack_module_state([module])  # type: ignore[list-item]
+    seen.extend(value.clone() for value in stacked.values())
+
+
+def _evaluates(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Call the user's own module between two steps, as an evaluation does that knows nothing of the other."""
+    _plain(model, module, optimizer, x, y, seen)
+    with torch.no_grad():
+        seen.append(module(torch.ones(ROWS, 8)))
+
+
+def _evaluates_a_part(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    _plain(model, module, optimizer, x, y, seen)
+    with torch.no_grad():
+        seen.append(module[0](torch.ones(ROWS, 8)))
+
+
+def _compiled_in_place() -> nn.Sequential:
+    net = _net()
+    net.compile(backend="eager")
+    return net
+
+
+def _part_compiled_in_place() -> nn.Sequential:
+    net = _net()
+    net[0].compile(backend="eager")
+    return net
+
+
+class Observed(nn.Parameter):
+    """A parameter of a class that sees every operation itself."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Observed.seen += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _observed() -> nn.Sequential:
+    net = _net()
+    for layer in (net[0], net[2]):
+        layer.weight = Observed(layer.weight.detach())
+    return net
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
+    "a scripted model": (lambda: torch.jit.script(_net()), _plain),
+    "a traced part": (_traced_part, _plain),
+    "a traced model": (lambda: torch.jit.trace(_net(), torch.zeros(ROWS, 8)), _plain),
+    "a scripted model, evaluated": (lambda: torch.jit.script(_net()), _evaluates),
+    "a traced part, evaluated": (_traced_part, _evaluates_a_part),
+    "a compiled model, evaluated": (lambda: torch.compile(_net(), backend="eager"), _evaluates),
+    "a model compiled in place, evaluated": (_compiled_in_place, _evaluates),
+    "a part compiled in place, evaluated": (_part_compiled_in_place, _evaluates_a_part),
+    "a model, evaluated": (_net, _evaluates),
+    "parameters with a class of their own": (_observed, _evaluates),
+    "gradients kept after the step": (_net, _keeps_gradients),
+    "gradients kept before the step": (_net, _keeps_gradients_before),
+    "torch.func": (_net, _by_functions),
+}
+
+
+def _train(case: str, update: str, routes: str | None = None) -> None:
+    make, step = CASES[case]
+    alone, ours = make(), make()
+    plain = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    options: dict[str, Any] = {} if routes is None else {"routes": {"*": routes}}
+    optimizer: Any = torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9)
+    model, optimizer = poseidon.distribute(ours, optimizer, update=update, **options)
+    expected: list[Any] = []
+    seen: list[Any] = []
+    for number in range(STEPS):
+        parts = [_data(number, rank) for rank in range(dist.get_world_size())]
+        step(alone, alone, plain, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), expected)
+        step(model, ours, optimizer, *parts[dist.get_rank()], seen)
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+    model.close()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("case", list(CASES))
+def test_readers_see_what_plain_training_shows(case: str, update: str) -> None:
+    run_ranks(_train, 2, case, update)
+
+
+@pytest.mark.parametrize("routes", ["factors", "sharded", "allreduce"])
+@pytest.mark.parametrize("case", ["gradients kept after the step", "parameters with a class of their own"])
+def test_readers_see_the_same_by_every_route(case: str, routes: str) -> None:
+    run_ranks(_train, 2, case, "worker", routes)
+
+
+def _read_alone(update: str, routes: str) -> None:
+    net = _net()
+    options: dict[str, Any] = {} if update == "server" else {"routes": {"*": routes}}
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update, **options)
+    for number in range(STEPS):
+        x, y = _data(number, dist.get_rank())
+        optimizer.zero_grad()
+        penalty = sum(value.square().sum() for value in net.parameters())
+        (F.cross_entropy(model(x), y) + 0.1 * penalty).backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            float(next(net.parameters()).detach().sum())
+        dist.barrier()
+    model.close()
+
+
+@pytest.mark.parametrize("routes", ["factors", "allreduce", "sharded"])
+def test_one_worker_may_read_the_model_while_the_others_wait(routes: str) -> None:
+    run_ranks(_read_alone, 2, "worker", routes, timeout_s=60)
+
+
+def test_one_worker_may_read_the_model_while_the_others_wait_for_it_and_owners_step() -> None:
+    run_ranks(_read_alone, 2, "server", "", timeout_s=60)
+
+
+class Factored(torch.optim.SGD):
+    """Steps by what the script sets, which torch's own classes do not have."""
+
+    factor = 1.0
+    factors: Any = (1.0,)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.sub_(group["lr"] * self.factor * self.factors[-1] * value.grad)
+
+
+class ElementwiseFactored(Factored):
+    """The same, whose author says that parts may be stepped by themselves."""
+
+    is_elementwise = True
+
+
+def _set_attributes(kind: type[Factored]) -> None:
+    alone, ours = _net(), _net()
+    plain = kind(alone.parameters(), 0.1)
+    model, optimizer = poseidon.distribute(ours, kind(ours.parameters(), 0.1))
+    plain.factors, optimizer.factors = [1.0], [1.0]  # type: ignore[attr-defined]
+    for number in range(STEPS):
+        parts = [_data(number, rank) for rank in range(2)]
+        x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        for called, stepped, batch in ((alone, plain, (x, y)), (model, optimizer, parts[dist.get_rank()])):
+            stepped.zero_grad()
+            F.cross_entropy(called(batch[0]), batch[1]).backward()
+            stepped.step()
+            if kind is Factored:
+                stepped.factors.append(0.5 + number)  # type: ignore[attr-defined]
+            stepped.factor = 1.0 + number  # type: ignore[attr-defined]
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+    model.close()
+
+
+@pytest.mark.parametrize("kind", [Factored, ElementwiseFactored])
+def test_what_is_set_after_a_step_counts_from_the_next_one(kind: type[Factored]) -> None:
+    run_ranks(_set_attributes, 2, kind)
+
+
+def _read_in_threads(update: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 1e-4), update=update)
+    wrong: list[str] = []
+    for number in range(60):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64) * (dist.get_rank() + 1)).sum().backward()
+        optimizer.step()
+        ready = threading.Barrier(4)
+        read: list[list[Tensor]] = [[] for _ in range(4)]
+
+        def look(mine: list[Tensor], ready: threading.Barrier = ready) -> None:
+            ready.wait()
+            mine += [value.detach().clone() for value in net.parameters()]
+
+        threads = [threading.Thread(target=look, args=(mine,)) for mine in read]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        after = [value.detach().clone() for value in net.parameters()]
+        wrong += [f"step {number}" for mine in read if not all(map(torch.equal, mine, after))]
+    assert not wrong, wrong
+    model.close()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_threads_that_read_at_once_see_the_same_step(update: str) -> None:
+    run_ranks(_read_in_threads, 2, update, timeout_s=100)
