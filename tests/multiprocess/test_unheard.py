@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import poseidon
-from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.errors import ConfigError, MismatchError, UnsupportedError
 from ranks import run_ranks
 
 MODES = ("wrapper", "distribute", "server")
@@ -209,6 +209,27 @@ def test_an_optimizer_with_parameters_of_others_is_refused(update: str) -> None:
     run_ranks(_with_a_stranger, 2, update)
 
 
+def _added_later(update: str) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net[0].parameters(), 0.1)
+    model, optimizer = poseidon.distribute(net, optimizer, update=update)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"2 parameter\(s\) \(the first is of shape \(10, 4\)\)"):
+        optimizer.add_param_group({"params": nn.Linear(4, 10).parameters()})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": net[2].parameters(), "lr": 0.05})
+    before = net[2].weight.detach().clone()
+    x, y = _data(0, dist.get_rank())
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert not torch.equal(net[2].weight, before)
+    model.close()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_a_group_with_parameters_of_others_is_refused(update: str) -> None:
+    run_ranks(_added_later, 2, update)
+
+
 def _called_past(update: str, how: str) -> None:
     net = _net()
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
@@ -235,6 +256,43 @@ def _called_past(update: str, how: str) -> None:
 @pytest.mark.parametrize("update", ["worker", "server"])
 def test_no_step_is_taken_on_gradients_that_nobody_exchanged(update: str, how: str) -> None:
     run_ranks(_called_past, 2, update, how)
+
+
+def _train_apart(model: Any, optimizer: Any, how: str) -> None:
+    for step in range(6):
+        x, y = _data(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        is_odd = step == 3 and dist.get_rank() == 1
+        if is_odd and how == "another learning rate":
+            optimizer.param_groups[0]["lr"] = 0.05
+        for _ in range({"a skipped step": 0, "a step too many": 2}.get(how, 1) if is_odd else 1):
+            optimizer.step()
+
+
+def _steps_apart(update: str, how: str) -> str:
+    net = _net()
+    model, optimizer = poseidon.distribute(net, torch.optim.Adam(net.parameters(), 0.1), update=update)
+    optimizer.param_groups[0]["seconds"] = float(dist.get_rank())  # a note of the user's, which may differ
+    with pytest.raises(MismatchError) as refused:
+        _train_apart(model, optimizer, how)
+    model.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("update", "how"),
+    [
+        ("worker", "a skipped step"),
+        ("worker", "another learning rate"),
+        ("worker", "a step too many"),
+        ("server", "a skipped step"),
+        ("server", "another learning rate"),
+    ],
+)
+def test_workers_that_step_apart_are_named_at_once(update: str, how: str) -> None:
+    for rank, said in enumerate(run_ranks(_steps_apart, 2, update, how, env={"POSEIDON_CHECK_REPLICAS": "0"})):
+        assert f"the optimizers of rank {rank} and rank {1 - rank} took different steps before backward 4" in said
 
 
 class Centred(nn.Module):

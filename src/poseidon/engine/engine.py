@@ -68,6 +68,8 @@ class Engine:
         self.batch = 0
         self.samples = 0
         """Samples of all forwards so far, as far as they are known."""
+        self.taken = 0
+        """A sum of the optimizer's steps so far, where a policy takes them; compared in the next roll call."""
         self.is_armed = False
         """Whether the next backward exchanges gradients (false under no_sync and before any forward)."""
         self._is_passing = False
@@ -281,7 +283,14 @@ class Engine:
             stopwatch = self._schedules.make_stopwatch(live)
             step = Step(
                 live.schedule,
-                RollCall(self.step, is_dense, self.batch, is_joined, *self._replicas.words(self.step, is_joined)),
+                RollCall(
+                    self.step,
+                    is_dense,
+                    self.batch,
+                    is_joined,
+                    *self._replicas.words(self.step, is_joined),
+                    taken=self.taken,
+                ),
                 is_static,
                 None if is_joined else self._static_additions,
                 takes_times=stopwatch is not None,

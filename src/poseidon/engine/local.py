@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from poseidon.engine.discover import check_same_parameters, find_units
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
+    check_known,
     check_max_norm,
     check_optimizer,
     clear_gradients,
@@ -105,6 +106,7 @@ class LocalUpdates(Policy):
     is_copyable = False
     is_updating = True
     """The optimizer's state always belongs to a finished step."""
+    steps_later = False
 
     def __init__(
         self,
@@ -269,6 +271,10 @@ class LocalUpdates(Policy):
 
     def take_state(self) -> None:
         """No-op: the optimizer uses it where it is."""
+
+    def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise if somebody adds parameters to the optimizer that nobody shares."""
+        check_known(parameters, self._known)
 
     def close(self) -> None:
         """Finish what is under way, and restore the optimizer's own class."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -87,6 +87,17 @@ def check_owns(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def check_known(parameters: Iterable[nn.Parameter], known: Collection[int]) -> None:
+    """Raise if an optimizer gets parameters that were not among those, by id(), that are shared."""
+    odd = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in known]
+    if odd:
+        raise UnsupportedError(
+            f"the group has {len(odd)} parameter(s) (the first is of shape {tuple(odd[0].shape)}) that the model did "
+            "not have, or did not train, when it was distributed: their gradients would stay on each worker. Call "
+            "close() and distribute model and optimizer again"
+        )
+
+
 _ELEMENTWISE = frozenset(
     getattr(optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -167,6 +178,8 @@ class StepTaker(Protocol):
     """The optimizer's own class."""
     is_updating: bool
     """Whether the optimizer's state may be read as it is."""
+    steps_later: bool
+    """Whether a step reads the optimizer's attributes when ``step()`` has returned already."""
 
     def step(self) -> None:
         """Take a step, or record that it is due."""
@@ -183,6 +196,9 @@ class StepTaker(Protocol):
     def take_state(self) -> None:
         """Note that the optimizer's state was replaced."""
 
+    def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise if these cannot be stepped."""
+
 
 class Deferring:
     """Mixed into an optimizer's class: same object, same state, but steps are deferred."""
@@ -194,8 +210,8 @@ class Deferring:
         self._poseidon_policy.zero_grad(set_to_none)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in _MEMBERS:
-            self._poseidon_policy.finish()  # the step under way reads what was set before it
+        if not name.startswith("_") and name not in _MEMBERS and self._poseidon_policy.steps_later:
+            self._poseidon_policy.finish()
         super().__setattr__(name, value)
 
     @property
@@ -227,6 +243,12 @@ class Deferring:
         """Like the optimizer's own, after finishing the step under way."""
         self._poseidon_policy.finish()
         super().add_param_group(param_group)  # type: ignore[misc]
+        groups = self.__dict__["param_groups"]
+        try:
+            self._poseidon_policy.check_group(groups[-1]["params"])
+        except UnsupportedError:
+            groups.pop()
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is a plain optimizer: it has no model to wait for.

@@ -26,6 +26,7 @@ from poseidon.engine.bounding import ChosenBound
 from poseidon.engine.discover import check_same_parameters
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
+    check_known,
     check_max_norm,
     check_optimizer,
     clear_gradients,
@@ -138,6 +139,7 @@ class RelaxedUpdates(Policy):
     is_lasting = False
     is_updating = True
     """The optimizer's state always belongs to a finished step."""
+    steps_later = False
 
     def __init__(
         self,
@@ -239,6 +241,10 @@ class RelaxedUpdates(Policy):
 
     def take_state(self) -> None:
         """No-op: the optimizer uses it where it is."""
+
+    def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise if somebody adds parameters to the optimizer that nobody shares."""
+        check_known(parameters, self._known)
 
     def close(self) -> None:
         """Wait until the other workers are done, and restore the optimizer's own class."""

@@ -28,17 +28,19 @@ class RollCall:
     """How often parameters changed since the last backward."""
     asks: bool = False
     """This worker wants all parameters compared."""
+    taken: int = 0
+    """A sum of the steps that this worker took: after which backwards, with which options (``taken.py``)."""
 
     def words(self) -> list[int]:
         """Encode for the wire."""
         flags = int(self.is_dense) | int(self.is_joined) << 1 | int(self.asks) << 2
-        return [self.step, flags, self.batch, self.digest, self.changes]
+        return [self.step, flags, self.batch, self.digest, self.changes, self.taken]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> RollCall:
         """Decode what :meth:`words` returned on another worker."""
-        step, flags, batch, digest, changes = words
-        return cls(step, bool(flags & 1), batch, bool(flags & 2), digest, changes, bool(flags & 4))
+        step, flags, batch, digest, changes, taken = words
+        return cls(step, bool(flags & 1), batch, bool(flags & 2), digest, changes, bool(flags & 4), taken)
 
     def check(self, other: RollCall, rank: int, other_rank: int) -> None:
         """Raise :class:`MismatchError` if the two workers are about to exchange different things."""
@@ -51,6 +53,12 @@ class RollCall:
             raise MismatchError(
                 f"rank {rank} {self._says()} before backward {self.step}, rank {other_rank} {other._says()}: "
                 "use no_sync() on all workers or on none"
+            )
+        if self.taken != other.taken and not (self.is_joined or other.is_joined):
+            raise MismatchError(
+                f"the optimizers of rank {rank} and rank {other_rank} took different steps before backward "
+                f"{self.step}: one more often, or with other options. Call step() on all workers or on none, and give "
+                "them the same learning rates: a scheduler that follows a loss must see the mean over all workers"
             )
 
     def _says(self) -> str:

@@ -11,11 +11,21 @@ from torch.optim import Optimizer
 
 from poseidon.engine.compiled import CompiledParts
 from poseidon.engine.engine import Engine
-from poseidon.engine.optimizers import check_max_norm, check_optimizer, clip_before_steps, defer, give_back
+from poseidon.engine.optimizers import (
+    check_known,
+    check_max_norm,
+    check_optimizer,
+    clip_before_steps,
+    defer,
+    give_back,
+)
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
+
+_COMPARED = (bool, int, float)
+_MASK = (1 << 62) - 1
 
 
 class _Guard(contextlib.AbstractContextManager[None]):
@@ -39,6 +49,7 @@ class TakenSteps(Policy):
     takes_steps = True
     syncs_buffers_early = True
     is_copyable = False
+    steps_later = False
 
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
         check_optimizer(optimizer)
@@ -53,6 +64,8 @@ class TakenSteps(Policy):
         self._guard = _Guard(self)
         self._exchanges_before = 0
         """How many exchanges there were at the last step."""
+        self._options = sorted(optimizer.defaults)
+        """Names of the options that the optimizer's class knows."""
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
@@ -92,15 +105,26 @@ class TakenSteps(Policy):
             self._engine = None
 
     def _note_step(self, engine: Engine, phase: Phase) -> None:
-        """Raise if a step would use gradients that no exchange since the last step has seen."""
+        """Let the others compare this step with theirs; raise if no exchange since the last one saw its gradients."""
         exchanges = engine.step + (phase is Phase.CLOSED)  # which counts when all have heard of it
         before, self._exchanges_before = self._exchanges_before, exchanges
+        # Not what users add to a group; and only what has the same hash in every process, and is on the host.
+        values: list[float] = [engine.taken, exchanges]
+        for group in self.optimizer.param_groups:
+            for name in self._options:
+                value = group.get(name)
+                values.append(value if isinstance(value, _COMPARED) else 0)
+        engine.taken = hash(tuple(values)) & _MASK
         if exchanges <= before and engine.local:
             raise UnsupportedError(
                 f"rank {engine.team.rank}: step() would use this worker's own gradients: no backward since the last "
                 "step came from outputs of the distributed model. Call the model that distribute() returned, not the "
                 "one that it was given, and let the last backward before a step be outside of no_sync()"
             )
+
+    def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise if somebody adds parameters to the optimizer whose gradients nobody exchanges."""
+        check_known(parameters, set(map(id, self.engine.parameters)))
 
     @abstractmethod
     def step(self) -> None:

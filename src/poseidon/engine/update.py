@@ -37,6 +37,8 @@ from poseidon.engine.taken import TakenSteps
 class DeferredUpdates(TakenSteps):
     """Defers the updates of one optimizer; any thread may touch parameters."""
 
+    steps_later = True
+
     def __init__(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> None:
         super().__init__(optimizer, max_grad_norm)
         self._is_paused = False

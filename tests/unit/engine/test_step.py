@@ -325,6 +325,6 @@ def test_the_first_error_stays() -> None:
     assert step.error is first
 
 
-@pytest.mark.parametrize("call", [RollCall(0, False, 0), RollCall(7, True, 12, True), RollCall(2, False, 3)])
+@pytest.mark.parametrize("call", [RollCall(0, False, 0), RollCall(7, True, 12, True), RollCall(2, False, 3, taken=9)])
 def test_a_roll_call_arrives_as_it_was_sent(call: RollCall) -> None:
     assert RollCall.from_words(call.words()) == call
