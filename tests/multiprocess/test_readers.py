@@ -21,8 +21,10 @@ STEPS = 5
 
 
 def _data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(ROWS, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
+    x = torch.randn(ROWS, 8, generator=generator, device="cpu")
+    y = torch.randint(0, 4, (ROWS,), generator=generator, device="cpu")
+    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
 def _net() -> nn.Sequential:
@@ -266,3 +268,49 @@ def _read_in_threads(update: str) -> None:
 @pytest.mark.parametrize("update", UPDATES)
 def test_threads_that_read_at_once_see_the_same_step(update: str) -> None:
     run_ranks(_read_in_threads, 2, update, timeout_s=100)
+
+
+# On a CUDA device, where work is only queued, and streams do not wait for each other.
+
+
+def _on_gpu(function: Any, *args: Any) -> None:
+    torch.set_default_device("cuda:0")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    function(*args)
+
+
+def _read_on_another_stream(update: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 1e-3), update=update)
+    side, wrong = torch.cuda.Stream(), []
+    for number in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 256) * (dist.get_rank() + 1)).sum().backward()
+        optimizer.step()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            seen = [value.detach().clone() for value in net.parameters()]
+        # Nobody asked this stream to wait for the other one.
+        after = [value.detach().clone() for value in net.parameters()]
+        torch.cuda.synchronize()
+        final = [value.detach().clone() for value in net.parameters()]
+        for name, values in (("on the other stream", seen), ("on this one", after)):
+            wrong += [] if all(map(torch.equal, values, final)) else [f"step {number}, {name}"]
+    assert not wrong, wrong
+    model.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("case", list(CASES))
+def test_readers_see_what_plain_training_shows_on_a_device(case: str, update: str) -> None:
+    run_ranks(_on_gpu, 2, _train, case, update)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("read", [_read_in_threads, _read_on_another_stream])
+def test_threads_and_streams_see_the_same_step_on_a_device(read: Any, update: str) -> None:
+    run_ranks(_on_gpu, 2, read, update)

@@ -56,6 +56,7 @@ SCRIPTS: tuple[tuple[float, str], ...] = (
     (FEW_BITS, "cuda_habits.py bf16 prefetch fused"),
     (FEW_BITS, "cuda_habits.py bf16 compile"),
     (EXACT, "cuda_habits.py resident"),
+    (EXACT, "cuda_habits.py redrawn"),
     (EXACT, "cuda_habits.py graph"),
 )
 LIMIT_S = 90.0
@@ -134,7 +135,7 @@ def judge(plain: dict[str, Any], ours: list[dict[str, Any]], said: str, toleranc
 
 def main(chosen: list[str]) -> int:
     """Run the chosen scripts, or all; return how many were wrong."""
-    scripts = [(limit, text.split()) for limit, text in SCRIPTS if not chosen or text.split()[0] in chosen]
+    scripts = [(limit, text.split()) for limit, text in SCRIPTS if not chosen or {text, text.split()[0]} & {*chosen}]
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(6) as pool:
         plain = [pool.submit(run_plain, words, Path(place, f"plain{n}")) for n, (_, words) in enumerate(scripts)]

@@ -2,13 +2,13 @@
 
 A gradient may land, or a deferred update run, inside a forward under autocast or an evaluation in inference mode.
 Autocast would round a product of factors to bf16; inference mode would make the optimizer's state unusable for further
-training.
+training. On a CUDA device it may be queued on a stream for which nobody else waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,3 +33,19 @@ def _away() -> Iterator[None]:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def in_order(
+    streams: Sequence[torch.cuda.Stream], around: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Run the body, inside ``around()``, on these streams, one per device; those in use at present wait for it."""
+    pairs = [(torch.cuda.current_stream(stream.device), stream) for stream in streams]
+    others = [(now, stream) for now, stream in pairs if now != stream]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(around())
+        for _, stream in others:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+    for now, stream in others:
+        now.wait_stream(stream)

@@ -15,14 +15,15 @@ import contextlib
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from poseidon.engine.aside import aside
+from poseidon.engine.aside import aside, in_order
 from poseidon.engine.compiled import has_compiled_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
@@ -60,6 +61,8 @@ class ServedUpdates(TakenSteps):
         self._due: set[LiveItem] = set()
         """Items whose new weights are under way."""
         self._rounding = Rounding()
+        self._in_private: Callable[[], contextlib.AbstractContextManager[None]] = in_private
+        """As that, and in the order in which steps are taken."""
         self._has_state = True
         """The user's optimizer has its whole state, as the user may have changed it."""
 
@@ -77,6 +80,8 @@ class ServedUpdates(TakenSteps):
                         'in memory; with update="server" parameters must have none: make it contiguous'
                     )
         super().connect(module, engine)
+        if self._streams:
+            self._in_private = partial(in_order, self._streams, in_private)
 
     @property
     def exchanger(self) -> ServedExchanger:
@@ -114,6 +119,7 @@ class ServedUpdates(TakenSteps):
 
     def end_backward(self) -> None:
         """Leave the means with their owners; in the first backward, let everybody have them."""
+        self._note_streams()
         if self.engine.plan is None:
             self._rounding.agree(self.engine)
             self._release_parameters()
@@ -182,8 +188,9 @@ class ServedUpdates(TakenSteps):
         with in_private():
             distinct = numbers.detach().reshape(-1).unique().to(torch.int64)
             wait = self.exchanger.ask_rows(item, distinct.cpu().numpy())
-            # Before they are written: what lands is made from what was here.
-            self._land(item)
+        # Before they are written: what lands is made from what was here.
+        self._land(item)
+        with self._in_private():
             self._rounding.put_rows(parameter, distinct, wait().to(parameter.device))
 
     def open(self, parameter: nn.Parameter) -> None:
@@ -223,7 +230,7 @@ class ServedUpdates(TakenSteps):
             return
         item = self._item_of[parameter]
         assert item.bucket is not None
-        with in_private():
+        with self._in_private():
             flat = self.exchanger.fetch_means(item)
             if self._coefficient is not None:
                 flat *= self._coefficient.to(flat.device)
@@ -245,7 +252,7 @@ class ServedUpdates(TakenSteps):
         """Wait for the weights of an item and put them in place."""
         if item is None or item not in self._due:
             return
-        with in_private():
+        with self._in_private():
             self.exchanger.under_way.pop(item).finish(is_used=True)
             assert item.bucket is not None
             self._write(item, item.bucket.flat)
@@ -261,7 +268,7 @@ class ServedUpdates(TakenSteps):
     def _fetch_exact(self, parameters: Collection[nn.Parameter]) -> None:
         """Replace rounded values, of all parameters that travel with these, by the exact ones."""
         for item in {self._item_of[parameter]: None for parameter in parameters}:
-            with in_private():
+            with self._in_private():
                 flat, is_exact_later = self.exchanger.fetch_weights(item)
                 assert item.bucket is not None
                 # Not counted as a change: what was computed from the rounded values would have been the same.
@@ -276,6 +283,7 @@ class ServedUpdates(TakenSteps):
         """Order the owners to step."""
         with self._lock:
             self._note_step(self.engine, self.engine.phase)
+            self._note_streams()
         with self._lock, self._broken_by_errors():
             self.finish()  # step() was called twice in a row
             self._settle()

@@ -6,6 +6,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -62,6 +63,9 @@ class TakenSteps(Policy):
         self._compiled = CompiledParts()
         self._undo: list[Callable[[], None]] = [self._compiled.close]
         self._guard = _Guard(self)
+        self._streams: list[torch.cuda.Stream] = []
+        """Of each CUDA device: on which backward ended, or ``step()`` was called since, in whose order everything
+        lands. Whoever touches a parameter on another one waits for it, but others do not wait for him."""
         self._exchanges_before = 0
         """How many exchanges there were at the last step."""
         self._options = sorted(optimizer.defaults)
@@ -75,6 +79,8 @@ class TakenSteps(Policy):
                 self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
             return
         defer(self.optimizer, self)
+        devices = {parameter.device: None for parameter in engine.parameters if parameter.is_cuda}
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
         # A script may exit with a step under way, which the others cannot finish without this worker.
         self._undo.append(at_exit(Stage.STEPS, self._leave_unless_broken))
 
@@ -103,6 +109,10 @@ class TakenSteps(Policy):
             give_back(self.optimizer, self.plain)
             self.engine.close()
             self._engine = None
+
+    def _note_streams(self) -> None:
+        for number, stream in enumerate(self._streams):
+            self._streams[number] = torch.cuda.current_stream(stream.device)
 
     def _note_step(self, engine: Engine, phase: Phase) -> None:
         """Let the others compare this step with theirs; raise if no exchange since the last one saw its gradients."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-from poseidon.engine.aside import aside
+from poseidon.engine.aside import aside, in_order
 from poseidon.engine.backward import Flight
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
@@ -69,6 +70,8 @@ class DeferredUpdates(TakenSteps):
         super().connect(module, engine)
         if engine is not None and any(has_torch_function((parameter,)) for parameter in engine.parameters):
             self._unseen = contextlib.nullcontext  # theirs must see what the optimizer does; ours lets it pass
+        if self._streams:
+            self._unseen = partial(in_order, self._streams, self._unseen)
 
     # What the wrapper and the front end call.
 
@@ -95,6 +98,8 @@ class DeferredUpdates(TakenSteps):
     def end_backward(self) -> None:
         """Let this backward's exchange continue in the background."""
         engine = self.engine
+        if self._streams:
+            self._note_streams()
         if engine.lands_at_once or self._is_paused:
             self._land_at_once()
             _own_gradients(engine.parameters)
@@ -179,6 +184,8 @@ class DeferredUpdates(TakenSteps):
             engine = self.engine
             phase = engine.phase
             self._note_step(engine, phase)
+            if self._streams:
+                self._note_streams()
             is_read = phase is Phase.SETTLED
             groups = self.optimizer.param_groups
             is_apart = self._steps_all and any(

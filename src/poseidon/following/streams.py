@@ -44,6 +44,25 @@ def _numpy_state(seed: int) -> Any:
     return np.random.RandomState(seed % 2**32).get_state()
 
 
+def _read_devices() -> list[Any]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _write_devices(states: list[Any]) -> None:
+    for number, state in enumerate(states):
+        if isinstance(state, int):
+            torch.cuda.manual_seed_all(state)  # takes effect when they are first used
+        else:
+            torch.cuda.set_rng_state(state, number)
+
+
+def _device_states(seed: int) -> list[Any]:
+    """Return the states of all CUDA devices for a seed; if none is in use yet, the seed."""
+    if not torch.cuda.is_initialized():
+        return [seed]
+    return [torch.Generator(f"cuda:{n}").manual_seed(seed).get_state() for n in range(torch.cuda.device_count())]
+
+
 def _name_state(state: Any) -> int:
     return zlib.crc32(state.numpy().data)
 
@@ -55,8 +74,12 @@ _LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[i
     "torch": (torch.get_rng_state, torch.set_rng_state, _torch_state),
     "random": (random.getstate, random.setstate, _random_state),
     "numpy": (np.random.get_state, np.random.set_state, _numpy_state),
+    "cuda": (_read_devices, _write_devices, _device_states),
 }
 """Per library: read the state of its global generator, write it, and derive a state from a seed."""
+_COMPARED = ("torch", "random", "numpy")
+"""Those of which all workers must be at the same place; they need not have the same devices."""
+_OF_TORCH = ("torch", "cuda")
 
 
 class Streams:
@@ -67,6 +90,8 @@ class Streams:
         self._seed = seed
         self._now = dict.fromkeys(_LIBRARIES, ALIKE)
         self._kept: dict[tuple[str, str], Any] = {}
+        self._seeds: dict[str, int] = {}
+        """By stream: what torch was seeded with last, for devices that are first used later."""
         self._has_parted = False
         self._is_using = False
         """Whether a context chooses the stream."""
@@ -93,20 +118,18 @@ class Streams:
         if not self._has_parted:
             self._separate()
         if not self._is_using:
-            self._switch("torch", APART)
+            self._switch_torch(APART)
 
     def rejoin(self) -> None:
         """Take back :meth:`part`: it was no training yet."""
         if self._has_parted and not self._is_using:
-            self._switch("torch", ALIKE)
+            self._switch_torch(ALIKE)
 
     def _separate(self) -> None:
         self._has_parted = True
-        seed = derive(torch.initial_seed(), self._rank)
-        for library, (get, _, state_of) in _LIBRARIES.items():
-            self._kept[library, APART] = get() if self._rank == 0 else state_of(seed)
-        if self._rank and torch.cuda.is_available():
-            torch.cuda.manual_seed_all(seed)
+        self._seeds = {ALIKE: torch.initial_seed(), APART: derive(torch.initial_seed(), self._rank)}
+        for library, (_, _, state_of) in _LIBRARIES.items():
+            self._kept[library, APART] = self._read(library, APART) if self._rank == 0 else state_of(self._seeds[APART])
 
     @contextlib.contextmanager
     def using(self, stream: str) -> Iterator[None]:
@@ -141,7 +164,7 @@ class Streams:
 
     def alike_as_bytes(self) -> bytes:
         """Return where *alike* is, as plain data for the other workers."""
-        return json.dumps({library: _as_plain(self._alike(library)) for library in _LIBRARIES}).encode()
+        return json.dumps({library: _as_plain(self._alike(library)) for library in _COMPARED}).encode()
 
     def go_on_from(self, data: bytes) -> None:
         """Go on where another worker's *alike* is."""
@@ -155,23 +178,34 @@ class Streams:
     def _alike(self, library: str) -> Any:
         return _LIBRARIES[library][0]() if self._now[library] == ALIKE else self._kept[library, ALIKE]
 
+    def _switch_torch(self, stream: str) -> None:
+        for library in _OF_TORCH:
+            self._switch(library, stream)
+
     def _switch(self, library: str, stream: str) -> None:
         now = self._now[library]
         if now != stream:
-            get, put, _ = _LIBRARIES[library]
-            self._kept[library, now] = get()
-            put(self._kept[library, stream])
+            self._kept[library, now] = self._read(library, now)
+            _LIBRARIES[library][1](self._kept[library, stream])
             self._now[library] = stream
+
+    def _read(self, library: str, stream: str) -> Any:
+        """Return the state of a generator that is in a stream."""
+        get, _, state_of = _LIBRARIES[library]
+        state = get()
+        return state_of(self._seeds[stream]) if isinstance(state, list) and not state else state
 
     def _manual_seed(self, original: Callable[[int], Any], seed: int) -> Any:
         if not self._has_parted:
             return original(seed)
         self.before_seeding()
-        states = {ALIKE: _torch_state(int(seed)), APART: _torch_state(derive(int(seed), self._rank))}
-        generator = original(derive(int(seed), self._rank))
-        for stream, state in states.items():
-            self._kept["torch", stream] = state
-        torch.set_rng_state(states[self._now["torch"]])
+        self._seeds = {ALIKE: int(seed), APART: derive(int(seed), self._rank)}
+        generator = original(self._seeds[APART])
+        for library in _OF_TORCH:
+            _, put, state_of = _LIBRARIES[library]
+            for stream, own in self._seeds.items():
+                self._kept[library, stream] = state_of(own)
+            put(self._kept[library, self._now[library]])
         return generator
 
     def _get_state(self, original: Callable[[], Any]) -> Any:

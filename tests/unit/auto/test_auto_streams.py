@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import poseidon.following.streams as streams_of
 from poseidon.following.patches import Patches
 from poseidon.following.streams import ALIKE, APART, Streams, WorkerSeeds, derive
 
@@ -59,6 +61,65 @@ def test_workers_draw_alike_where_they_must_and_apart_where_they_should() -> Non
         assert first[stage][0] != second[stage][0], "torch's noise is each worker's own"
         assert first[stage][1:] == second[stage][1:], "a script decides alike with random and numpy"
     assert all(one != other for one, other in zip(first["fetch"], second["fetch"], strict=True))
+
+
+class Device:
+    """Stands for the generator of a CUDA device, which may be used later than others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_used: bool = True) -> None:
+        self.is_used = is_used
+        self.generator = torch.Generator().manual_seed(5)
+        monkeypatch.setitem(streams_of._LIBRARIES, "cuda", (self.read, self.write, self.state_of))
+
+    def read(self) -> list[Any]:
+        return [self.generator.get_state()] if self.is_used else []
+
+    def write(self, states: list[Any]) -> None:
+        for state in states:
+            if isinstance(state, int):
+                self.generator.manual_seed(state)
+            else:
+                self.generator.set_state(state)
+
+    def state_of(self, seed: int) -> list[Any]:
+        return [torch.Generator().manual_seed(seed).get_state() if self.is_used else seed]
+
+    def draw(self) -> float:
+        return torch.rand((), generator=self.generator).item()
+
+
+def life_on_a_device(rank: int, monkeypatch: pytest.MonkeyPatch, is_used: bool) -> dict[str, float]:
+    device, patches, streams = Device(monkeypatch, is_used), Patches(), Streams(rank, 5)
+    streams.install(patches)
+    try:
+        streams.part()
+        device.is_used = True
+        if not is_used:
+            streams.rejoin()
+            streams.part()
+        found = {"training": device.draw()}
+        with streams.using(ALIKE):
+            found["sampler"] = device.draw()
+        found["training again"] = device.draw()
+        streams.rejoin()
+        found["between passes"] = device.draw()
+        torch.manual_seed(9)
+        found["seeded"] = device.draw()
+        streams.part()
+        found["seeded, training"] = device.draw()
+        return found
+    finally:
+        patches.undo()
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_devices_follow_torchs_own_generator(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (life_on_a_device(rank, monkeypatch, is_used) for rank in (0, 1))
+    alike = {name for name in first if first[name] == second[name]}
+    assert alike == {"sampler", "between passes", "seeded"}
+    plain = torch.Generator().manual_seed(5)
+    draws = [torch.rand((), generator=plain).item() for _ in range(2)]
+    assert [first["training"], first["training again"]] == draws
 
 
 def test_worker_0_draws_what_a_plain_run_draws() -> None:
