@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_leaves
 
 from poseidon.engine.classes import Replacement, mixed
@@ -62,6 +63,10 @@ class Pending(Replacement):
 
     def _poseidon_open(self) -> None:
         land(self)
+
+
+# Otherwise torch.optim would step such parameters one after the other, with other bits; DTensor is told to it likewise.
+_foreach_supported_types.append(mixed(Pending, nn.Parameter))
 
 
 def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:

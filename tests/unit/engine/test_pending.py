@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from poseidon.engine.pending import land, make_pending, make_plain
+
+
+def test_torch_steps_pending_parameters_together_as_it_does_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    choose = optim.optimizer._default_to_fused_or_foreach
+    plain = choose(list(parameters), differentiable=False)
+    make_pending(parameters, lambda _: None)
+    assert choose(list(parameters), differentiable=False) == plain == (False, True)
+
+
+def test_a_touch_lands_once_and_other_touches_within_it_see_the_parameter_as_it_is() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    landed: list[float] = []
+    is_landing = False
+
+    def land_it(touched: nn.Parameter) -> None:
+        nonlocal is_landing
+        if is_landing:
+            return
+        is_landing = True
+        assert not land(touched), "it has not landed yet"
+        with torch.no_grad():
+            landed.append(float(touched.sum()))  # as an optimizer reads it
+            touched.add_(1)
+        is_landing = False
+        make_plain((touched,))
+
+    make_pending([parameter], land_it)
+    assert parameter.shape == (2,)
+    assert not landed, "a shape is no reason to land"
+    assert float(parameter.detach().sum()) == 4.0
+    assert landed == [2.0]
+    assert type(parameter) is nn.Parameter
+    assert land(parameter)
