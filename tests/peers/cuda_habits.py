@@ -1,4 +1,5 @@
-# What scripts for one GPU do: cuda_habits.py [prefetch] [fp16] [bf16] [norm] [fused] [compile] [resident] [graph] [redrawn]
+# What scripts for one GPU do: cuda_habits.py [prefetch] [fp16] [bf16] [norm] [fused] [compile] [resident] [graph]
+# [redrawn]
 import sys
 
 import torch

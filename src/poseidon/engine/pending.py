@@ -66,7 +66,7 @@ class Pending(Replacement):
 
 
 # Otherwise torch.optim would step such parameters one after the other, with other bits; DTensor is told to it likewise.
-_foreach_supported_types.append(mixed(Pending, nn.Parameter))
+_foreach_supported_types.append(mixed(Pending, nn.Parameter))  # type: ignore[arg-type]
 
 
 def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:

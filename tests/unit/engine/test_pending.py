@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
+from torch.optim.optimizer import _default_to_fused_or_foreach as choose
 
 from poseidon.engine.pending import land, make_pending, make_plain
 
 
 def test_torch_steps_pending_parameters_together_as_it_does_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    module = sys.modules["torch.optim.optimizer"]  # which torch.optim hides
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    choose = optim.optimizer._default_to_fused_or_foreach
     plain = choose(list(parameters), differentiable=False)
     make_pending(parameters, lambda _: None)
     assert choose(list(parameters), differentiable=False) == plain == (False, True)
