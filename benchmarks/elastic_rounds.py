@@ -149,6 +149,7 @@ def main() -> int:
                 pace_s=0.01 if arguments.balance else 0.0,
             )
             folder = Path(arguments.keep or scratch, f"round-{seed}")
+            folder.parent.mkdir(parents=True, exist_ok=True)
             outcome = Round(work, folder, seed, site).play(arguments.limit)
             outcome.problems += check(folder, work, expected[work.model])
             faults += outcome.faults

@@ -13,6 +13,7 @@ from poseidon.checkpoints.folder import CheckpointFolder, read
 
 
 def _save_for_ever(folder: Path, writing: int) -> None:
+    torch.set_num_threads(1)  # a child has none of OpenMP's threads, and would wait for them
     store = CheckpointFolder(folder, keep=2)
     for step in range(10**6):
         store.write(step, {"step": step, "parts": {"w": torch.full((300_000,), float(step))}})
