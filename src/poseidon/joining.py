@@ -62,6 +62,7 @@ class ShadowHook(JoinHook):
         source = self._owner._authoritative_rank = max(rank for rank, (claim,) in enumerate(claims) if claim)
         tensors = tensors_of(self._owner.module, self._owner._ignored, self._owner.forward_sync_buffers)
         mirror_all(self._team, tensors, source, "the final model")
+        self._engine.taken = 0  # those without input have taken fewer steps, which this has made good
 
 
 def _source(calls: Sequence[Sequence[int]]) -> int:

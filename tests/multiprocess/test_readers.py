@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -151,16 +153,11 @@ def _train(case: str, update: str, routes: str | None = None) -> None:
         parts = [_data(number, rank) for rank in range(dist.get_world_size())]
         step(alone, alone, plain, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), expected)
         step(model, ours, optimizer, *parts[dist.get_rank()], seen)
-    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+    shown = [[one for one in some if not isinstance(one, nn.Module)] for some in (seen, expected)]
+    torch.testing.assert_close(*shown, rtol=1e-4, atol=1e-6)
     for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
     model.close()
-
-
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("case", list(CASES))
-def test_readers_see_what_plain_training_shows(case: str, update: str) -> None:
-    run_ranks(_train, 2, case, update)
 
 
 @pytest.mark.parametrize("routes", ["factors", "sharded", "allreduce"])
@@ -268,6 +265,155 @@ def _read_in_threads(update: str) -> None:
 @pytest.mark.parametrize("update", UPDATES)
 def test_threads_that_read_at_once_see_the_same_step(update: str) -> None:
     run_ranks(_read_in_threads, 2, update, timeout_s=100)
+
+
+class Exported(nn.Module):
+    """A scripted model is also read by its other methods, and by save()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    @torch.jit.export
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+
+def _saves(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    _plain(model, module, optimizer, x, y, seen)
+    with torch.no_grad():
+        seen.append(module.encode(torch.ones(2, 8)))
+        stream = io.BytesIO()
+        torch.jit.save(module, stream)
+        stream.seek(0)
+        seen.append(torch.jit.load(stream)(torch.ones(2, 8)))
+        seen.append(module.body(torch.ones(2, 8)))
+
+
+def _copies(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Let a copy of the model, as for an average of weights, go its own way."""
+    _plain(model, module, optimizer, x, y, seen)
+    seen.append(copy.deepcopy(module))
+    with torch.no_grad():
+        seen.append([one(torch.ones(ROWS, 8)) for one in seen if isinstance(one, nn.Module)])
+
+
+CASES["a scripted model, saved and called by name"] = (lambda: torch.jit.script(Exported()), _saves)
+CASES["copies of a model compiled in place"] = (_part_compiled_in_place, _copies)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("case", list(CASES))
+def test_readers_see_what_plain_training_shows(case: str, update: str) -> None:
+    run_ranks(_train, 2, case, update)
+
+
+def _keep_buckets(how: str) -> None:
+    net = _net()
+    lossy: dict[str, Any] = {"lossy": "lowrank", "rank": 1} if how == "lowrank" else {"routes": {"*": "sharded"}}
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net[0].parameters(), 0.1), **lossy)
+    places = set()
+    for number in range(8):
+        x, y = _data(number, dist.get_rank())
+        if how == "cleared in part":
+            optimizer.zero_grad()
+        else:
+            model.zero_grad(set_to_none=how != "filled")
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.finish_step()
+        engine: Any = model._engine
+        if engine.planned is not None and number > 3:
+            buckets = [live.bucket for live in engine.planned.items if live.bucket is not None]
+            places.add(tuple(bucket._flat.data_ptr() for bucket in buckets if bucket._flat is not None))
+    assert len(places) == 1
+    assert places != {()}
+    model.close()
+
+
+@pytest.mark.parametrize("how", ["cleared", "filled", "cleared in part", "lowrank"])
+def test_buckets_stay_where_they_are_if_nobody_keeps_a_gradient(how: str) -> None:
+    run_ranks(_keep_buckets, 2, how)
+
+
+def _join_twice() -> None:
+    net = _net()
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1))
+    for epoch in range(3):
+        with model.join():
+            for number in range(3 + dist.get_rank()):
+                x, y = _data(10 * epoch + number, dist.get_rank())
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    model.verify_replicas()
+    model.close()
+
+
+def test_workers_that_ran_out_of_input_may_train_again() -> None:
+    run_ranks(_join_twice, 2)
+
+
+def _hook_on_one_worker() -> None:
+    net = _net()
+    routes = {"routes": {"*": "factors"}}
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), **routes)
+    if dist.get_rank() == 0:
+        net[0].weight.register_hook(lambda _: None)
+    for number in range(STEPS):
+        x, y = _data(number, dist.get_rank())
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+    model.verify_replicas()
+    model.close()
+
+
+def test_a_worker_that_needs_the_others_to_land_does_not_wait_for_them_alone() -> None:
+    run_ranks(_hook_on_one_worker, 2, timeout_s=60)
+
+
+class Following(torch.optim.SGD):
+    """Steps towards another model, which it reads."""
+
+    teacher: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value, other in zip(group["params"], self.teacher.parameters(), strict=True):
+                value.sub_(group["lr"] * value.grad).add_(other, alpha=0.1)
+
+
+def _read_another_model() -> None:
+    nets = [_net() for _ in range(4)]
+    teachers = [nets[0], nets[1]]
+    plain_teacher = torch.optim.SGD(teachers[0].parameters(), 0.1)
+    teacher, teacher_optimizer = poseidon.distribute(teachers[1], torch.optim.SGD(teachers[1].parameters(), 0.1))
+    plain = Following(nets[2].parameters(), 0.1)
+    model, optimizer = poseidon.distribute(nets[3], Following(nets[3].parameters(), 0.1))
+    plain.teacher, optimizer.teacher = teachers  # type: ignore[attr-defined]
+    for number in range(STEPS):
+        parts = [_data(number, rank) for rank in range(2)]
+        whole = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        _plain(teachers[0], None, plain_teacher, *whole, [])
+        _plain(nets[2], None, plain, *whole, [])
+        _plain(teacher, None, teacher_optimizer, *parts[dist.get_rank()], [])
+        _plain(model, None, optimizer, *parts[dist.get_rank()], [])
+    for mine, theirs in zip(nets[3].parameters(), nets[2].parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+    model.close()
+    teacher.close()
+
+
+def test_an_optimizer_that_reads_another_model_sees_its_last_step() -> None:
+    run_ranks(_read_another_model, 2)
 
 
 # On a CUDA device, where work is only queued, and streams do not wait for each other.

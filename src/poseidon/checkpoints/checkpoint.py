@@ -132,6 +132,8 @@ class Checkpoint:
         if asked:
             if self._saving.writer is not None:
                 self._saving.writer.finish()
+            if not is_leaving:
+                self._saving.wait_for_writer()
             self._ending.obey()
             if is_leaving and lasting is not None:
                 lasting.job.resign()

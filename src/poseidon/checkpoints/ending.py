@@ -43,8 +43,10 @@ class EndRequests:
         if self._stopping is None and not self._is_timed:
             return [], False
         flags = [] if self._pending is None else self._pending("the workers' agreement on a checkpoint")
-        self._pending = team.start_gather([self.number, int(is_late)])
-        return [row[0] for row in flags], bool(flags) and bool(flags[0][1])
+        was_late = bool(flags) and bool(flags[0][1])
+        # Said once: what was heard now is saved in this step.
+        self._pending = team.start_gather([self.number, int(is_late and not was_late)])
+        return [row[0] for row in flags], was_late
 
     def close(self) -> int:
         """Let signals be handled as before; return one that came after the last step, or 0."""

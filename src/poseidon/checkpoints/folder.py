@@ -64,8 +64,16 @@ class CheckpointFolder:
             except RuntimeError as error:
                 # The archive's writer reports what the system refused only as text.
                 raise OSError(_reason(temporary), f"{error}".splitlines()[0]) from error
-        for one in [one for one in self.saved() if one.step <= step][: -self._keep]:
-            one.path.unlink(missing_ok=True)
+        old = [one.path for one in self.saved() if one.step <= step][: -self._keep]
+        try:
+            for path in (*old, *self._leavings()):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise files.cannot("remove", "an older checkpoint (the new one is written)", path, error) from None
+
+    def _leavings(self) -> Iterator[Path]:
+        """Return what processes left that were killed while they wrote; one folder has one writer."""
+        return self.path.glob(".step-*.pt.*")
 
     def newest(self) -> tuple[Saved | None, list[str]]:
         """Return the newest checkpoint that is intact, and what is wrong with newer ones."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poseidon.checkpoints.plain import like_mapping, like_sequence
+
 PIECE_BYTES = 4 << 20
 
 Description = list[tuple[str, list[int]]]
@@ -95,10 +97,9 @@ def _exchange(value: Any, change: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value) if _is_plain(value) else value
     if isinstance(value, Mapping):
-        return {key: _exchange(item, change) for key, item in value.items()}
+        return like_mapping(value, {key: _exchange(item, change) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        items = [_exchange(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like_sequence(value, [_exchange(item, change) for item in value])
     return value
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from poseidon.checkpoints.plain import like_mapping, like_sequence, own_value
 from poseidon.checkpoints.shards import Dealt, ShardCopy
 
 
@@ -92,9 +93,9 @@ def copy_over(value: Any, old: Any) -> Any:
         return old.copy_(value) if fits else value.clone()
     if isinstance(value, Mapping):
         known = old if isinstance(old, Mapping) else {}
-        return {key: copy_over(item, known.get(key)) for key, item in value.items()}
+        return like_mapping(value, {key: copy_over(item, known.get(key)) for key, item in value.items()})
     if isinstance(value, list | tuple):
         place = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
         items = [copy_over(item, was) for item, was in zip(value, place, strict=True)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+        return like_sequence(value, items)
+    return own_value(value)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from poseidon import files
 from poseidon.checkpoints.folder import CheckpointFolder, read
 from poseidon.checkpoints.program import ProgramState
+from poseidon.checkpoints.replicas import sharded_members
 from poseidon.checkpoints.sharing import hand_out
 from poseidon.checkpoints.states import as_bytes, check_readable, from_bytes, host_copy, state_of
 from poseidon.checkpoints.writing import CheckpointWriter
@@ -80,8 +81,10 @@ class Saving:
         self.warn([problem for one in everybody for problem in one["problems"]])
         source = max(range(len(everybody)), key=lambda rank: (everybody[rank]["step"], -rank))
         if everybody[source]["step"] < 0:
-            if self.folder is not None and everybody[0]["problems"]:
-                raise ConfigError(f"checkpoint: none in {self.folder.path} is intact; move them away to begin anew")
+            if self.folder is not None and any(one["problems"] for one in everybody):
+                raise ConfigError(
+                    f"checkpoint: none in {self.folder.path} is intact, on any worker; move them away to begin anew"
+                )
             return 0
         self.claim_folder()
         held, problem = b"", ""
@@ -120,6 +123,8 @@ class Saving:
         if done == self._saved_step:
             return
         self._saved_step = done
+        for part in sharded_members().values():
+            part.complete()  # all workers are here: what rank 0 reads below has owners
         self._check_once()
         program = self._program
         own = as_bytes({name: host_copy(part.state_dict()) for name, part in program.own.items()})
@@ -132,6 +137,11 @@ class Saving:
                 "workers": [from_bytes(one) for one in everybody],
             }
             self.writer.put(done, state)
+
+    def wait_for_writer(self) -> None:
+        """Wait until rank 0 has written all: whoever ends before may end the job with it. Collective."""
+        if self.team is not None and self.folder is not None:
+            self.team.gather_ints([0], "the checkpoint to be written")
 
     def _check_once(self) -> None:
         """See that everything can be read back, before anybody relies on it."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from poseidon.checkpoints.plain import like_mapping, like_sequence, own_value
 from poseidon.errors import ConfigError
 
 
@@ -125,12 +126,10 @@ def host_copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: host_copy(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(host_copy, value))
+        return like_mapping(value, {key: host_copy(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(map(host_copy, value))
-    return value
+        return like_sequence(value, list(map(host_copy, value)))
+    return own_value(value)
 
 
 def check_readable(name: str, state: Any) -> None:
@@ -159,11 +158,11 @@ def from_bytes(data: bytes) -> Any:
 def _without_values(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty(0, dtype=value.dtype)
-    if isinstance(value, dict):
-        return {key: _without_values(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(map(_without_values, value))
-    return value
+    if isinstance(value, Mapping):
+        return like_mapping(value, {key: _without_values(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return like_sequence(value, list(map(_without_values, value)))
+    return own_value(value)
 
 
 class RandomState:

@@ -71,6 +71,8 @@ class Backward:
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
         self._used: PendingGather | None = None
+        self._heard: Sequence[Sequence[int]] = ()
+        """The workers' flags, if they were asked for before the rest."""
         clock = team.watch.clock
         self._spans = None if clock is None else clock.spans
         """Where times go if this step is recorded in full."""
@@ -108,7 +110,7 @@ class Backward:
         assert self._calls is not None
         mine, words = self.step.call.words(), self._calls("the others to start backward")
         calls = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
-        flags = self._flags("the others' flags") if self._flags is not None else ()
+        flags = () if self._flags is None else self._heard or self._flags("the others' flags")
         told = [used] if used else []
         if self._used is not None:
             rows = self._used("the others' used parameters")
@@ -117,6 +119,13 @@ class Backward:
         for item, heard in verdict.flags.items():
             self._exchanges[item].heed(heard)
         return verdict
+
+    def must_land(self) -> bool:
+        """Wait for the others' flags; return whether some landing is collective, as all workers find then."""
+        if self._flags is None:
+            return False
+        self._heard = self._flags("the others' flags")
+        return any(map(any, self._heard))
 
     def flights(self) -> list[Flight]:
         """Return everything under way, in an order in which all workers can land it."""

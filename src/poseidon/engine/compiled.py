@@ -1,6 +1,7 @@
-"""Compiled, graphed and scripted parts of a model read parameters without ``__torch_function__``.
+"""Compiled and graphed parts of a model read parameters without ``__torch_function__``.
 
-So whatever is due to their parameters is done just before such a part runs, whoever calls it.
+So whatever is due to their parameters is done just before such a part runs, whoever calls it. Scripted parts read them
+in many ways (other methods, ``save``), so nothing may ever be due to theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.jit import ScriptModule
 
 from poseidon.engine.classes import Replacement
 
-__all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
+__all__ = ["CompiledParts", "has_compiled_parts", "has_scripted_parts", "uncompiled"]
 # ``uncompiled`` is torch.compiler.disable for functions; it imports the compiler with the first call instead of now.
 # That takes as long as importing torch, and worker processes of other frameworks never need it.
 
@@ -23,6 +24,11 @@ __all__ = ["CompiledParts", "has_compiled_parts", "uncompiled"]
 def has_compiled_parts(module: nn.Module) -> bool:
     """Return whether the module or any part of it is compiled, graphed or scripted."""
     return bool(_find_compiled(module))
+
+
+def has_scripted_parts(module: nn.Module) -> bool:
+    """Return whether the module or any part of it is scripted or traced."""
+    return any(isinstance(part, ScriptModule) for part in module.modules())
 
 
 class CompiledParts:
@@ -34,9 +40,10 @@ class CompiledParts:
     def take_over(self, module: nn.Module) -> None:
         """Let every compiled part of ``module``, as they are now, put its parameters in place by itself."""
         for part in _find_compiled(module):
-            has_own_call = part._compiled_call_impl is not None or isinstance(part, ScriptModule)
-            if part not in self._taken or (has_own_call and not isinstance(part._compiled_call_impl, _Opening)):
-                self._taken[part] = _open_in_call(part) if has_own_call else _open_before(part)
+            is_in_place = part._compiled_call_impl is not None
+            is_new = part not in self._taken or (is_in_place and not isinstance(part._compiled_call_impl, _Opening))
+            if is_new and not isinstance(part, ScriptModule):
+                self._taken[part] = _open_in_call(part) if is_in_place else _open_before(part)
 
     def close(self) -> None:
         """Leave the parts as they were."""
@@ -46,28 +53,34 @@ class CompiledParts:
 
 
 class _Opening:
-    """Calls a part when its parameters are in place; where a hook would be part of its graph, or cannot be."""
+    """The compiled call of a part, which puts its parameters in place first: a hook would be part of its graph."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, call: Callable[..., Any]) -> None:
+        self.users = 0
+        """Distributed models may share a part."""
         self._part = weakref.ref(part)
-        self._before = part._compiled_call_impl
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = self._part()
         assert part is not None, "a module that is gone was called"
         _open_part(part)
-        return (self._before or part._call_impl)(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def undo(self) -> None:
-        """Leave the part as it was, unless it was compiled anew."""
+        """Leave the part as it was, after the last user, unless it was compiled anew."""
+        self.users -= 1
         part = self._part()
-        if part is not None and part._compiled_call_impl is self:
-            part.__dict__["_compiled_call_impl"] = self._before
+        if not self.users and part is not None and part._compiled_call_impl is self:
+            part._compiled_call_impl = self._call
 
 
 def _open_in_call(part: nn.Module) -> Callable[[], None]:
-    opening = _Opening(part)
-    part.__dict__["_compiled_call_impl"] = opening  # a scripted module lets no attribute be set
+    call = part._compiled_call_impl
+    assert call is not None
+    opening = call if isinstance(call, _Opening) else _Opening(part, call)
+    opening.users += 1
+    part._compiled_call_impl = opening
     return opening.undo
 
 

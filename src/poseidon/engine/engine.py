@@ -93,8 +93,8 @@ class Engine:
         """Parameters into whose gradients a backward without an exchange has accumulated since the last exchange."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
-        self.has_flags = False
-        """Whether this worker has flagged an item of the last closed backward, so that landing it is collective."""
+        self.compares_flags = False
+        """Whether workers compare flags of the last closed backward, so that landing it may be collective."""
         self._forgotten: set[nn.Parameter] | None = None
         """Parameters that got no gradient in any backward since the last forward; None: no backward yet."""
         self.last_error = ""
@@ -351,12 +351,17 @@ class Engine:
         self.team.watch.note(self.step, "at the end of backward")
         with self._lock:
             forgotten = backward.close()
-        self.has_flags = backward.step.has_flags
+        self.compares_flags = bool(backward.live.schedule.flagged)
         self.local.clear()
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
             return []
         return [self.parameters[number] for number in forgotten]
+
+    def must_land(self) -> bool:
+        """Wait for the others' flags of the closed backward; return whether landing it is collective."""
+        assert self._backward is not None
+        return self._backward.must_land()
 
     def settle(self) -> Landing:
         """Read the others' roll calls for the closed backward, replan if due, and return what is under way.

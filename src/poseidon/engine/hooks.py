@@ -270,7 +270,9 @@ class _PlainOutside:
     """Makes a layer copy, pickle and print as the plain class it stands for."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (_PLAIN[type(self)],), self.__dict__
+        # As nn.Module does: what was compiled, or replaced, belongs to this object.
+        state = {name: value for name, value in self.__dict__.items() if name != "_compiled_call_impl"}
+        return object.__new__, (_PLAIN[type(self)],), state
 
     def _get_name(self) -> str:
         return _PLAIN[type(self)].__name__

@@ -19,8 +19,9 @@ def clear_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> No
         if set_to_none:
             parameter.grad = None
         elif parameter.grad is not None:
-            parameter.grad = parameter.grad.detach()
-            parameter.grad.zero_()
+            if parameter.grad.grad_fn is not None:
+                parameter.grad = parameter.grad.detach()
+            parameter.grad.requires_grad_(False).zero_()
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -59,7 +59,9 @@ class Pending(Replacement):
         if land(*args, *kwargs.values()):
             return func(*args, **kwargs)
         # This thread is landing one of them, and the parameter's own class wants to see the operation.
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+        plain: Any = cls.__bases__[1]
+        kinds = tuple(kind.__bases__[1] if issubclass(kind, Pending) else kind for kind in types)
+        return plain.__torch_function__(func, kinds, args, kwargs)
 
     def _poseidon_open(self) -> None:
         land(self)
@@ -76,9 +78,9 @@ def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:
     ``DisableTorchFunctionSubclass``, or return from a call within the call without having called it.
     """
     for parameter in parameters:
+        parameter._poseidon_land = land_it  # type: ignore[attr-defined]
         if not isinstance(parameter, Pending):
             parameter.__class__ = mixed(Pending, type(parameter))
-        parameter._poseidon_land = land_it  # type: ignore[attr-defined]
 
 
 def make_plain(parameters: Iterable[nn.Parameter]) -> None:
@@ -97,8 +99,10 @@ def land(*values: Any) -> bool:
     has_landed = True
     for value in values:
         if isinstance(value, Pending):
-            value._poseidon_land(value)  # type: ignore[arg-type]
-            has_landed &= not isinstance(value, Pending)
+            land_it = getattr(value, "_poseidon_land", None)
+            if land_it is not None:  # or another thread has landed it just now
+                land_it(value)
+                has_landed &= not isinstance(value, Pending)
         elif type(value) in (tuple, list):  # such as strides
             has_landed &= land(*value)
         elif not isinstance(value, _LEAVES):

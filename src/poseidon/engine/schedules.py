@@ -328,12 +328,13 @@ class Schedules:
     def _make_item(self, schedule: Schedule, number: int) -> LiveItem:
         item, options = schedule.items[number], self._options
         parameters = tuple(self._parameters[p] for p in item.parameters)
+        keeps_views = options.keep_views and not options.serves
         # What is kept lies as the parameters do, and a gradient that travels in place may lie otherwise.
         is_in_place = not options.serves and (
             not self.routes[item.route].is_lossy or all(parameter.is_contiguous() for parameter in parameters)
         )
         bucket = (
-            Bucket(parameters, options.keep_views and not options.serves, is_in_place, options.defers)
+            Bucket(parameters, keeps_views, is_in_place, keeps_views and options.defers)
             if item.is_packed or options.serves
             else None
         )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside, in_order
-from poseidon.engine.compiled import has_compiled_parts
+from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
 from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
@@ -61,6 +61,8 @@ class ServedUpdates(TakenSteps):
         self._due: set[LiveItem] = set()
         """Items whose new weights are under way."""
         self._rounding = Rounding()
+        self._is_scripted = False
+        """Whether a part of the model may read weights at any time, unseen."""
         self._in_private: Callable[[], contextlib.AbstractContextManager[None]] = in_private
         """As that, and in the order in which steps are taken."""
         self._has_state = True
@@ -80,6 +82,7 @@ class ServedUpdates(TakenSteps):
                         'in memory; with update="server" parameters must have none: make it contiguous'
                     )
         super().connect(module, engine)
+        self._is_scripted = has_scripted_parts(module)
         if self._streams:
             self._in_private = partial(in_order, self._streams, in_private)
 
@@ -296,6 +299,8 @@ class ServedUpdates(TakenSteps):
             with in_private():
                 self._order(options, group_of)
             self._step_here([p for p in group_of if p not in self._item_of], options, group_of)
+            if self._is_scripted:
+                self.finish()
 
     def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
         """Clear gradients, the optimizer's or these, without waiting for them."""

@@ -153,8 +153,6 @@ class Step:
         self._missing_of_unit = list(model.counts)
         self._missing_of_item = list(schedule.counts)
         self._next = dict.fromkeys(schedule.queues, 0)
-        self.has_flags = False
-        """Whether this worker has flagged any item."""
         self._flags: dict[int, int] = {}
         self._unflagged = set(schedule.flagged)
         self._under_way: set[int] = set()
@@ -231,7 +229,6 @@ class Step:
         if item not in self._unflagged:
             return []
         self._flags[item] = flags
-        self.has_flags |= flags != 0
         self._unflagged.remove(item)
         if self._unflagged:
             return []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -25,8 +27,8 @@ from poseidon.engine.step import Phase
 from poseidon.errors import UnsupportedError, WorkerLostError
 from poseidon.job.closing import Stage, at_exit
 
-_COMPARED = (bool, int, float)
-_MASK = (1 << 62) - 1
+_WAYS = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that choose how the same step is computed."""
 
 
 class _Guard(contextlib.AbstractContextManager[None]):
@@ -68,8 +70,8 @@ class TakenSteps(Policy):
         lands. Whoever touches a parameter on another one waits for it, but others do not wait for him."""
         self._exchanges_before = 0
         """How many exchanges there were at the last step."""
-        self._options = sorted(optimizer.defaults)
-        """Names of the options that the optimizer's class knows."""
+        self._options = sorted(set(getattr(optimizer, "defaults", ())) - _WAYS)
+        """Names of the options that the optimizer's class knows, and that matter."""
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
@@ -118,13 +120,14 @@ class TakenSteps(Policy):
         """Let the others compare this step with theirs; raise if no exchange since the last one saw its gradients."""
         exchanges = engine.step + (phase is Phase.CLOSED)  # which counts when all have heard of it
         before, self._exchanges_before = self._exchanges_before, exchanges
-        # Not what users add to a group; and only what has the same hash in every process, and is on the host.
-        values: list[float] = [engine.taken, exchanges]
+        # Not what users add to a group, nor what is on a device; in single precision, since machines may differ in the
+        # last bit of a cosine.
+        values = array("f")
         for group in self.optimizer.param_groups:
             for name in self._options:
                 value = group.get(name)
-                values.append(value if isinstance(value, _COMPARED) else 0)
-        engine.taken = hash(tuple(values)) & _MASK
+                values.append(value if isinstance(value, int | float) else 0)
+        engine.taken = crc32(values, crc32(b"%d %d" % (engine.taken, exchanges)))
         if exchanges <= before and engine.local:
             raise UnsupportedError(
                 f"rank {engine.team.rank}: step() would use this worker's own gradients: no backward since the last "

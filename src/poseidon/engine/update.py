@@ -21,6 +21,7 @@ from torch.overrides import has_torch_function
 
 from poseidon.engine.aside import aside, in_order
 from poseidon.engine.backward import Flight
+from poseidon.engine.compiled import has_scripted_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
     clear_gradients,
@@ -56,20 +57,26 @@ class DeferredUpdates(TakenSteps):
         """Set if ``zero_grad()`` was called since: true to drop gradients, false to fill them with zeros."""
         self._clears_all = False
         """Whether that concerns the whole model, and not just the optimizer's parameters."""
-        self._steps_now = not steps_one_by_one(self.plain)
-        """Whether ``step()`` waits for all gradients: the optimizer may look at all, and what it reads may change."""
-        self._steps_all = max_grad_norm is not None or self._steps_now
+        self._steps_now = False
+        """Whether ``step()`` waits for all gradients: the optimizer may read what changes then, or a scripted part the
+        parameters."""
+        self._steps_all = max_grad_norm is not None or not steps_one_by_one(self.plain)
         """Whether all parameters are updated together: their norm or the optimizer needs all gradients."""
-        self._is_landing = False
-        """Whether this worker's thread with the lock is landing something."""
+        self._is_settling = False
+        """Whether the thread with the lock hears what the others said."""
+        self._landing: set[int] = set()
+        """Parameters that the thread with the lock is landing."""
         self._unseen: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
         """Lets that thread use parameters that are still pending."""
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
         super().connect(module, engine)
-        if engine is not None and any(has_torch_function((parameter,)) for parameter in engine.parameters):
-            self._unseen = contextlib.nullcontext  # theirs must see what the optimizer does; ours lets it pass
+        is_own = not steps_one_by_one(self.plain)
+        if is_own or any(has_torch_function((p,)) for p in (() if engine is None else engine.parameters)):
+            # Their classes must see what the optimizer does, and it may read other models; ours lets that pass.
+            self._unseen = contextlib.nullcontext
+        self._steps_now = is_own or has_scripted_parts(module)
         if self._streams:
             self._unseen = partial(in_order, self._streams, self._unseen)
 
@@ -108,11 +115,18 @@ class DeferredUpdates(TakenSteps):
         with self._lock:
             self._pending = dict.fromkeys(map(id, engine.parameters))
             make_pending(engine.parameters, self._touch)
-        if forgotten or engine.has_flags:
-            # With flags some landing needs all workers, and one of them may be the only one to read the model.
+        if forgotten or (engine.compares_flags and self._must_land()):
+            # If some landing needs all workers, one of them may be the only one to read the model.
             self.finish()
         if forgotten:
             engine.check_forgotten(forgotten)
+
+    def _must_land(self) -> bool:
+        try:
+            return self.engine.must_land()
+        except BaseException as error:
+            self.engine.fail(error)
+            raise
 
     def finish(self) -> None:
         """Finish the step under way: land every gradient and run every due update."""
@@ -128,10 +142,9 @@ class DeferredUpdates(TakenSteps):
 
     def _touch(self, parameter: nn.Parameter) -> None:
         with self._lock:
-            if self._is_landing:
+            if self._is_settling or id(parameter) in self._landing:
                 return  # which is this thread's doing: the others wait here, as long as the class tells them to
             self._check_failure()
-            self._is_landing = True
             try:
                 with self._unseen():
                     if self.engine.phase is Phase.CLOSED:
@@ -144,12 +157,14 @@ class DeferredUpdates(TakenSteps):
             except BaseException as error:
                 self.engine.fail(error)
                 raise
-            finally:
-                self._is_landing = False
 
     def _settle(self) -> None:
         engine = self.engine
-        landing = engine.settle()
+        self._is_settling = True
+        try:
+            landing = engine.settle()
+        finally:
+            self._is_settling = False
         self._pending = {id(p): flight for flight in landing.flights for p in flight.parameters}
         if len(self._pending) < len(engine.parameters):
             make_plain([p for p in engine.parameters if id(p) not in self._pending])
@@ -159,17 +174,22 @@ class DeferredUpdates(TakenSteps):
 
     def _land(self, flights: Sequence[Flight]) -> None:
         parameters = [p for flight in flights for p in flight.parameters]
-        for flight in flights:
-            flight.land()
-        for parameter in parameters:
-            del self._pending[id(parameter)]
-        if self._due is None:
-            _own_gradients(parameters)
-        else:
-            self._update(parameters, self._due)
-            if self._clears is not None:
-                some = parameters if self._clears_all else [p for p in parameters if id(p) in self._group_of]
-                clear_gradients(some, self._clears)
+        numbers = set(map(id, parameters))
+        self._landing |= numbers
+        try:
+            for flight in flights:
+                flight.land()
+            for parameter in parameters:
+                del self._pending[id(parameter)]
+            if self._due is None:
+                _own_gradients(parameters)
+            else:
+                self._update(parameters, self._due)
+                if self._clears is not None:
+                    some = parameters if self._clears_all else [p for p in parameters if id(p) in self._group_of]
+                    clear_gradients(some, self._clears)
+        finally:
+            self._landing -= numbers
         # Not before: from now on any thread may read them without asking.
         make_plain(parameters)
         if not self._pending:

@@ -87,9 +87,11 @@ class Bucket:
         """Whether somebody keeps a gradient, or a view of one, that is not in ``.grad`` any more."""
         assert self._flat is not None
         uses: int = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+        # All counted in one way; what is in ``.grad`` may count once.
+        counts = list(map(getrefcount, self._views))
         return uses > self._uses or any(
-            getrefcount(view) > self._references and parameter.grad is not view
-            for parameter, view in zip(self.parameters, self._views, strict=True)
+            count > self._references + (parameter.grad is view)
+            for parameter, view, count in zip(self.parameters, self._views, counts, strict=True)
         )
 
     def _lone_gradient(self) -> Tensor | None:

@@ -270,6 +270,8 @@ class _LowRankExchange(Exchange):
                 torch.mm(p, q.t(), out=matrix)
             if self._whole:
                 torch._foreach_copy_(self._whole, narrow.whole_left)
+        # The wire may know this object for another step, and a bucket goes elsewhere if its memory is in use.
+        self._matrices, self._whole = [], []
 
     def take_back(self, used: Sequence[bool]) -> None:
         """Keep what came of gradients that nobody uses."""

@@ -43,3 +43,28 @@ def test_a_touch_lands_once_and_other_touches_within_it_see_the_parameter_as_it_
     assert landed == [2.0]
     assert type(parameter) is nn.Parameter
     assert land(parameter)
+
+
+class Tagged(torch.Tensor):
+    """A class that is handed on to whatever is computed from it, as torch's own rule is."""
+
+
+def test_what_is_computed_while_it_lands_has_the_parameters_own_class() -> None:
+    parameter = nn.Parameter(torch.ones(2).as_subclass(Tagged))
+    plain = type(parameter)
+    is_landing = False
+    made: list[torch.Tensor] = []
+
+    def land_it(touched: nn.Parameter) -> None:
+        nonlocal is_landing
+        if not is_landing:
+            is_landing = True
+            with torch.no_grad():
+                made.append(torch.zeros_like(touched).add(1))  # as an optimizer makes its state
+            make_plain((touched,))
+
+    make_pending([parameter], land_it)
+    assert float(parameter.detach().sum()) == 2.0
+    assert type(parameter) is plain
+    assert type(made[0]) is plain
+    assert float(made[0].sum()) == 2.0
