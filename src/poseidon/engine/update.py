@@ -60,7 +60,9 @@ class DeferredUpdates(TakenSteps):
         self._steps_now = False
         """Whether ``step()`` waits for all gradients: the optimizer may read what changes then, or a scripted part the
         parameters."""
-        self._steps_all = max_grad_norm is not None or not steps_one_by_one(self.plain)
+        self._is_own = not steps_one_by_one(self.plain)
+        """Whether the optimizer is the user's own, which gets whole groups: it may look at all, or at their order."""
+        self._steps_all = max_grad_norm is not None or self._is_own
         """Whether all parameters are updated together: their norm or the optimizer needs all gradients."""
         self._is_settling = False
         """Whether the thread with the lock hears what the others said."""
@@ -72,11 +74,10 @@ class DeferredUpdates(TakenSteps):
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
         super().connect(module, engine)
-        is_own = not steps_one_by_one(self.plain)
-        if is_own or any(has_torch_function((p,)) for p in (() if engine is None else engine.parameters)):
+        if self._is_own or any(has_torch_function((p,)) for p in (() if engine is None else engine.parameters)):
             # Their classes must see what the optimizer does, and it may read other models; ours lets that pass.
             self._unseen = contextlib.nullcontext
-        self._steps_now = is_own or has_scripted_parts(module)
+        self._steps_now = self._is_own or has_scripted_parts(module)
         if self._streams:
             self._unseen = partial(in_order, self._streams, self._unseen)
 
@@ -221,7 +222,7 @@ class DeferredUpdates(TakenSteps):
             self._clears = None
             self._clears_all = False
             here = [p for group in groups for p in group["params"] if id(p) not in pending]
-            if here:
+            if here and not (self._is_own and pending):
                 self._update(here, options)
             if self._steps_now or getattr(self.optimizer, "found_inf", None) is not None:
                 self.finish()  # a GradScaler's verdict and scale are valid only in this call
@@ -267,6 +268,9 @@ class DeferredUpdates(TakenSteps):
             with aside():
                 clip(self.optimizer, self.engine.parameters, self._max_grad_norm)
         members: list[list[nn.Parameter]] = [[] for _ in options]
+        if self._is_own:
+            members = [list(group["params"]) for group in self.optimizer.param_groups]
+            parameters = ()
         for parameter in parameters:
             number = self._group_of.get(id(parameter))
             if number is not None:
