@@ -291,6 +291,16 @@ class DistributedDataParallel(Forwarding):
             self._engine = self._front_end = self._team = self._buffer_sync = None
 
     @property
+    def stepped_optimizer(self) -> Any:
+        """The optimizer whose steps ``distribute`` takes, if any."""
+        return getattr(self._policy, "optimizer", None)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients are here that a backward without an exchange has left since the last one with it."""
+        return self._engine is not None and bool(self._engine.local)
+
+    @property
     def sharded(self) -> Sharded | None:
         """What knows the state that one worker alone has; None: every worker has everything."""
         return self._policy.sharded

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+from collections import Counter, OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 import poseidon
+from poseidon.checkpoints.ending import EndRequests
 from poseidon.checkpoints.folder import CheckpointFolder, find_damage, pieces_of, read
-from poseidon.checkpoints.states import RandomState, host_copy, load_into, state_of
+from poseidon.checkpoints.memory import copy_over
+from poseidon.checkpoints.states import RandomState, check_readable, host_copy, load_into, state_of
 from poseidon.errors import ConfigError
 
 
@@ -46,6 +49,88 @@ def test_the_newest_few_stay_and_other_files_are_left_alone(tmp_path: Path) -> N
     assert newest is not None
     assert (newest.step, problems) == (1_000_000_000, [])
     assert torch.load(newest.path, weights_only=True)["parts"]["w"][0] == 1e9  # plain PyTorch reads it
+
+
+def test_what_a_process_left_that_was_killed_while_it_wrote_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".step-000000004.pt.8f3a.tmp"
+    left.write_bytes(b"half")
+    CheckpointFolder(tmp_path, keep=2).write(5, _state(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000005.pt"]
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_pass_for_a_new_one_that_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.write(5, _state(5))
+
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "step-000000005.pt":
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ConfigError, match=r"cannot remove an older checkpoint \(the new one is written\).*000005"):
+        folder.write(6, _state(6))
+    assert _steps(folder) == [5, 6]
+
+
+def test_copies_of_states_keep_what_others_need_and_nobody_elses_memory() -> None:
+    shared = {1, 2}
+    state = {"milestones": Counter([3, 3]), "best": np.float64(0.5), "seen": shared, "names": OrderedDict(a=1)}
+    for copied in (host_copy(state), copy_over(state, None)):
+        shared.add(3)
+        assert type(copied["milestones"]) is Counter
+        assert type(copied["names"]) is OrderedDict
+        assert type(copied["best"]) is float
+        assert copied["seen"] == {1, 2}
+        shared.remove(3)
+        check_readable("values", copied)
+
+
+def test_a_scheduler_with_milestones_goes_on(tmp_path: Path) -> None:
+    def make() -> Any:
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 1.0)
+        first, then = (
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.1),
+        )
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [3])
+
+    rates: list[list[float]] = []
+    for way in ("whole", "in two parts"):
+        optimizer, scheduler = make()
+        found = []
+        for step in range(8):
+            if way == "in two parts" and step == 1:
+                with poseidon.Checkpoint(tmp_path, optimizer=optimizer, scheduler=scheduler) as checkpoint:
+                    checkpoint.save(1)
+                optimizer, scheduler = make()
+                with poseidon.Checkpoint(tmp_path, optimizer=optimizer, scheduler=scheduler) as checkpoint:
+                    assert checkpoint.resume() == 1
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        rates.append(found)
+    assert rates[0] == rates[1]
+
+
+def test_time_to_save_is_said_once() -> None:
+    """What all hear of a step ago is saved now, so the worker that says it must not say it again."""
+    ending = EndRequests(on_signal=False, is_timed=True)
+    sent: list[list[int]] = []
+
+    def start_gather(words: list[int]) -> Any:
+        sent.append(words)
+        return lambda _: [words, [0, 0]]
+
+    team: Any = SimpleNamespace(start_gather=start_gather)
+    # It stays late until the save, which is where it is heard.
+    heard = [ending.agree(team, is_late)[1] for is_late in (False, True, True, False, False)]
+    assert heard == [False, False, True, False, False]
+    assert [words[1] for words in sent] == [0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["cut", "empty", "flipped", "garbage", "folder"])

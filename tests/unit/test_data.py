@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from poseidon.data.samplers import ElasticSampler, ElasticStream, cut_epoch, share
 from poseidon.errors import ConfigError
@@ -150,6 +150,48 @@ def test_a_stream_is_dealt_in_order_and_continues(helpers: int) -> None:
     for stream, _ in later:
         stream.load_state_dict(team[1][0].state_dict())
     assert begun + _read(later) == whole
+
+
+class Sharing(IterableDataset[Tensor]):
+    """A stream that divides itself between a loader's processes, as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        helper = get_worker_info()
+        start, step = (0, 1) if helper is None else (helper.id, helper.num_workers)
+        return iter(torch.arange(start, LENGTH, step))
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_a_stream_that_divides_itself_between_processes_is_read_whole(helpers: int) -> None:
+    streams = [ElasticStream(Sharing(), BATCH, rank=rank, size=2) for rank in range(2)]
+    team = [(one, DataLoader(one, batch_size=None, num_workers=helpers)) for one in streams]
+    assert flat(_read(team)) == list(range(LENGTH))
+
+
+def test_what_can_be_read_once_only_is_no_stream() -> None:
+    with pytest.raises(ConfigError, match="a generator can be read once only"):
+        ElasticStream((number for number in range(9)), 3, rank=0, size=1)
+
+
+def test_going_on_in_an_epoch_draws_as_the_undisturbed_one_does() -> None:
+    def draws(done: int) -> list[float]:
+        sampler = ElasticSampler(range(LENGTH), BATCH, rank=0, size=1)  # type: ignore[arg-type]
+        loader = DataLoader(torch.arange(LENGTH), batch_sampler=sampler)  # type: ignore[arg-type]
+        found = []
+        if not done:
+            torch.manual_seed(3)
+        else:
+            sampler.load_state_dict(kept["sampler"])
+            torch.set_rng_state(kept["random"])
+        for _ in sampler.over(loader):
+            found.append(torch.rand(()).item())
+            if not done and len(found) == 2:
+                kept.update(sampler=sampler.state_dict(), random=torch.get_rng_state())
+        return found
+
+    kept: dict[str, Any] = {}
+    whole = draws(0)
+    assert draws(2) == whole[2:]
 
 
 @pytest.mark.parametrize("helpers", [0, 2])

@@ -115,6 +115,7 @@ class Checkpoint:
 
     def step(self, done: int) -> None:
         """Say that ``done`` steps are complete: saves if that is due, and ends the program if asked to. Collective."""
+        self._saving.warn(self._program.find_half_steps())
         lasting = self._lasting if self._lasting is not None and self._lasting.is_running else None
         if lasting is not None:
             lasting.keep(done)

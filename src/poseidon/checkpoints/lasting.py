@@ -27,6 +27,9 @@ from poseidon.team.epochs import enter_next_epoch, is_interruption, living_on
 
 _MOST_CHANGES = 20
 """So often in a row may the workers of an epoch fail to meet."""
+_MOST_IDLE = 3
+"""So often in a row may the same number of workers meet again without having completed a step: then a program's own
+deadlock, which looks like lost workers to those who wait too long, ends it."""
 
 
 class LastingRun:
@@ -45,6 +48,8 @@ class LastingRun:
         self._memory = StepMemory()
         self._replicator = Replicator(replicas)
         self._door: StateDoor | None = None
+        self._modes: list[tuple[nn.Module, bool]] = []
+        """Whether each module was in training mode after the last complete step."""
         self._ahead: Ahead | None = None
         """What a joiner has copied before it takes its seat."""
 
@@ -55,7 +60,7 @@ class LastingRun:
         self.is_running = True
         job = self.job
         lost: BaseException | None = None
-        done = -1
+        done, idle = -1, 0
         try:
             if job.seat is None:
                 self._ahead = copy_ahead(job)
@@ -66,7 +71,12 @@ class LastingRun:
             while True:
                 try:
                     if lost is not None:
+                        before = done, self._size
                         done = self._change(lost)
+                        idle = idle + 1 if before == (done, self._size) else 0
+                        if idle:
+                            text = f"after step {done} the same {self._size} workers met again: {lost}"
+                            self._saving.warn([text])
                         lost = None
                     elif done < 0:
                         done = self._begin()
@@ -78,7 +88,9 @@ class LastingRun:
                         self._saving.team.gather_ints([0], "all workers to finish")
                     return
                 except Exception as error:
-                    if not is_interruption(job, error):
+                    kept = self._memory.kept
+                    is_stuck = idle >= _MOST_IDLE and kept is not None and kept.step == done
+                    if is_stuck or not is_interruption(job, error):
                         raise
                     lost = _bare(error)
         finally:
@@ -86,6 +98,10 @@ class LastingRun:
             if self._door is not None:
                 job.door = 0
                 self._door.close()
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._saving.team is None else self._saving.team.size
 
     def _change(self, error: BaseException) -> int:
         """Go on with the workers of the next epoch, from the newest step that any of them has completed."""
@@ -154,6 +170,7 @@ class LastingRun:
 
         Returns the number of steps done.
         """
+        self._saving.warn(self._program.find_missing(living_on()))
         done = self._saving.resume()
         self.keep(done)
         if not done and not is_alike:
@@ -198,6 +215,8 @@ class LastingRun:
             forget_step(part)
             load_into(part, copy_over(kept.parts[name], None))
         program.values = copy_over(kept.values, None)
+        for module, is_training in self._modes:
+            module.training = is_training  # the interruption may have come in the middle of an evaluation
         self._saving.claim_folder()
         if is_new:
             program.draw_anew(kept.step, self._saving.rank)
@@ -227,6 +246,12 @@ class LastingRun:
             finish = getattr(part, "finish_step", None)
             if finish is not None:
                 finish()
+        self._modes = [
+            (module, module.training)
+            for part in (*program.parts.values(), *living_on())
+            if isinstance(part, nn.Module)
+            for module in part.modules()
+        ]
         epoch = 0 if self.job.seat is None else self.job.seat.epoch
         before = self._memory.kept
         staged = self._replicator.stage(self._saving.team, epoch, done, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ProgramState:
         """What is equal on all workers..."""
         self.own: dict[str, Stateful] = {**per_worker, **find_lossy(parts), "random numbers": RandomState(), **own}
         """... and what is not."""
+        self._has_warned = False
         self._extra = frozenset(shared)
         """Parts that the checkpoint of a run without local steps lacks: then a round begins with what it has."""
 
@@ -49,6 +50,28 @@ class ProgramState:
         if unknown:
             return [f"the checkpoint also has {', '.join(unknown)}, which this program does not ask for"]
         return []
+
+    def find_missing(self, members: Iterable[object]) -> list[str]:
+        """Return what to warn of, if an optimizer that belongs to a distributed model is no part."""
+        known = [inner for part in self.parts.values() for inner in (part, getattr(part, "optimizer", None))]
+        found = [getattr(member, "stepped_optimizer", None) for member in members]
+        return [
+            f"the {type(one).__name__} of a distributed model is not among its parts ({', '.join(self.parts)}): a "
+            "worker that joins would have another state of it; name every optimizer in the checkpoint"
+            for one in found
+            if one is not None and not any(one is other for other in known)
+        ]
+
+    def find_half_steps(self) -> list[str]:
+        """Return what to warn of, once, if gradients are here that no exchange, and so no step, may have used."""
+        names = [name for name, part in self.parts.items() if getattr(part, "is_accumulating", False)]
+        if not names or self._has_warned:
+            return []
+        self._has_warned = True
+        return [
+            f"step() was called while gradients of {', '.join(names)} from a backward under no_sync() are here. If "
+            "optimizer.step() has not used them, whoever goes on from here lacks them: call it after optimizer.step()"
+        ]
 
     def load(self, state: Mapping[str, Any], rank: int, size: int) -> list[str]:
         """Go on from a checkpoint, as one of ``size`` workers; return what to warn of."""

@@ -6,6 +6,7 @@ goes on from a checkpoint, on as many workers or on others, sees the samples tha
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate, default_convert, get_worker_info
+from torch.utils.data._utils import worker
 
 from poseidon.data.balancing import Balancer
 from poseidon.data.shares import cut
@@ -73,8 +75,12 @@ class Position:
         self._take_place()
         self._tell_left()
         self._begin_pass()
+        before = torch.get_rng_state() if self.done else None
+        iterator = iter(loader)
+        if before is not None:  # a loader draws when it begins, which an uninterrupted epoch has done already
+            torch.set_rng_state(before)
         try:
-            for given in loader:
+            for given in iterator:
                 yield self._hand_out(given)
                 self._end_batch()
             self._begin_epoch()
@@ -313,6 +319,11 @@ class ElasticStream(Position, IterableDataset[Any]):
         fixed_batch: str | None = None,
     ) -> None:
         super().__init__(batch_size, 0, rank, size, fixed_batch)
+        if isinstance(source, Iterator):
+            raise ConfigError(
+                f"ElasticStream reads its source anew in each epoch, and when workers come or go, but a "
+                f"{type(source).__name__} can be read once only; give it an object whose __iter__ begins anew"
+            )
         self._source = source
         self._collate = collate
         self._tells_size = False
@@ -337,7 +348,8 @@ class ElasticStream(Position, IterableDataset[Any]):
             self._begin()
         # Helpers take turns, as the loader does.
         turn, turns = (0, 1) if helper is None else (helper.id, helper.num_workers)
-        samples = itertools.islice(self._source, self._seen, None)
+        source = self._source if helper is None else _read_as_whole(self._source)
+        samples = itertools.islice(source, self._seen, None)
         for number in itertools.count():
             batch = list(itertools.islice(samples, self._total))
             if len(batch) < self._most:
@@ -413,3 +425,28 @@ def place(rank: int | None, size: int | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def _read_as_whole(source: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over a source that shall not know whether a loader's helper process reads it.
+
+    Many take every n-th sample there, by ``get_worker_info()``; but every helper cuts whole batches and passes on some.
+    """
+    with _unhelped():
+        iterator = iter(source)
+    while True:
+        with _unhelped():
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return
+        yield sample
+
+
+@contextlib.contextmanager
+def _unhelped() -> Iterator[None]:
+    helper, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = helper

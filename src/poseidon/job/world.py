@@ -162,13 +162,14 @@ def init(backend: str | None = None, timeout_s: float | None = None) -> World:
     if is_first:
         assert job is not None
         if job.is_late:
-            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+            # Not LOCAL_RANK: it is where the launcher has started this worker, and says which GPU it gets.
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         else:
             job.arrive()
     world = World.from_environment()
     if dist.is_initialized() and world.size != dist.get_world_size():
         world = World(dist.get_rank(), dist.get_world_size(), world.local_rank)
-    if torch.cuda.is_available() and world.size > 1:
+    if torch.cuda.is_available() and (world.size > 1 or job is not None):
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     if world.size > 1 and world.local_size == 1:
         # One channel fills Ethernet; every further one costs the GPU multiprocessors and the host a busy thread. VGG19

@@ -23,6 +23,7 @@ from poseidon.checkpoints.changes import BLOCK, apply_change, encode_change
 from poseidon.checkpoints.lasting import LastingRun
 from poseidon.checkpoints.layout import cut, describe_tensors, flatten, lift, lower, make_room, shape_rows, view_of
 from poseidon.checkpoints.memory import StepMemory
+from poseidon.checkpoints.program import ProgramState
 from poseidon.checkpoints.sharing import Stock, plan_consignments
 from poseidon.checkpoints.states import holds
 from poseidon.errors import WorkerLostError
@@ -308,6 +309,49 @@ def test_a_worker_that_waits_for_others_saves_what_it_keeps_when_it_is_asked_to_
         assert checkpoint.resume() == 7
         assert checkpoint.values == {"best": 0.5}
     assert torch.equal(model.weight, kept)
+
+
+def test_an_interrupted_evaluation_leaves_no_module_in_its_mode(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
+    model[1].eval()  # on purpose, and for good
+    with poseidon.Checkpoint(tmp_path, model=model) as checkpoint:
+        job: Any = SimpleNamespace(seat=None)
+        lasting = LastingRun(job, checkpoint._program, checkpoint._saving, checkpoint._ending, replicas=1)
+        lasting.keep(7)
+        model.eval()
+        assert lasting._memory.kept is not None
+        lasting._take_over(lasting._memory.kept, is_new=False)
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_the_same_workers_do_not_meet_for_ever_without_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's own deadlock looks like lost workers to those who wait too long."""
+    calls = []
+
+    def train(done: int) -> None:
+        calls.append(done)
+        raise WorkerLostError("nobody is dead, but rank 1 waits for something else")
+
+    with poseidon.Checkpoint(tmp_path, model=torch.nn.Linear(3, 2)) as checkpoint:
+        job: Any = SimpleNamespace(seat=SimpleNamespace(epoch=1), is_over=False, door=0)
+        lasting = LastingRun(job, checkpoint._program, checkpoint._saving, checkpoint._ending, replicas=1)
+        monkeypatch.setattr(lasting_module, "open_door", lambda *_: None)
+        monkeypatch.setattr(lasting_module, "enter_next_epoch", lambda *_: None)
+        with (
+            pytest.warns(UserWarning, match="the same 1 workers met again: nobody is dead"),
+            pytest.raises(WorkerLostError, match="nobody is dead"),
+        ):
+            lasting.run(train)
+    assert calls == [0, 0, 0, 0]
+
+
+def test_an_optimizer_that_no_part_holds_is_told(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    member = SimpleNamespace(stepped_optimizer=optimizer)
+    assert not ProgramState({"model": net, "optimizer": optimizer}, {}).find_missing([member, object()])
+    (said,) = ProgramState({"model": net}, {}).find_missing([member])
+    assert "the SGD of a distributed model is not among its parts (model)" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
