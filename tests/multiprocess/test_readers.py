@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -317,7 +318,8 @@ def _keep_buckets(how: str) -> None:
     lossy: dict[str, Any] = {"lossy": "lowrank", "rank": 1} if how == "lowrank" else {"routes": {"*": "sharded"}}
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net[0].parameters(), 0.1), **lossy)
     places = set()
-    for number in range(8):
+    settled = 0
+    for number in itertools.count():
         x, y = _data(number, dist.get_rank())
         if how == "cleared in part":
             optimizer.zero_grad()
@@ -326,10 +328,13 @@ def _keep_buckets(how: str) -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         model.finish_step()
-        engine: Any = model._engine
-        if engine.planned is not None and number > 3:
+        settled = 0 if model.is_choosing else settled + 1  # while plans are tried, each has buckets of its own
+        if settled > 2:
+            engine: Any = model._engine
             buckets = [live.bucket for live in engine.planned.items if live.bucket is not None]
             places.add(tuple(bucket._flat.data_ptr() for bucket in buckets if bucket._flat is not None))
+        if settled == 8:
+            break
     assert len(places) == 1
     assert places != {()}
     model.close()
