@@ -99,6 +99,12 @@ def _compiled_in_place() -> nn.Sequential:
     return net
 
 
+def _forward_compiled() -> nn.Sequential:
+    net: Any = _net()
+    net.forward = torch.compile(net.forward, backend="eager", fullgraph=True)
+    return net
+
+
 def _part_compiled_in_place() -> nn.Sequential:
     net = _net()
     net[0].compile(backend="eager")
@@ -132,6 +138,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "a traced part, evaluated": (_traced_part, _evaluates_a_part),
     "a compiled model, evaluated": (lambda: torch.compile(_net(), backend="eager"), _evaluates),
     "a model compiled in place, evaluated": (_compiled_in_place, _evaluates),
+    "a model with a compiled forward, evaluated": (_forward_compiled, _evaluates),
     "a part compiled in place, evaluated": (_part_compiled_in_place, _evaluates_a_part),
     "a model, evaluated": (_net, _evaluates),
     "parameters with a class of their own": (_observed, _evaluates),

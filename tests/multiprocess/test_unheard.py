@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import poseidon
-from poseidon.errors import ConfigError, MismatchError, UnsupportedError
+from poseidon.errors import ConfigError, MismatchError, UnsupportedError, WorkerLostError
 from ranks import run_ranks
 
 MODES = ("wrapper", "distribute", "server")
@@ -293,6 +293,82 @@ def _steps_apart(update: str, how: str) -> str:
 def test_workers_that_step_apart_are_named_at_once(update: str, how: str) -> None:
     for rank, said in enumerate(run_ranks(_steps_apart, 2, update, how, env={"POSEIDON_CHECK_REPLICAS": "0"})):
         assert f"the optimizers of rank {rank} and rank {1 - rank} took different steps before backward 4" in said
+
+
+def _put_gradients(update: str) -> None:
+    net = _net()
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
+    x, y = _data(0, dist.get_rank())
+    for number in range(4):
+        optimizer.zero_grad()
+        # An attack on the input only passes through, before and after.
+        moved = x.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
+        F.cross_entropy(model(x), y).backward()
+        if number % 2:
+            torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
+        optimizer.step()
+    optimizer.zero_grad()
+    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), [*net.parameters()])
+    optimizer.step()  # on nothing
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(UnsupportedError, match=r"from torch.autograd.grad\(\) that are put into .grad"):
+        optimizer.step()
+    model.close()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_gradients_that_were_taken_and_put_back_are_refused(update: str) -> None:
+    run_ranks(_put_gradients, 2, update)
+
+
+def _share_memory(how: str) -> None:
+    trunk = nn.Linear(8, 8)
+    actor, critic = nn.Sequential(trunk, nn.Linear(8, 4)), nn.Sequential(trunk, nn.Linear(8, 1))
+    if how == "two parameters":
+        actor = nn.Sequential(trunk, nn.Linear(8, 8))
+        actor[1].weight.data = actor[0].weight.data
+        with pytest.raises(UnsupportedError, match=r"0.weight and 1.weight are two parameters in one memory"):
+            poseidon.distribute(actor, torch.optim.SGD(actor.parameters(), 0.1), update="server")
+        return
+    first, _ = poseidon.distribute(actor, torch.optim.SGD(actor.parameters(), 0.1), update="server")
+    with pytest.raises(UnsupportedError, match=r"0.weight belongs to another model with update=.server."):
+        poseidon.distribute(critic, torch.optim.SGD(critic.parameters(), 0.1), update="server")
+    first.close()
+    second, _ = poseidon.distribute(critic, torch.optim.SGD(critic.parameters(), 0.1), update="server")
+    second.close()
+
+
+@pytest.mark.parametrize("how", ["two models", "two parameters"])
+def test_owners_do_not_step_one_memory_twice(how: str) -> None:
+    run_ranks(_share_memory, 2, how)
+
+
+class Counted(torch.optim.SGD):
+    """Counts its steps itself, which owners would call several times."""
+
+    is_elementwise = True
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step()
+
+
+def _count() -> str:
+    net = _net()
+    optimizer: Any = Counted(net.parameters(), 0.1)
+    optimizer.steps = 0
+    model, optimizer = poseidon.distribute(net, optimizer, update="server")
+    with pytest.raises((UnsupportedError, WorkerLostError)) as refused:
+        _train_apart(model, optimizer, "")
+    return str(refused.value)
+
+
+def test_owners_refuse_an_optimizer_that_counts_itself() -> None:
+    assert any("changes its own attribute 'steps' in step()" in said for said in run_ranks(_count, 2))
 
 
 class Centred(nn.Module):

@@ -105,7 +105,7 @@ def _find_compiled(module: nn.Module) -> list[nn.Module]:
             isinstance(part, ScriptModule)
             or part._compiled_call_impl is not None  # by part.compile()
             or "_orig_mod" in part._modules  # by torch.compile(part)
-            or ("forward" in part.__dict__ and _is_graphed(part))
+            or ("forward" in part.__dict__ and _has_compiled_forward(part))
         ):
             found.append(part)
             continue
@@ -116,6 +116,7 @@ def _find_compiled(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _is_graphed(module: nn.Module) -> bool:
-    """Return whether ``torch.cuda.make_graphed_callables`` made its forward."""
-    return getattr(module.__dict__["forward"], "__module__", "") == "torch.cuda.graphs"
+def _has_compiled_forward(module: nn.Module) -> bool:
+    """Return whether ``torch.cuda.make_graphed_callables`` or ``torch.compile`` made its forward."""
+    forward = module.__dict__["forward"]
+    return getattr(forward, "__module__", "") == "torch.cuda.graphs" or hasattr(forward, "_torchdynamo_orig_callable")

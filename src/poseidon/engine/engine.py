@@ -91,6 +91,8 @@ class Engine:
         """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
         self.local: set[int] = set()
         """Parameters into whose gradients a backward without an exchange has accumulated since the last exchange."""
+        self.is_bypassed = False
+        """Whether somebody took gradients of the model by torch.autograd.grad() since the last exchange."""
         self._backward: Backward | None = None
         """The current backward, or the last one."""
         self.compares_flags = False
@@ -353,6 +355,7 @@ class Engine:
             forgotten = backward.close()
         self.compares_flags = bool(backward.live.schedule.flagged)
         self.local.clear()
+        self.is_bypassed = False
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
             return []

@@ -231,6 +231,7 @@ class AutogradFrontEnd:
         if any(self.will_accumulate(parameter) for parameter in self._nodes):
             self.begin()
         else:
+            self.engine.is_bypassed = True
             self._check_watched()
 
     def _check_watched(self) -> None:

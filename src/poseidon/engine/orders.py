@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
 from poseidon.engine.optimizers import freeze_options, make_stand_in, step_groups
+from poseidon.errors import UnsupportedError
 from poseidon.routes.shard import Piece, Shard, State
 from poseidon.sums.chunks import Chunk
 from poseidon.team.team import Team
@@ -33,6 +34,13 @@ def make_update(
         stand_in = make_stand_in(plain, {**attributes, "state": state})
         with aside():
             step_groups(stand_in, plain, options, members)
+        now = stand_in.__dict__
+        changed = [name for name, value in attributes.items() if name[0] != "_" and now.get(name) is not value]
+        if changed:
+            raise UnsupportedError(
+                f"{plain.__name__} changes its own attribute {changed[0]!r} in step(), which owners call for parts of "
+                'parameters, several times in a step; keep it in the state of each parameter, or leave update="server"'
+            )
 
     return update
 

@@ -128,12 +128,19 @@ class TakenSteps(Policy):
                 value = group.get(name)
                 values.append(value if isinstance(value, int | float) else 0)
         engine.taken = crc32(values, crc32(b"%d %d" % (engine.taken, exchanges)))
-        if exchanges <= before and engine.local:
+        is_bypassed = exchanges <= before and engine.is_bypassed and self._has_gradients(engine)
+        if is_bypassed or (exchanges <= before and engine.local):
             raise UnsupportedError(
                 f"rank {engine.team.rank}: step() would use this worker's own gradients: no backward since the last "
                 "step came from outputs of the distributed model. Call the model that distribute() returned, not the "
-                "one that it was given, and let the last backward before a step be outside of no_sync()"
+                "one that it was given, and let the last backward before a step be outside of no_sync(); gradients "
+                "from torch.autograd.grad() that are put into .grad are not exchanged at all: use backward(), or "
+                "poseidon.DistributedDataParallel and average them yourself"
             )
+
+    def _has_gradients(self, engine: Engine) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.grad is not None for parameter in engine.parameters)
 
     def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise if somebody adds parameters to the optimizer whose gradients nobody exchanges."""
