@@ -146,9 +146,10 @@ def _tied(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
 def _is_one_graph(module: nn.Module) -> bool:
     if isinstance(module, ScriptModule):
         return True
-    # torch.compile(net.forward) does not say whether it may be broken.
-    is_forward = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    return is_forward or bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
+    if "_orig_mod" in module._modules:
+        return bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
+    # torch.compile(net.forward) does not say whether its graph may be broken.
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def _owns_only(module: nn.Module, *names: str) -> bool:
