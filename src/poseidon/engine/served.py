@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside, in_order
+from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
@@ -37,9 +37,6 @@ from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveItem, can_be_served
 from poseidon.routes.served import ServedExchanger
 from poseidon.routes.shard import Order, Piece, State, has_no_gaps, layout_of
-
-_SERVED: weakref.WeakValueDictionary[int, ServedUpdates] = weakref.WeakValueDictionary()
-"""By the address of a parameter's memory: whose owners step it."""
 
 
 class ServedUpdates(TakenSteps):
@@ -65,8 +62,6 @@ class ServedUpdates(TakenSteps):
         self._due: set[LiveItem] = set()
         """Items whose new weights are under way."""
         self._rounding = Rounding()
-        self._places: list[int] = []
-        """Where the parameters lie."""
         self._is_scripted = False
         """Whether a part of the model may read weights at any time, unseen."""
         self._in_private: Callable[[], contextlib.AbstractContextManager[None]] = in_private
@@ -88,38 +83,11 @@ class ServedUpdates(TakenSteps):
                         'in memory; with update="server" parameters must have none: make it contiguous'
                     )
         if engine is not None:
-            self._take_memory(engine)
+            self._undo.append(claim_memory(self, engine.units))
         super().connect(module, engine)
         self._is_scripted = has_scripted_parts(module)
         if self._streams:
             self._in_private = partial(in_order, self._streams, in_private)
-
-    def _take_memory(self, engine: Engine) -> None:
-        """Raise if somebody else writes weights into the memory of these parameters: one of two steps would be lost."""
-        pairs = (zip(unit.parameters, unit.spec.parameters, strict=True) for unit in engine.units)
-        names = {id(parameter): spec.name for some in pairs for parameter, spec in some}
-        here: dict[int, nn.Parameter] = {}
-        for parameter in engine.parameters:
-            place = parameter.data_ptr()
-            other = here.setdefault(place, parameter) if parameter.numel() else parameter
-            if other is not parameter:
-                raise UnsupportedError(
-                    f"{names[id(other)]} and {names[id(parameter)]} are two parameters in one memory, which "
-                    'update="server" would write twice; let both modules have the same nn.Parameter'
-                )
-            if _SERVED.get(place, self) is not self:
-                raise UnsupportedError(
-                    f'{names[id(parameter)]} belongs to another model with update="server", whose owners step it too; '
-                    "put all that shares parameters into one model, or leave update out"
-                )
-        self._places = list(here)
-        _SERVED.update(dict.fromkeys(here, self))
-        self._undo.append(self._leave_memory)
-
-    def _leave_memory(self) -> None:
-        for place in self._places:
-            _SERVED.pop(place, None)
-        self._places = []
 
     @property
     def exchanger(self) -> ServedExchanger:

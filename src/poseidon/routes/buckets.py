@@ -42,8 +42,8 @@ class Bucket:
             return lone
         if self._lends and self._flat is not None:
             uses = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
-            # In line, as it is asked for every bucket and step; gradients that were not cleared are found to be kept.
-            if (max(map(getrefcount, self._views)) > self._references or uses > self._uses) and self._is_kept():
+            # In line, as it is asked for every bucket and step. A view that is still in ``.grad`` may count, too.
+            if uses > self._uses or (max(map(getrefcount, self._views)) > self._references and self._is_kept()):
                 self._allocate()
         flat = self.flat
         targets, sources = [], []
@@ -84,12 +84,9 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
 
     def _is_kept(self) -> bool:
-        """Whether somebody keeps a gradient, or a view of one, that is not in ``.grad`` any more."""
-        assert self._flat is not None
-        uses: int = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
-        # All counted in one way; what is in ``.grad`` may count once.
-        counts = list(map(getrefcount, self._views))
-        return uses > self._uses or any(
+        """Whether somebody keeps a gradient that is not in ``.grad`` any more."""
+        counts = list(map(getrefcount, self._views))  # all counted in one way
+        return any(
             count > self._references + (parameter.grad is view)
             for parameter, view, count in zip(self.parameters, self._views, counts, strict=True)
         )
