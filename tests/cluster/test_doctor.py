@@ -6,13 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from sshd import serving
 
 import poseidon
+from patience import comes_true
 from poseidon.job.settings import PROBE_CLOCK_OFFSET
 from poseidon.lab import Lab
 
@@ -83,13 +83,6 @@ def probes(lab, machine):
             if b"poseidon.doctor.probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
-
-
-def wait_until(is_so, limit_s=60):
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def summary(data):
@@ -206,7 +199,7 @@ def test_no_probe_outlives_a_doctor_that_is_killed(cluster):
     file.write_text(json.dumps({"hosts": cluster.hosts}))
     command = [sys.executable, "-m", "poseidon.cli", "doctor", "-c", str(file)]
     asking = cluster.lab.spawn(0, command, env={**os.environ, **cluster.ssh.env})
-    wait_until(lambda: probes(cluster.lab, 1))
+    assert comes_true(lambda: probes(cluster.lab, 1))
     asking.kill()
     asking.wait()
-    wait_until(lambda: not probes(cluster.lab, 0) + probes(cluster.lab, 1))
+    assert comes_true(lambda: not probes(cluster.lab, 0) + probes(cluster.lab, 1))

@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from statistics import median
 
 import pytest
 from sshd import ensure_sshd
 
+from patience import comes_true
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.job import members
@@ -201,13 +201,6 @@ def running_lab():
             process.kill()  # or a failed test would wait for it; its warden removes the lab
 
 
-def wait_until(is_so, limit_s=20):
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_lab_in_good_order(number):
     with running_lab() as process:
@@ -221,7 +214,7 @@ def test_a_lab_killed_hard_is_cleaned_up_by_its_warden():
         lab = state.load("doomed")
         process.kill()
         process.wait(20)
-    wait_until(lambda: not lab.warden.is_alive)
+    assert comes_true(lambda: not lab.warden.is_alive)
     assert members.pids_in({place.inode for place in (lab.switch, *lab.machines)}) == []
     assert state.load_all() == []
 
@@ -232,7 +225,7 @@ def test_down_removes_what_a_lab_leaves_when_its_warden_is_killed_too(capsys):
         os.kill(lab.warden.pid, signal.SIGKILL)
         process.kill()
         process.wait(20)
-        wait_until(lambda: lab.is_abandoned)
+        assert comes_true(lambda: lab.is_abandoned)
         assert len(lab.processes()) == 4, "two workers and two daemons are left behind"
         main(["lab", "status"])
         assert "lab doomed: left behind by a killed process" in capsys.readouterr().out

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import poseidon
+from patience import comes_true
 from ranks import run_ranks
 
 UPDATES = ("worker", "server")
@@ -320,6 +321,14 @@ def test_readers_see_what_plain_training_shows(case: str, update: str) -> None:
     run_ranks(_train, 2, case, update)
 
 
+def _is_used(bucket: Any) -> bool:
+    """Whether a bucket's memory has more users than the bucket itself."""
+    if bucket._flat is None:
+        return False
+    uses: int = torch._C._storage_Use_Count(bucket._flat.untyped_storage()._cdata)
+    return uses > bucket._uses
+
+
 def _keep_buckets(how: str) -> None:
     net = _net()
     lossy: dict[str, Any] = {"lossy": "lowrank", "rank": 1} if how == "lowrank" else {"routes": {"*": "sharded"}}
@@ -339,6 +348,8 @@ def _keep_buckets(how: str) -> None:
         if settled > 2:
             engine: Any = model._engine
             buckets = [live.bucket for live in engine.planned.items if live.bucket is not None]
+            # The wire's threads let go of a bucket a moment after its values have landed.
+            comes_true(lambda buckets=buckets: not any(map(_is_used, buckets)))
             places.add(tuple(bucket._flat.data_ptr() for bucket in buckets if bucket._flat is not None))
         if settled == 8:
             break

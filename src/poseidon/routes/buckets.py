@@ -42,7 +42,8 @@ class Bucket:
             return lone
         if self._lends and self._flat is not None:
             uses = torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
-            # In line, as it is asked for every bucket and step. A view that is still in ``.grad`` may count, too.
+            # In line, as it is asked for every bucket and step. A view that is still in ``.grad`` may count, too;
+            # a thread of the wire that has not let go of the last step yet does: rarely, and it costs one tensor.
             if uses > self._uses or (max(map(getrefcount, self._views)) > self._references and self._is_kept()):
                 self._allocate()
         flat = self.flat

@@ -7,12 +7,13 @@ import ssl
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from patience import comes_true
 from poseidon.wire.reading import LOW_WATER_BYTES, read_large, widen
 from poseidon.wire.secret import JobSecret
 from poseidon.wire.tls import RECORD_BYTES, Tls
@@ -61,13 +62,6 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (is_so := condition()) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return is_so
-
-
 def payload_of(size: int) -> bytes:
     return np.random.default_rng(size).bytes(size)
 
@@ -84,7 +78,7 @@ def test_the_end_of_a_payload_waits_for_nothing_behind_it(reader, size):
     # Few bytes are left, and they come in many packets; the connection stays open and silent behind them.
     # Where the low-water mark is used, the kernel may hold less than that back until the rest has come.
     held_bytes = LOW_WATER_BYTES - 1 if size >= 2 * LOW_WATER_BYTES else 0
-    assert eventually(lambda: reader.all_is_read(held_bytes))
+    assert comes_true(lambda: reader.all_is_read(held_bytes), PATIENCE_S)
     for start in range(first, size, 1000):
         reader.sender.sendall(sent[start : start + 1000])
     assert future.result(PATIENCE_S) == size
@@ -149,7 +143,7 @@ def test_an_encrypted_payload_comes_in_whole_wherever_a_record_is_cut(reader):
     data = sent.read()
     cut = LOW_WATER_BYTES // RECORD_BYTES * (RECORD_BYTES + 22) + 10_000
     reader.sender.sendall(data[:cut])
-    assert eventually(reader.all_is_read)
+    assert comes_true(reader.all_is_read, PATIENCE_S)
     reader.sender.sendall(data[cut:])
     with contextlib.closing(reader.receiver):
         assert future.result(PATIENCE_S) == len(payload)
