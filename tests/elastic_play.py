@@ -128,15 +128,30 @@ class Notes:
         """Epochs in which a worker was interrupted, and when."""
         self.tries: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
         """By epoch and step: the samples of each worker."""
-        self.done: dict[int, set[int]] = defaultdict(set)
-        """By step: the epochs in which some worker has completed it."""
+        self.done: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        """By step and epoch: the workers that have completed it."""
         self.entered: list[tuple[int, int, float]] = []
         """Epoch, steps done, and when."""
+        self.begins: dict[int, dict[str, int]] = defaultdict(dict)
+        """By epoch: the steps that each of its workers had done when it entered."""
         self.trained: set[str] = set()
         self.ends: dict[str, str] = {}
         self.furthest = 0
         for path in sorted(folder.glob("worker-*")):
             self._read(path.name.removeprefix("worker-"), path.read_text().split("\n")[:-1])
+
+    def completed_in(self, step: int) -> set[int]:
+        """Return the epochs in which a step was completed, by the notes of some worker or of those who went on from it.
+
+        A worker may complete a step and be lost before the others have what it sent them. They begin the next epoch
+        without that step and take it again, so what the lost one noted does not count.
+        """
+        epochs = set()
+        for epoch, names in self.done.get(step, {}).items():
+            after = self.begins.get(min((later for later in self.begins if later > epoch), default=-1), {})
+            if not after or min(after.values()) >= step or names & set(after):
+                epochs.add(epoch)
+        return epochs or self.left_with(step)
 
     def left_with(self, step: int) -> set[int]:
         """Return the epoch that ended with a step: the workers went on from it, and none came to note that."""
@@ -155,11 +170,12 @@ class Notes:
             elif kind == "try":
                 self.tries[int(words[0]), int(words[1])][name] = [int(word) for word in words[2:]]
             elif kind == "done":
-                self.done[int(words[1])].add(int(words[0]))
+                self.done[int(words[1])][int(words[0])].add(name)
                 self.furthest = max(self.furthest, int(words[1]))
             elif kind == "enter":
                 self.trained.add(name)
                 self.entered.append((int(words[0]), int(words[1]), float(words[2])))
+                self.begins[int(words[0])][name] = int(words[1])
                 # An epoch may end with the last step, and nobody comes to note that.
                 self.furthest = max(self.furthest, int(words[1]))
             elif kind == "end":
@@ -174,7 +190,7 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
     notes, problems = Notes(folder), []
     per_epoch = work.samples // work.batch
     for step in range(1, work.steps + 1):
-        epochs = notes.done.get(step) or notes.left_with(step)
+        epochs = notes.completed_in(step)
         if len(epochs) != 1:
             problems.append(f"step {step} was completed in epochs {sorted(epochs)}")
             continue
@@ -185,6 +201,9 @@ def check(folder: Path, work: Work, expected: dict[str, torch.Tensor]) -> list[s
         # Nobody waits for the steps of one that takes them alone: what it had of this one may be lost with it.
         if sorted(used) != sorted(batch) and not (work.mode == "local" and set(used) < set(batch)):
             problems.append(f"step {step} used samples {sorted(used)} instead of {sorted(batch)}")
+    for epoch, begins in sorted(notes.begins.items()):
+        if len(set(begins.values())) > 1:
+            problems.append(f"the workers of epoch {epoch} began it after different steps: {begins}")
     if notes.furthest != work.steps:
         problems.append(f"{notes.furthest} steps instead of {work.steps}")
     if not notes.ends:

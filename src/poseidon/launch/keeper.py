@@ -226,7 +226,9 @@ class JobKeeper:
         joined = ", ".join(self._places[worker].label for worker in decision.joined)
         count, parts = len(decision.seats), []
         if self.roster.epoch > 0 and len(decision.joined) == count:
-            self._output.say("no worker is left that knows the training; it goes on from its last checkpoint")
+            self._output.say(
+                "no worker is left that knows the training; it begins again from its last checkpoint, if there is one"
+            )
             return
         if lost:
             parts.append(f"{lost} lost")
