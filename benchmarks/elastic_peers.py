@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,9 @@ class Jobs:
                     start(*RUN, "--nproc", count, "--replacements", 1, JOB, *self.work.arguments(notes))
                 elif system == "torchrun":
                     options = ["--standalone", "--nproc-per-node", self.work.workers, "--max-restarts", 3]
-                    start(
-                        sys.executable, "-m", "torch.distributed.run", *options, PEERS_JOB, system, *self._words(notes)
-                    )
+                    words = ["-m", "torch.distributed.run", *options, PEERS_JOB, system, *self._words(notes)]
+                    # Otherwise, as of torch 2.13, restarted workers find the addresses of the dead ones in the store.
+                    start(sys.executable, *words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
                 else:
                     servers |= self._light(start)
                     for rank in range(self.work.workers):
@@ -141,16 +141,20 @@ def play(jobs: Jobs, system: str, notes: Path, at: int, victim: int, expected: d
     """Train, kill a worker after step ``at``, and see what comes of it."""
     notes.mkdir()
     with jobs.run(system, notes) as (processes, replace):
-        _until(lambda: Notes(notes).furthest >= at, "the training began", notes)
+
+        def has_ended() -> bool:
+            return all(process.poll() is not None for process in processes)
+
+        _until(lambda: Notes(notes).furthest >= at, "the training began", notes, has_ended)
         seen = Notes(notes)
         name = sorted(seen.pids)[victim]
         began = time.monotonic()
         send(seen.pids[name], signal.SIGKILL)
         replace(int(name.partition("-")[0]))
         before = max(at, Notes(notes).furthest)
-        _until(lambda: Notes(notes).furthest >= before + FURTHER, "the training went on", notes)
+        _until(lambda: Notes(notes).furthest >= before + FURTHER, "the training went on", notes, has_ended)
         back_s = time.monotonic() - began
-        _until(lambda: all(process.poll() is not None for process in processes), "the training ended", notes)
+        _until(has_ended, "the training ended", notes)
     found = Notes(notes)
     missing = twice = 0
     # Before the kill, torchft's first workers may have begun without the last.
@@ -165,10 +169,10 @@ def play(jobs: Jobs, system: str, notes: Path, at: int, victim: int, expected: d
     return Result(back_s, twice, missing, off)
 
 
-def _until(is_so: Any, what: str, folder: Path) -> None:
+def _until(is_so: Callable[[], bool], what: str, folder: Path, is_over: Callable[[], bool] = lambda: False) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
-        if time.monotonic() > deadline:
+        if is_over() or time.monotonic() > deadline:
             raise TimeoutError(f"not within {LIMIT_S:g} s: {what}\n{(folder / 'output').read_text()[-3000:]}")
         time.sleep(0.02)
 
