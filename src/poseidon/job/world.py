@@ -17,6 +17,7 @@ from typing import Any
 
 from poseidon.errors import ConfigError
 from poseidon.job import settings
+from poseidon.job.agent import has_agent, open_agent_store
 from poseidon.job.attempts import within_epoch
 from poseidon.job.cutting import TORCH
 from poseidon.job.elastic import NEWS_S, this_job
@@ -202,6 +203,11 @@ def _make_group(world: World, backend: str, timeout_s: float | None) -> None:
     if settings.RUN.read():
         with TORCH.noting():
             meeting = {"store": within_epoch(lambda: _open_store(world, timeout), "the first worker's store")}
+    elif has_agent():
+        assert world.master_addr is not None
+        assert world.master_port is not None
+        tell(startup="waits for the other workers to come to torchrun's store")
+        meeting = {"store": open_agent_store(world.master_addr, world.master_port, world.rank, world.size, timeout)}
     with (
         contextlib.nullcontext() if _connects_late() else shut_afterwards(world.master_port),
         TORCH.noting(),
