@@ -25,13 +25,26 @@ from poseidon.job.elastic import this_job
 INPUTS = {"mlp": (8,), "lenet": (1, 12, 12), "transformer": (6, 16)}
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, which workers must have in common as they have statistics of BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what comes in."""
+        self.calls += 1
+        return inputs
+
+
 class SmallTransformer(nn.Module):
     """One layer of attention over a few vectors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(16, 1)
+        self.head = nn.Sequential(Counting(), nn.Linear(16, 1))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return a number for each sample."""
@@ -43,10 +56,12 @@ def make_model(name: str) -> nn.Module:
     torch.manual_seed(1)
     if name == "lenet":
         features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(4, 8, 3), nn.Tanh())
-        return nn.Sequential(features, nn.Flatten(), nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+        classifier = nn.Sequential(nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 1))
+        return nn.Sequential(features, nn.Flatten(), Counting(), classifier).double()
     if name == "transformer":
         return SmallTransformer().double()
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    layers = [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)]
+    return nn.Sequential(Counting(), *layers).double()
 
 
 def build(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -325,6 +325,7 @@ class DistributedDataParallel(Forwarding):
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
         self._trials = False
         self._connect(None, init_sync=False)
+        self.require_forward_param_sync = True  # on all alike, also on one that has had no forward yet
         self._turns.steps_in_backward = self._steps_in_backward or []
         hooks, self._comm_hooks = self._comm_hooks, []
         for hook, hook_state in hooks:
@@ -385,7 +386,14 @@ class DistributedDataParallel(Forwarding):
                 self._team = self._engine = self._buffer_sync = None
                 team.close()
                 raise
-        self._policy.connect(self.module, self._engine)
+        try:
+            self._policy.connect(self.module, self._engine)
+        except BaseException as error:
+            if self._engine is not None:
+                self._engine.fail(error)
+                self._engine.close()
+                self._team = self._engine = self._buffer_sync = None
+            raise
         turns = self._turns = BackwardTurns(self._policy, self._buffer_sync)
         if self._engine is not None:
             self._front_end = AutogradFrontEnd(

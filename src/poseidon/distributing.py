@@ -184,6 +184,33 @@ class RelaxedDataParallel(DistributedDataParallel):
         """Workers that died, each with the last step this worker saw from it."""
         return self._relaxed.losses
 
+    def verify_replicas(self) -> None:
+        """Refuse: replicas differ by the updates that they have not seen yet."""
+        raise UnsupportedError(
+            'verify_replicas() with consistency="ssp" or "asp": replicas differ by the updates that they have not seen '
+            "yet; the parameters are equal where staleness is 0, and after close()"
+        )
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """Return the model's state dict with all workers' updates of the steps that this worker has taken.
+
+        Names are those of the model without its wrapper. Waits for workers that are behind.
+        """
+        state, found = self.module.state_dict(keep_vars=True), self._relaxed.shared()
+        return {
+            name: found.get(id(value), value.detach()) if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
+
+    def checkpoint_parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a checkpoint saves besides the parameters: nothing, but optimizers are each worker's own."""
+        if self._relaxed.staleness is None:
+            raise UnsupportedError(
+                'consistency="asp" with poseidon.Checkpoint: workers do not wait for each other, so none knows what '
+                "all have after a step, or could go on from it; use ssp"
+            )
+        return {}, {}
+
 
 _LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix", "compress")
 
@@ -238,6 +265,11 @@ class LocalDataParallel(DistributedDataParallel):
         # Plans are for gradients, which travel in the warm-up only.
         super().__init__(module, policy=policy, **{**options, "trials": False})
         self.require_forward_param_sync = policy.is_warming_up
+
+    def enter_epoch(self) -> None:
+        """Exchange with the workers that there are now. Collective."""
+        super().enter_epoch()
+        self.require_forward_param_sync = self._local.is_warming_up
 
     @property
     def _local(self) -> LocalUpdates:
@@ -359,8 +391,9 @@ class _RoundsState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         local = self._model._local
         local.steps = state["steps"]
+        self._model.require_forward_param_sync = local.is_warming_up
         if local.rounds is not None and state["rounds"] is not None:
-            local.rounds.load_shared_state(state["rounds"])
+            local.load_rounds(local.rounds, state["rounds"])
 
 
 class _OwnState:

@@ -462,3 +462,100 @@ def _compiled() -> dict[str, Tensor]:
 def test_compiled_models_under_autocast() -> None:
     first, second = run_ranks(_compiled, 2)
     assert _same(first, second)
+
+
+class _Least(nn.Module):
+    """Keeps the least input that it has seen, as observers of quantisation do; infinite at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("least", torch.full((2,), float("inf")))
+        self.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.least[0] = torch.minimum(self.least[0], x.detach().min())
+        scores: Tensor = self.layer(x)
+        return scores
+
+
+def _infinite_buffers() -> list[Tensor]:
+    torch.manual_seed(0)
+    net = _Least()
+    model, optimizer = poseidon.distribute(net, _sgd(net), consistency="local", sync_every=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((2, 6), 1.0 + dist.get_rank() + step)).sum().backward()
+        optimizer.step()
+    model.close()
+    return [net.least, net.mask]
+
+
+def test_buffers_that_are_infinite_at_first_become_the_mean_of_what_workers_have() -> None:
+    for least, mask in run_ranks(_infinite_buffers, 2):
+        assert least.tolist() == [1.5, float("inf")]
+        assert mask.tolist() == [float("-inf"), 0.0]
+
+
+def _load_in_mid_round(how: str, outer: str | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Load in the middle of a round; return the shared parameters of a run with that load, and of one without."""
+    found = []
+    for loads in (True, False):
+        net = _model()
+        model, optimizer = poseidon.distribute(net, _sgd(net), consistency="local", sync_every=4, outer=outer)
+        for step in range(1, 9):
+            if step == 3 and loads and how == "other weights for an evaluation":
+                own = {name: value.clone() for name, value in net.state_dict().items()}
+                net.load_state_dict({name: torch.ones_like(value) for name, value in own.items()})
+                with torch.no_grad():
+                    model.eval()
+                    model(torch.ones(2, 6))
+                    model.train()
+                net.load_state_dict(own)
+            if step == 3 and how == "one layer":
+                with torch.no_grad():
+                    if loads:
+                        net[5].load_state_dict({"weight": torch.zeros(3, 8), "bias": torch.zeros(3)})
+                    else:
+                        net[5].weight.zero_(), net[5].bias.zero_()
+                        rounds = model._local.rounds
+                        agreed = rounds.agreed()
+                        agreed["5.weight"].zero_(), agreed["5.bias"].zero_()
+            optimizer.zero_grad()
+            _loss(model, dist.get_rank(), step).backward()
+            optimizer.step()
+        model.verify_replicas()
+        found.append({name: value.clone() for name, value in model.shared_state_dict().items()})
+        model.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("outer", [None, "nesterov"])
+@pytest.mark.parametrize("how", ["other weights for an evaluation", "one layer"])
+def test_what_is_loaded_in_mid_round_concerns_itself_alone(how: str, outer: str | None) -> None:
+    for with_load, without in run_ranks(_load_in_mid_round, 2, how, outer):
+        assert _same(with_load, without)
+
+
+def _after_warm_up(folder: str) -> tuple[bool, int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            net = _model()
+            model, optimizer = poseidon.distribute(
+                net, _sgd(net), consistency="local", sync_every=4, warmup_steps=2, routes={"*": "allreduce"}
+            )
+            with poseidon.Checkpoint(folder, every=5, model=model, optimizer=optimizer) as checkpoint:
+                begun = checkpoint.resume()
+                syncs = model.require_forward_param_sync
+                for step in range(begun, 5):
+                    optimizer.zero_grad()
+                    _loss(model, dist.get_rank(), step).backward()
+                    optimizer.step()
+                    checkpoint.step(step + 1)
+            model.close()
+    return syncs, begun
+
+
+def test_a_job_that_resumes_after_its_warm_up_keeps_every_workers_buffers_and_warns_of_nothing(tmp_path: Any) -> None:
+    assert run_ranks(_after_warm_up, 2, str(tmp_path)) == [(False, 5)] * 2

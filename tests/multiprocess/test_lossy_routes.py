@@ -278,3 +278,67 @@ def test_bytes_on_the_wire() -> None:
     assert shares["int8"] <= 0.25
     assert shares["topk"] < 0.016
     assert shares["lowrank"] < 0.02
+
+
+class TwoHeads(nn.Module):
+    """Every step uses one of two heads, whose gradients travel in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 10)
+        self.heads = nn.ModuleList(nn.Linear(10, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        scores: Tensor = self.heads[which](torch.tanh(self.trunk(x)))
+        return scores
+
+
+def _overflow_beside_unused(lossy: str) -> bool:
+    """Overflow while one head is unused: nothing that is not finite may be kept for it."""
+    torch.manual_seed(0)
+    net = TwoHeads().to(DEVICE)
+    options: dict[str, Any] = {"density": 0.4} if lossy == "topk" else {}
+    model, optimizer = poseidon.distribute(
+        net, torch.optim.SGD(net.parameters(), 0.1), lossy=lossy, find_unused_parameters=True, trials=False, **options
+    )
+    moved = False
+    for step in range(9):
+        optimizer.zero_grad()
+        scale = float("inf") if step == 4 else 1.0
+        before = net.trunk.weight.detach().clone()
+        (scale * model(torch.ones(4, 6, device=DEVICE), step % 2).square().mean()).backward()
+        if all(p.grad is None or p.grad.isfinite().all() for p in net.parameters()):
+            optimizer.step()
+            moved |= step > 4 and not torch.equal(before, net.trunk.weight)
+    assert all(rest.isfinite().all() for rest in model.lossy_state_dict()["rests"].values())
+    model.close()
+    return moved
+
+
+@pytest.mark.parametrize("lossy", LOSSY)
+def test_an_overflow_leaves_nothing_behind_for_what_nobody_used(lossy: str) -> None:
+    assert run_ranks(_overflow_beside_unused, 2, lossy) == [True, True]
+
+
+def _begin_with_zeros() -> float:
+    """Train a layer whose first gradient is zero, since the head begins with zeros, and some of its inputs always."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 3)).to(DEVICE)
+    nn.init.zeros_(net[2].weight)
+    before = net[0].weight.detach().clone()
+    model, optimizer = poseidon.distribute(
+        net, torch.optim.SGD(net.parameters(), 0.5), lossy={"0": "lowrank", "*": "exact"}, rank=2, trials=False
+    )
+    inputs = torch.randn(16, 40, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
+    inputs[:, :8] = 0.0
+    for _ in range(6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), (inputs[:, 9] > 0).long()).backward()
+        optimizer.step()
+    moved = float((net[0].weight.detach() - before).abs().max())
+    model.close()
+    return moved
+
+
+def test_lowrank_goes_on_after_a_gradient_of_zeros() -> None:
+    assert min(run_ranks(_begin_with_zeros, 2)) > 1e-3

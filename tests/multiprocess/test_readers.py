@@ -81,6 +81,23 @@ def _by_functions(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor,
     seen.extend(value.clone() for value in stacked.values())
 
 
+def _by_gradients(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Let a transform of torch.func be the first to read parameters after a step."""
+    _plain(model, module, optimizer, x, y, seen)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return sum((value.square().sum() for value in weights.values()), torch.zeros(()))
+
+    seen.extend(torch.func.grad(loss)(dict(module.named_parameters())).values())
+
+
+def _by_batches(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Let vmap be that."""
+    _plain(model, module, optimizer, x, y, seen)
+    seen.append(torch.func.vmap(lambda row: row.square().sum())(module[0].weight).detach())
+    seen.append(torch.func.jacrev(lambda row: row.square())(module[2].bias).detach())
+
+
 def _evaluates(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
     """Call the user's own module between two steps, as an evaluation does that knows nothing of the other."""
     _plain(model, module, optimizer, x, y, seen)
@@ -146,6 +163,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "gradients kept after the step": (_net, _keeps_gradients),
     "gradients kept before the step": (_net, _keeps_gradients_before),
     "torch.func": (_net, _by_functions),
+    "torch.func's gradients": (_net, _by_gradients),
+    "torch.func's batches": (_net, _by_batches),
 }
 
 

@@ -380,6 +380,30 @@ def test_max_grad_norm_clips_all_gradients_together() -> None:
     run_ranks(_clip_inside, 2)
 
 
+def _clip_in_double() -> None:
+    twins.quiet()
+    trained = []
+    for update in ("worker", "server"):
+        torch.manual_seed(4)
+        net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+        model, optimizer = poseidon.distribute(
+            net, torch.optim.SGD(net.parameters(), 0.1), update=update, max_grad_norm=0.1
+        )
+        for step in range(5):
+            inputs = torch.full((4, 6), 0.3 * step + dist.get_rank(), dtype=torch.float64)
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+        trained.append([value.detach().clone() for value in net.parameters()])
+        model.close()
+    for plain, ours in zip(*trained, strict=True):
+        torch.testing.assert_close(plain, ours, rtol=1e-13, atol=1e-14)
+
+
+def test_max_grad_norm_clips_in_the_precision_of_the_gradients() -> None:
+    run_ranks(_clip_in_double, 2)
+
+
 # Models of all kinds.
 
 

@@ -182,3 +182,180 @@ def test_alone_it_trains_as_it_is() -> None:
     optimizer.step()
     assert not torch.equal(model.module[0].weight, before)
     model.close()
+
+
+def _loaded(staleness: Any) -> None:
+    """Load parameters after ``distribute``, before the first step and in mid-run, on workers of different speed."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(6, 4)
+    start = torch.optim.SGD(model.parameters(), 0.05)
+    model, optimizer = poseidon.distribute(model, start, consistency="ssp", staleness=staleness)
+    for begin in (0.0, 3.0):
+        model.module.load_state_dict({"weight": torch.full((4, 6), begin), "bias": torch.full((4,), begin)})
+        for number in range(5):
+            optimizer.zero_grad()
+            (0.0 * model(torch.ones(2, 6))).sum().backward()
+            optimizer.step()
+            for parameter in model.module.parameters():
+                # Twice rounded: what the table held, and what was loaded in its place.
+                torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, begin), rtol=0, atol=1e-5)
+            if number == dist.get_rank():
+                model.module.weight.grad = None  # nobody's gradients matter here
+    model.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 4, "auto"])
+def test_workers_go_on_together_from_what_is_loaded(staleness: Any) -> None:
+    run_ranks(_loaded, 3, staleness)
+
+
+def _load_without_bound() -> None:
+    model, optimizer = _relaxed(0, "asp")
+    with pytest.raises(UnsupportedError, match=r'consistency="asp" with poseidon.Checkpoint.*use ssp'):
+        poseidon.Checkpoint(None, model=model)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r'load_state_dict with consistency="asp".*load before distribute'):
+        _step(model, optimizer, 0)
+    model.close()
+
+
+def _evaluate_others(staleness: int) -> list[Tensor]:
+    """Let one worker put other weights in place for an evaluation, and its own back; nobody's updates are lost."""
+    found = []
+    for swaps in (False, True):
+        torch.set_default_dtype(torch.float64)
+        model, optimizer = _relaxed(staleness)
+        for number in range(6):
+            if swaps and number % 2 and dist.get_rank() == 0:
+                own = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+                model.load_state_dict(own)
+            optimizer.zero_grad()
+            model(torch.ones(2, 12)).sum().backward()  # gradients that do not depend on what was read
+            for parameter in model.parameters():
+                parameter.grad.fill_(1.0 + dist.get_rank())
+            optimizer.step()
+        assert model._relaxed._table.now == 6
+        dist.barrier()
+        found.append(torch.cat([value.flatten() for value in model.shared_state_dict().values()]))
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_weights_that_one_worker_evaluates_cost_no_update(staleness: int) -> None:
+    for without, with_swaps in run_ranks(_evaluate_others, 2, staleness):
+        torch.testing.assert_close(without, with_swaps, rtol=0, atol=1e-9)
+
+
+def test_without_a_bound_nothing_can_be_loaded() -> None:
+    run_ranks(_load_without_bound, 2)
+
+
+def _skipped(is_fused: bool) -> int:
+    """Let a scaler skip steps of one worker; then meet the others, who must not wait for clocks that never come."""
+    net = _net()
+    plain = torch.optim.SGD(net.parameters(), 0.1, fused=is_fused)
+    model, optimizer = poseidon.distribute(net, plain, consistency="ssp", staleness=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for number in range(8):
+        optimizer.zero_grad()
+        scaler.scale(_loss(model, *_samples(twins.seed_of_rank(number), 8))).backward()
+        if dist.get_rank() == 1 and number % 2:
+            net[0].weight.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(value.isfinite().all() for value in net.parameters())
+    dist.barrier()
+    clock = model._relaxed._table.now
+    model.close()
+    assert "_step_supports_amp_scaling" not in optimizer.__dict__ or is_fused
+    return clock
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_that_a_scaler_skips_counts(is_fused: bool) -> None:
+    assert run_ranks(_skipped, 2, is_fused) == [8, 8]
+
+
+def _clipped() -> list[list[Tensor]]:
+    """Clip gradients that a scaler leaves scaled, because the optimizer is fused, and others."""
+    found = []
+    for is_fused in (False, True):
+        net = _net()
+        plain = torch.optim.SGD(net.parameters(), 0.1, fused=is_fused)
+        model, optimizer = poseidon.distribute(net, plain, consistency="ssp", max_grad_norm=0.3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(_loss(model, *_samples(twins.seed_of_rank(number), 8))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([value.detach().clone() for value in net.parameters()])
+        model.close()
+    return found
+
+
+def test_scaled_gradients_are_clipped_by_their_own_norm() -> None:
+    for plain, fused in run_ranks(_clipped, 2):
+        for one, other in zip(plain, fused, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class _Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(12, 20).requires_grad_(False)
+        self.register_buffer("scale", torch.rand(20))
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.tanh(self.frozen(x)) * self.scale)
+        return scores
+
+
+def _unlike() -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    net = _Fixed()
+    plain = torch.optim.SGD(net.head.parameters(), 0.1)
+    model, optimizer = poseidon.distribute(net, plain, consistency="ssp", staleness=2)
+    _step(model, optimizer, 0)
+    with pytest.raises(UnsupportedError, match=r"verify_replicas\(\) with consistency"):
+        model.verify_replicas()
+    model.close()
+    return {name: value for name, value in net.state_dict().items() if not name.startswith("head")}
+
+
+def test_what_no_table_holds_is_worker_0s() -> None:
+    first, second = run_ranks(_unlike, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _resumed(folder: str) -> list[Tensor]:
+    """Save with workers apart, and go on: the model has all updates, and each worker its own optimizer."""
+    states = []
+    for is_second in (False, True):
+        model, optimizer = _relaxed(3)
+        with poseidon.Checkpoint(folder, every=4, model=model, optimizer=optimizer) as checkpoint:
+            begun = checkpoint.resume()
+            assert begun == 4 * is_second
+            if is_second:
+                momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.module.parameters()]
+                assert all(map(torch.equal, momenta, states))
+            else:
+                for number in range(4):
+                    _step(model, optimizer, number)
+                    checkpoint.step(number + 1)
+                states = [optimizer.state[p]["momentum_buffer"].clone() for p in model.module.parameters()]
+                dist.barrier()
+                everything = list(model.shared_state_dict().values())
+        found = [value.detach().clone() for value in model.module.parameters()]
+        model.close()
+    for saved, shared in zip(found, everything, strict=True):
+        torch.testing.assert_close(saved, shared, rtol=0, atol=1e-6)
+    return found
+
+
+def test_a_checkpoint_has_all_updates_and_every_workers_optimizer(tmp_path: Any) -> None:
+    first, second = run_ranks(_resumed, 2, str(tmp_path))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -295,6 +295,40 @@ def test_workers_that_step_apart_are_named_at_once(update: str, how: str) -> Non
         assert f"the optimizers of rank {rank} and rank {1 - rank} took different steps before backward 4" in said
 
 
+def _adds_own(how: str) -> str:
+    """Let a backward without an exchange follow the one before the step: of a penalty, or of other samples."""
+    trained = []
+    for update in ("worker", "server"):
+        net = _net()
+        model, optimizer = poseidon.distribute(net, torch.optim.Adam(net.parameters(), 0.1), update=update)
+        try:
+            for step in range(6):
+                x, y = _data(step, dist.get_rank())
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                if how == "penalty":
+                    net[0].weight.square().sum().backward()
+                elif step == 3:
+                    with model.no_sync():
+                        F.cross_entropy(model(x + 1), y).backward()
+                optimizer.step()
+            trained.append([value.clone() for value in net.parameters()])
+        except MismatchError as error:
+            trained.append(str(error))
+        model.close()
+    if how == "penalty":
+        assert all(map(torch.equal, *trained))
+        return ""
+    assert "rank 0 and rank 1" in trained[1] or "rank 1 and rank 0" in trained[1]
+    return trained[1]
+
+
+@pytest.mark.parametrize("how", ["penalty", "other samples"])
+def test_owners_step_on_what_was_added_alike_on_all_workers_or_nobody_does(how: str) -> None:
+    for said in run_ranks(_adds_own, 2, how, env={"POSEIDON_CHECK_REPLICAS": "0"}):
+        assert how == "penalty" or "on gradients to which a backward without an exchange had added others" in said
+
+
 def _put_gradients(update: str) -> None:
     net = _net()
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
@@ -333,7 +367,7 @@ def _share_memory(how: str) -> None:
             poseidon.distribute(actor, torch.optim.SGD(actor.parameters(), 0.1), update="server")
         return
     first, _ = poseidon.distribute(actor, torch.optim.SGD(actor.parameters(), 0.1), update="server")
-    with pytest.raises(UnsupportedError, match=r"0.weight belongs to another model with update=.server."):
+    with pytest.raises(UnsupportedError, match=r"0.weight belongs to another model that distribute"):
         poseidon.distribute(critic, torch.optim.SGD(critic.parameters(), 0.1), update="server")
     first.close()
     second, _ = poseidon.distribute(critic, torch.optim.SGD(critic.parameters(), 0.1), update="server")
@@ -357,18 +391,229 @@ class Counted(torch.optim.SGD):
         super().step()
 
 
-def _count() -> str:
+def _count(update: str) -> str:
     net = _net()
     optimizer: Any = Counted(net.parameters(), 0.1)
     optimizer.steps = 0
-    model, optimizer = poseidon.distribute(net, optimizer, update="server")
+    model, optimizer = poseidon.distribute(net, optimizer, update=update)
     with pytest.raises((UnsupportedError, WorkerLostError)) as refused:
         _train_apart(model, optimizer, "")
     return str(refused.value)
 
 
-def test_owners_refuse_an_optimizer_that_counts_itself() -> None:
-    assert any("changes its own attribute 'steps' in step()" in said for said in run_ranks(_count, 2))
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_an_optimizer_that_counts_itself_is_refused_where_it_is_called_more_often(update: str) -> None:
+    assert any("changes its own attribute 'steps' in step()" in said for said in run_ranks(_count, 2, update))
+
+
+def _adds_a_penalty(update: str, routes: str) -> list[list[Tensor]]:
+    """Let a penalty, whose graph was made before, have its backward after the loss's, and opaque outputs have two."""
+    found = []
+    for mode in ("wrapper", update):
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        model: Any
+        if mode == "wrapper":
+            model = poseidon.DistributedDataParallel(net, routes={"*": routes})
+        else:
+            options: dict[str, Any] = {"update": "server"} if mode == "server" else {"routes": {"*": routes}}
+            model, optimizer = poseidon.distribute(net, optimizer, **options)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            x, y = torch.randint(0, 8, (6, 2), generator=generator), torch.randint(0, 4, (6,), generator=generator)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss = F.cross_entropy(model(x), y)
+            penalty = 0.1 * sum(value.square().sum() for value in list(net.parameters())[:3])
+            loss.backward()
+            penalty.backward()
+            optimizer.step()
+        found.append([value.detach().clone() for value in net.parameters()])
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("routes", ["sharded", "factors", "allreduce", "rows"])
+def test_a_penalty_after_the_loss_counts_while_gradients_are_under_way(routes: str) -> None:
+    for exact, ours in run_ranks(_adds_a_penalty, 2, "worker", routes):
+        for one, other in zip(exact, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_penalty_after_the_loss_counts_with_owners() -> None:
+    for exact, ours in run_ranks(_adds_a_penalty, 2, "server", "sharded"):
+        for one, other in zip(exact, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _freeze_later(mode: str, routes: str, is_bias: bool) -> bool:
+    """Freeze all biases, or all weights, after some steps; return whether any of them was trained since."""
+    net = _net()
+    optimizer: Any = torch.optim.AdamW(net.parameters(), 0.1, weight_decay=0.1)
+    options: dict[str, Any] = {"routes": {"*": routes}, "find_unused_parameters": True}
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net, **options)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, **options)
+    frozen: dict[str, Tensor] = {}
+    for step in range(8):
+        if step == 4:
+            for name, value in net.named_parameters():
+                value.requires_grad_(name.endswith("bias") != is_bias)
+                if not value.requires_grad:
+                    frozen[name] = value.detach().clone()
+        x, y = _data(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        assert all(net.get_parameter(name).grad is None for name in frozen)
+        optimizer.step()
+    has_trained = any(not torch.equal(net.get_parameter(name), value) for name, value in frozen.items())
+    model.close()
+    return has_trained
+
+
+@pytest.mark.parametrize("is_bias", [True, False], ids=["biases", "weights"])
+@pytest.mark.parametrize("routes", ["factors", "sharded"])
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_what_is_frozen_later_is_not_trained(mode: str, routes: str, is_bias: bool) -> None:
+    assert run_ranks(_freeze_later, 2, mode, routes, is_bias) == [False, False]
+
+
+def _share_a_trunk(update: str) -> None:
+    trunk = nn.Linear(8, 8)
+    actor, critic = nn.Sequential(trunk, nn.Linear(8, 4)), nn.Sequential(trunk, nn.Linear(8, 1))
+    first, _ = poseidon.distribute(actor, torch.optim.SGD(actor.parameters(), 0.1), update=update)
+    rest = torch.optim.SGD(critic[1].parameters(), 0.1)
+    with pytest.raises(
+        UnsupportedError, match=r"0\.weight belongs to another model that distribute\(\) was called with"
+    ):
+        poseidon.distribute(critic, rest, update=update)
+    first.close()
+    second, _ = poseidon.distribute(critic, rest, update=update)
+    second.close()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_two_models_that_share_parameters_are_refused(update: str) -> None:
+    run_ranks(_share_a_trunk, 2, update)
+
+
+class Noting(torch.optim.SGD):
+    """Does something in zero_grad()."""
+
+    cleared = 0
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        Noting.cleared += 1
+        super().zero_grad()
+
+
+def _own_zero_grad(update: str) -> None:
+    net = _net()
+    Noting.is_elementwise = True  # type: ignore[attr-defined]
+    model, optimizer = poseidon.distribute(net, Noting(net.parameters(), 0.1), update=update)
+    for step in range(4):
+        x, y = _data(step, dist.get_rank())
+        optimizer.zero_grad()
+        assert all(value.grad is None for value in net.parameters())
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.close()
+    assert Noting.cleared == 4
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_an_optimizers_own_zero_grad_is_called(update: str) -> None:
+    run_ranks(_own_zero_grad, 2, update)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when it compiles first
+def test_a_step_that_was_replaced_before_is_refused() -> None:
+    net = _net()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, _ = poseidon.distribute(net, optimizer)  # a scheduler's wrapper is known
+    model.close()
+    assert scheduler.get_last_lr() == [0.1]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer.step = torch.compile(optimizer.step)
+    poseidon.distribute(net, optimizer)[0].close()
+    plain = optimizer.step = torch.optim.SGD(net.parameters(), 0.1).step
+
+    def clamped() -> None:
+        plain()
+
+    optimizer.step = clamped
+    with pytest.raises(ConfigError, match=r"step\(\) of this SGD was replaced by .*clamped, which would not be called"):
+        poseidon.distribute(net, optimizer)
+
+
+def test_one_worker_refuses_a_closure_where_it_clips() -> None:
+    net = _net()
+    _, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), max_grad_norm=1.0)
+    optimizer.step()
+    optimizer.step(None)
+    with pytest.raises(UnsupportedError, match=r"step\(closure\) evaluates the model inside the step"):
+        optimizer.step(lambda: 0.0)
+
+
+def _evaluated_between(update: str) -> None:
+    """Evaluate in inference mode between backward and clipping."""
+    net = _net()
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
+    for step in range(6):
+        x, y = _data(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.inference_mode():
+            model(x)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    model.close()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_an_evaluation_in_inference_mode_leaves_gradients_of_use(update: str) -> None:
+    run_ranks(_evaluated_between, 2, update)
+
+
+def _skips_a_sparse_table(mode: str) -> None:
+    """Use a sparse table in the first of two backwards of a step only."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"table": nn.Embedding(9, 4, sparse=True), "layer": nn.Linear(4, 2)})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = net
+
+        def forward(self, words: Tensor | None) -> Tensor:
+            inputs = torch.ones(2, 4) if words is None else net["table"](words)
+            scores: Tensor = net["layer"](inputs)
+            return scores
+
+    whole = Net()
+    optimizer: Any = torch.optim.SGD(whole.parameters(), 0.5)
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(whole, find_unused_parameters=True)
+    else:
+        model, optimizer = poseidon.distribute(whole, optimizer, find_unused_parameters=True)
+    for _ in range(5):
+        before = net["table"].weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2 + dist.get_rank()])).square().sum().backward()
+        model(None).square().sum().backward()
+        optimizer.step()
+        moved = (net["table"].weight.detach() != before).any(1).nonzero().flatten().tolist()
+        assert moved == [1, 2, 3]
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_a_sparse_gradient_stays_if_a_later_backward_does_not_use_its_table(mode: str) -> None:
+    run_ranks(_skips_a_sparse_table, 2, mode)
 
 
 class Centred(nn.Module):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import poseidon
+from poseidon.checkpoints import claiming
 from poseidon.checkpoints.ending import EndRequests
 from poseidon.checkpoints.folder import CheckpointFolder, find_damage, pieces_of, read
 from poseidon.checkpoints.memory import copy_over
@@ -184,7 +185,7 @@ def test_a_full_disk_is_told_and_ends_nothing(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         checkpoint.step(3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001.pt", "step-000000003.pt"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000001.pt", "step-000000003.pt"]
 
 
 def test_a_job_goes_on_with_its_values_and_random_numbers(tmp_path: Path) -> None:
@@ -229,6 +230,25 @@ def test_checkpoints_of_another_job_are_not_overwritten(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"none in .* is intact"),
     ):
         checkpoint.resume()
+
+
+def test_two_jobs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claiming, "PATIENCE_S", 0.1)
+    mine = poseidon.Checkpoint(tmp_path / "saved", every=1, model=nn.Linear(1, 1))
+    mine.step(1)
+    with poseidon.Checkpoint(tmp_path / "saved", every=1, model=nn.Linear(1, 1)) as again:
+        again.resume()
+        again.step(2)  # the same process
+    monkeypatch.setattr(claiming, "this_owner", lambda: "process 7 on another")
+    other = poseidon.Checkpoint(tmp_path / "saved", every=1, model=nn.Linear(1, 1))
+    assert other.resume() == 2  # to look at it is allowed
+    told = rf"is being written to by another job \(process {os.getpid()} on .*\); end that job, or give each its own"
+    with pytest.raises(ConfigError, match=told):
+        other.step(3)
+    mine.close()
+    other.step(3)
+    other.close()
+    assert _steps(CheckpointFolder(tmp_path / "saved", 3)) == [1, 2, 3]
 
 
 class Odd:

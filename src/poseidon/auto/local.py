@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from poseidon.auto.owners import Holding
 from poseidon.engine.engine import Engine
+from poseidon.engine.loads import Loads
 from poseidon.engine.local import averaged_buffers, open_rounds
 from poseidon.engine.rounds import LocalRounds
 from poseidon.following.patches import Patches
@@ -40,6 +41,7 @@ class LocalSteps:
         self._is_making = False
         self._has_stepped = False
         """Since the last time that all workers held the same."""
+        self._loads: list[Loads] = []
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
@@ -70,11 +72,13 @@ class LocalSteps:
         self._roots.update(fresh)
         for root in fresh:
             root.register_state_dict_pre_hook(self._before_state)
+            self._loads.append(Loads(root))
         plan = make_local_plan([unit.spec for unit in holding.units], engine.cluster, self._schedule)
         self._report.say(f"{type(optimizer).__name__}: {str(plan).splitlines()[0]} ({self._outer})")
 
     def synchronize(self) -> None:
         """Let all workers hold the same parameters. Collective."""
+        self._take_loaded()
         if self._has_stepped:
             self._has_stepped = False
             for rounds in list(self._rounds.values()):
@@ -108,11 +112,22 @@ class LocalSteps:
 
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
         # Asked in this order: a graph that is being made must see nothing of it, and training comes most often.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._has_stepped:
+        if torch.compiler.is_compiling():
             return
-        if getattr(module, "_orig_mod", module) in self._roots:
+        if torch.is_grad_enabled():
+            if any(each.is_due for each in self._loads):
+                self._take_loaded()
+            return
+        if self._has_stepped and getattr(module, "_orig_mod", module) in self._roots:
             self._report.say("the workers exchange parameters before the model is used without gradients")
             self.synchronize()
 
     def _before_state(self, *_: Any) -> None:
         self.synchronize()
+
+    def _take_loaded(self) -> None:
+        """Agree on what the script has loaded, which is no progress for an outer optimizer."""
+        loaded = set().union(*(each.take() for each in self._loads if each.is_due))
+        for rounds in list(self._rounds.values()) if loaded else ():
+            for each in rounds:
+                each.take_loaded(loaded)

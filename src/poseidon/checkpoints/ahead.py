@@ -106,11 +106,14 @@ def open_door(job: ElasticJob, memory: StepMemory) -> StateDoor:
     return door
 
 
-def copy_ahead(job: ElasticJob) -> Ahead | None:
-    """Copy the others' state while they train; None if there is none to be had. For a worker that is about to join."""
+def copy_ahead(job: ElasticJob, is_alike: bool = True) -> Ahead | None:
+    """Copy the others' state while they train; None if there is none to be had. For a worker that is about to join.
+
+    Unless the others hold the same (``is_alike``), the first one's is copied, and not a part of each.
+    """
     ahead = None
     for left in reversed(range(_TRIALS)):
-        doors = job.ask_for_doors(ANSWER_S)
+        doors = job.ask_for_doors(ANSWER_S)[: None if is_alike else 1]
         ahead = fetch_ahead(doors, job.address, _encrypts()) if doors else None
         if not doors or not left or (ahead is not None and len(ahead.complete) == ahead.places):
             break

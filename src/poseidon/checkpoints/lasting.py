@@ -63,7 +63,7 @@ class LastingRun:
         done, idle = -1, 0
         try:
             if job.seat is None:
-                self._ahead = copy_ahead(job)
+                self._ahead = copy_ahead(job, self._program.is_alike)
                 lost = WorkerLostError("this worker joins a job that is under way")
             elif job.is_over:
                 lost = WorkerLostError("a worker was lost before the training began")
@@ -153,7 +153,7 @@ class LastingRun:
         shards = agreed.shards_of(kept, staged)
         own = None if kept is None else kept.own
         if team is not None and any(each.step < newest for each in stocks):
-            kept, self.handed = hand_over(team, stocks, kept, ahead, lent)
+            kept, self.handed = hand_over(team, stocks, kept, ahead, lent, self._program.is_alike)
         assert kept is not None
         self._take_over(kept, is_new=own is None)
         hand_on(team, agreed.sources, shards)
@@ -186,7 +186,7 @@ class LastingRun:
                 # If this is interrupted, what was made here must not pass for a step that all have.
                 self._memory.forget()
             stocks = [Stock(0 if rank == 0 else -1) for rank in range(team.size)]
-            given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {})
+            given, _ = hand_over(team, stocks, kept if team.rank == 0 else None, None, {}, is_alike=False)
             given.own = kept.own
             self._take_over(given, is_new=False)
             self._memory.adopt(given)

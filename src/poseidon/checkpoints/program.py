@@ -36,6 +36,8 @@ class ProgramState:
         """What is equal on all workers..."""
         self.own: dict[str, Stateful] = {**per_worker, **find_lossy(parts), "random numbers": RandomState(), **own}
         """... and what is not."""
+        self.is_alike = not (shared or own)
+        """Whether all workers hold the same in :attr:`parts`; otherwise one worker's count."""
         self._has_warned = False
         self._extra = frozenset(shared)
         """Parts that the checkpoint of a run without local steps lacks: then a round begins with what it has."""

@@ -122,6 +122,8 @@ class Saving:
         self.saved_at = time.monotonic()
         if done == self._saved_step:
             return
+        if self.writer is not None:
+            self.writer.claim()
         self._saved_step = done
         for part in sharded_members().values():
             part.complete()  # all workers are here: what rank 0 reads below has owners

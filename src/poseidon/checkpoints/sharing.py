@@ -150,10 +150,15 @@ class Consignment:
     """The receiver has an earlier state of this part, and the sender knows which."""
 
 
-def plan_consignments(stocks: Sequence[Stock]) -> list[Consignment]:
-    """Return who sends what to whom, the same on all workers. Pure."""
+def plan_consignments(stocks: Sequence[Stock], is_alike: bool = True) -> list[Consignment]:
+    """Return who sends what to whom, the same on all workers. Pure.
+
+    Unless workers hold the same (``is_alike``), one of them sends everything.
+    """
     newest = max(each.step for each in stocks)
     holders = [rank for rank, each in enumerate(stocks) if each.step == newest]
+    if not is_alike:
+        del holders[1:]
     found = []
     for receiver, each in enumerate(stocks):
         if each.step == newest:
@@ -174,12 +179,16 @@ def hand_over(
     kept: Kept | None,
     ahead: Ahead | None,
     lent: Mapping[str, Lent],
+    is_alike: bool = True,
 ) -> tuple[Kept, HandedOver | None]:
-    """Return the newest state that any worker has; of one that others sent, also how it came. Collective."""
+    """Return the newest state that any worker has; of one that others sent, also how it came. Collective.
+
+    ``is_alike``: all that have completed the newest step hold the same.
+    """
     began = time.monotonic()
     newest = max(each.step for each in stocks)
     source = next(rank for rank, each in enumerate(stocks) if each.step == newest)
-    consignments = plan_consignments(stocks)
+    consignments = plan_consignments(stocks, is_alike)
     if kept is not None and kept.step == newest:
         rest, tensors = lift(kept.parts)
         description = describe_tensors(tensors)

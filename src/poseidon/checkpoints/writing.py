@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from poseidon.checkpoints.claiming import Claim
 from poseidon.checkpoints.folder import CheckpointFolder
 from poseidon.errors import ConfigError
 from poseidon.job.closing import Stage, at_exit
@@ -24,10 +25,17 @@ class CheckpointWriter:
         self._folder = folder
         self._jobs: queue.Queue[tuple[int, Mapping[str, Any]] | None] = queue.Queue(maxsize=1)
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._claim: Claim | None = None
+        """None before the first checkpoint."""
         self._thread = threading.Thread(target=self._work, name="poseidon-checkpoints", daemon=True)
         self._thread.start()
         # A checkpoint that is being written is completed before the process ends.
         self._cancel = at_exit(Stage.STEPS, self.close)
+
+    def claim(self) -> None:
+        """Be the one that writes to the folder; :class:`ConfigError` if that is another job."""
+        if self._claim is None:
+            self._claim = Claim(self._folder.path)
 
     def put(self, step: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint soon; its tensors must not change any more."""
@@ -45,6 +53,8 @@ class CheckpointWriter:
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
+        if self._claim is not None:
+            self._claim.release()
         self._tell()
 
     def _tell(self) -> None:

@@ -142,7 +142,11 @@ class Backward:
         with aside():
             # Removed first, so that its memory is freed as it lands.
             exchange = self._exchanges.pop(number)
+            # A short form brings all gradients of its unit: one that nobody wants, of a frozen bias, stays as it is.
+            spared = [] if all(used) or not any(used) or live.bucket is not None else _spare(live.parameters, used)
             exchange.finish(any(used))
+            for parameter, gradient in spared:
+                parameter.grad = gradient
             if not all(used):
                 exchange.take_back(used)
             del exchange
@@ -181,3 +185,11 @@ class Backward:
         if self.stopwatch is not None:
             self.stopwatch.mark_landed(number, exchange.join_stream)
         return self.step.started(number, exchange.flags)
+
+
+def _spare(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Take the gradients of parameters that nobody used away, and return them."""
+    spared = [(parameter, parameter.grad) for parameter, is_used in zip(parameters, used, strict=True) if not is_used]
+    for parameter, _ in spared:
+        parameter.grad = None
+    return spared

@@ -1,14 +1,18 @@
 """A parameter's class, replaced for a while by one that sees what happens to it: for ``pending.py`` and ``watched.py``.
 
-The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it.
+The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it. Transforms of
+``torch.func`` do not ask: they wrap a tensor before anything is done with it, and are told here to put it in place.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
+
+from torch._functorch import eager_transforms, vmap
 
 
 class Replacement:
@@ -34,3 +38,18 @@ def mixed(mixin: type, plain: type) -> type:
     Whoever swaps classes does so in line: it happens for each parameter in each step, where every call counts.
     """
     return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
+
+
+def _opening(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(wrap)
+    def opened(value: Any, *arguments: Any) -> Any:
+        if isinstance(value, Replacement):
+            value._poseidon_open()
+        return wrap(value, *arguments)
+
+    return opened
+
+
+for _module, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+    if hasattr(_module, _name):
+        setattr(_module, _name, _opening(getattr(_module, _name)))

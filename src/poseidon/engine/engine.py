@@ -21,11 +21,11 @@ from poseidon.engine.options import Options
 from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
 from poseidon.engine.schedules import Schedules
-from poseidon.engine.shortfalls import changed_error, forgotten_error
+from poseidon.engine.shortfalls import Shortfalls, changed_error, forgotten_error
 from poseidon.engine.step import Phase, Step, Verdict
+from poseidon.engine.telling import PlanTelling
 from poseidon.errors import MismatchError, UnsupportedError
 from poseidon.job.closing import Stage, at_exit
-from poseidon.observe.recorder import Recorder
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.planner import Plan
 from poseidon.planning.route import Delivery, Route, Routes
@@ -97,17 +97,14 @@ class Engine:
         """The current backward, or the last one."""
         self.compares_flags = False
         """Whether workers compare flags of the last closed backward, so that landing it may be collective."""
-        self._forgotten: set[nn.Parameter] | None = None
-        """Parameters that got no gradient in any backward since the last forward; None: no backward yet."""
+        self._shortfalls = Shortfalls()
         self.last_error = ""
         """Text of the last error that this engine raised for the user's doing."""
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
-        self._told_plan: Plan | None = None
         self._has_cuda = any(parameter.is_cuda for parameter in self.parameters)
-        if team.watch.recorder is not None:
-            team.watch.recorder.is_async = self._has_cuda
+        self._telling = PlanTelling(team, cluster, self._has_cuda)
 
     # What a front end calls.
 
@@ -250,7 +247,9 @@ class Engine:
 
         ``batch`` is any number that grows with it; ``samples`` is how many there are, for whoever watches the job.
         """
-        self._complain()
+        if self._shortfalls.forgotten:
+            self._complain()
+        self._shortfalls.forgotten = None
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -336,17 +335,18 @@ class Engine:
 
     def end_backward(self) -> None:
         """Complete the exchange; on return every ``.grad`` is the mean over all workers."""
-        forgotten = self.close_backward()
+        self.close_backward()
         landing = self.settle()
         for flight in landing.flights:
             flight.land()
         self._rescale()
-        self.check_forgotten(forgotten)
 
-    def close_backward(self) -> list[nn.Parameter]:
-        """Start all remaining items; return the parameters that received no gradient although they should have.
+    def close_backward(self) -> bool:
+        """Start all remaining items; return whether a parameter got no gradient although it should have.
 
-        The exchange continues in the background; call :meth:`settle` before the next backward begins.
+        The next forward complains of that. Not this backward: the replicas will be equal when it has landed, and
+        torch's class does not complain earlier. The exchange continues in the background; call :meth:`settle` before
+        the next backward begins.
         """
         backward = self._backward
         assert backward is not None
@@ -358,8 +358,9 @@ class Engine:
         self.is_bypassed = False
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
-            return []
-        return [self.parameters[number] for number in forgotten]
+            forgotten = []
+        self._shortfalls.note(forgotten)
+        return bool(forgotten)
 
     def must_land(self) -> bool:
         """Wait for the others' flags of the closed backward; return whether landing it is collective."""
@@ -383,25 +384,16 @@ class Engine:
             self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
-        if self.team.watch.recorder is not None and self._told_plan is not self.plan:
-            self._tell_plan(self.team.watch.recorder)
+        if self.team.watch.recorder is not None:
+            self._telling.tell(self.plan, self.planned, self.step)
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
         return Landing(flights, verdict.must_land)
 
-    def check_forgotten(self, forgotten: Sequence[nn.Parameter]) -> None:
-        """Complain in the next forward of parameters that got no gradient in a closed backward.
-
-        Not now: the exchange is complete and the replicas are equal, and torch's class does not complain earlier.
-        """
-        if self._forgotten is None:
-            self._forgotten = set(forgotten)
-        else:  # outputs of one forward may have a backward each
-            self._forgotten &= set(forgotten)
-
     def pass_step(self) -> None:
-        """Count a step in which no gradients are exchanged."""
+        """Count a step that has used the worker's own gradients."""
         self._is_passing = True
+        self.local.clear()
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
 
@@ -465,21 +457,6 @@ class Engine:
 
     # One step.
 
-    def _tell_plan(self, recorder: Recorder) -> None:
-        """Tell whoever watches the job which items travel, by which route, with the times that the planner expects."""
-        plan = self._told_plan = self.plan
-        planned = self._schedules.planned
-        if plan is None or planned is None or self.team.rank != 0:
-            return
-        costs = {entry.unit: entry.cost for entry in plan.entries}
-        rows = []
-        for live in planned.items:
-            found = [costs[spec.name] for spec in live.item.specs if spec.name in costs]
-            wire_bytes, wire_s = sum(one.wire_bytes for one in found), sum(one.wire_s for one in found)
-            rows.append((live.item.route, live.item.name, wire_bytes, wire_s))
-        link = self.cluster.between if len(self.team.topology.machines) > 1 else None
-        recorder.tell_plan(plan.name, self.step, rows, 0.0 if link is None else 8 * link.bytes_per_s)
-
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
         # Owners that take the step average what gradients were before, too.
@@ -513,11 +490,9 @@ class Engine:
         raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
 
     def _complain(self) -> None:
-        forgotten, self._forgotten = self._forgotten, None
-        if forgotten:
-            specs = self._schedules.model.parameters
-            names = {number: specs[number].name for number in map(self._number_of.__getitem__, forgotten)}
-            make = changed_error if self.options.static_graph else forgotten_error
-            error = make(names, self.team.rank, self.step - 1)
-            self.last_error = str(error)
-            raise error
+        forgotten, self._shortfalls.forgotten = self._shortfalls.forgotten or (), None
+        names = {number: self._schedules.model.parameters[number].name for number in forgotten}
+        make = changed_error if self.options.static_graph else forgotten_error
+        error = make(names, self.team.rank, self.step - 1)
+        self.last_error = str(error)
+        raise error

@@ -12,25 +12,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.discover import check_same_parameters, find_units
 from poseidon.engine.engine import Engine
+from poseidon.engine.loads import Loads
 from poseidon.engine.optimizers import (
     check_known,
     check_max_norm,
     check_optimizer,
     clear_gradients,
-    clip,
     clip_before_steps,
     defer,
     give_back,
     parameters_of,
-    plain_step,
-    unscale,
 )
 from poseidon.engine.outer import Fragment, Outer, Read, check_outer
+from poseidon.engine.own_steps import OwnSteps
 from poseidon.engine.policy import Policy
 from poseidon.engine.rounds import Landed, LocalRounds
 from poseidon.errors import ConfigError, UnsupportedError
@@ -44,9 +44,6 @@ from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
 from poseidon.units import ParameterSpec
-
-_AMP = "_step_supports_amp_scaling"
-"""Attribute of optimizers that a GradScaler lets decide whether to take a step."""
 
 
 class ServerAveraging:
@@ -149,6 +146,7 @@ class LocalUpdates(Policy):
         self._buffers: dict[str, Read] = {}
         self._undo: list[Callable[[], None]] = []
         self._samples = 0
+        self._steps = OwnSteps(optimizer, max_grad_norm)
 
     @property
     def is_warming_up(self) -> bool:
@@ -174,9 +172,10 @@ class LocalUpdates(Policy):
         )
         if engine is not None:
             self._tell(engine)
-        self._mark_loads(module, self.rounds)
+        self._loads = Loads(module)
+        self._undo.append(self._loads.close)
         defer(self._optimizer, self)
-        self._take_amp()
+        self._undo.append(self._steps.take_over())
         # The others cannot finish without this worker what is under way when its script ends.
         self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
 
@@ -201,12 +200,20 @@ class LocalUpdates(Policy):
         renewed.steps = self.steps
         return renewed
 
+    def load_rounds(self, rounds: LocalRounds, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, whose outer parameters were loaded into the model."""
+        self._loads.take()
+        rounds.load_shared_state(state)
+
     # What the wrapper and the front end call.
 
     def before_forward(self, module: nn.Module, asks: bool, is_joining: bool) -> None:  # noqa: ARG002 - as in the contract
-        """Begin a round from parameters that were loaded, before a forward changes buffers."""
-        if self.rounds is not None and self.rounds.is_stale:
-            self._carefully(self.rounds.take_loaded)
+        """Go on from values that were loaded, before a forward changes buffers.
+
+        Not in an evaluation: what was loaded for that alone is replaced again before training goes on.
+        """
+        if torch.is_grad_enabled():
+            self._take_loaded()
 
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """Start an exchange of gradients; called during the warm-up only."""
@@ -231,11 +238,13 @@ class LocalUpdates(Policy):
     def synchronize(self) -> None:
         """Exchange now what is left of a round. Collective."""
         if self.rounds is not None and not self.is_warming_up:
+            self._take_loaded()
             self._carefully(self.rounds.synchronize)
 
     def drain(self) -> None:
         """Take part in the others' exchanges until all workers are done. Collective."""
         if self.rounds is not None:
+            self._take_loaded()
             self._carefully(self.rounds.drain)
 
     # Replacements for the optimizer's own methods.
@@ -246,8 +255,8 @@ class LocalUpdates(Policy):
         engine, rounds = self._engine, self.rounds
         assert rounds is not None
         check_same_parameters(self._module, self._known)
-        rounds.take_loaded()
-        self._take_step()
+        self._take_loaded()
+        self._steps.step(self._parameters)
         if self.is_warming_up:
             self.steps += 1
             if self.steps == self._warmup_steps:
@@ -265,6 +274,9 @@ class LocalUpdates(Policy):
             return False
         clear_gradients(parameters_of(self._optimizer) if parameters is None else parameters, set_to_none)
         return True
+
+    def note_cleared(self) -> None:
+        """No-op: gradients are each worker's own."""
 
     def show_state(self) -> None:
         """No-op: the state is always here."""
@@ -295,51 +307,21 @@ class LocalUpdates(Policy):
 
     # Inside.
 
+    def _take_loaded(self) -> None:
+        if self.rounds is not None and self._loads.is_due:
+            loaded = self._loads.take()
+            if loaded:
+                self._carefully(partial(self.rounds.take_loaded, loaded))
+
     def _begin_rounds(self, rounds: LocalRounds) -> None:
         """Begin from the parameters after the warm-up, with the buffers that the next forward would have had."""
         if self._engine is not None and self._buffers:
             mirror_all(self._engine.team, [read().detach() for read in self._buffers.values()], 0, "the buffers")
         rounds.restart()
 
-    def _take_step(self) -> None:
-        optimizer: Any = self._optimizer
-        if self._max_grad_norm is not None:
-            clip(optimizer, self._parameters, self._max_grad_norm)
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and not self._knows_amp:
-            unscale(optimizer)
-            optimizer.found_inf = None
-            if found_inf.item():
-                return  # a GradScaler skips this step; it counts as one, or workers would exchange after different ones
-        plain_step(self.plain)(optimizer)
-
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for unit in self._units for parameter in unit.parameters]
-
-    def _take_amp(self) -> None:
-        """Have a GradScaler call ``step()`` also where it finds infinite gradients."""
-        attributes = self._optimizer.__dict__
-        before = attributes.get(_AMP)
-        self._knows_amp = bool(getattr(self._optimizer, _AMP, False))
-        attributes[_AMP] = True
-
-        def undo() -> None:
-            if before is None:
-                attributes.pop(_AMP, None)
-            else:
-                attributes[_AMP] = before
-
-        self._undo.append(undo)
-
-    def _mark_loads(self, module: nn.Module, rounds: LocalRounds) -> None:
-        """Notice when parameters are loaded: the next step begins a round from them."""
-
-        def loaded(*_: object) -> None:
-            rounds.is_stale = True
-
-        for each in module.modules():
-            self._undo.append(each.register_load_state_dict_post_hook(loaded).remove)
 
     def _tell(self, engine: Engine) -> None:
         """Tell whoever watches the job what is exchanged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -38,8 +38,13 @@ def check_max_norm(max_grad_norm: float | None) -> None:
 def clip_before_steps(optimizer: Optimizer, module: nn.Module, max_grad_norm: float) -> Callable[[], None]:
     """Clip the norm of a module's gradients before each optimizer step; return a function that undoes this."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    handle = optimizer.register_step_pre_hook(lambda *_: clip(optimizer, parameters, max_grad_norm))
-    return handle.remove
+
+    def before_step(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if any(value is not None for value in (*arguments[1:], named.get("closure"))):  # the first is the optimizer
+            _refuse_closure()
+        clip(optimizer, parameters, max_grad_norm)
+
+    return optimizer.register_step_pre_hook(before_step).remove
 
 
 def clip(optimizer: Any, parameters: Sequence[nn.Parameter], max_grad_norm: float) -> None:
@@ -68,12 +73,24 @@ def check_optimizer(optimizer: Any) -> None:
         raise ConfigError(f"distribute() needs a torch.optim.Optimizer; this is a {type(optimizer).__name__}")
     if isinstance(optimizer, Deferring):
         raise ConfigError("this optimizer already belongs to a distributed model; create one per model")
+    own = optimizer.__dict__.get("step")
+    if own is not None and _innermost(own) is not _innermost(type(optimizer).step):
+        raise ConfigError(
+            f"the step() of this {type(optimizer).__name__} was replaced by {getattr(own, '__qualname__', own)}, which "
+            "would not be called; replace it after distribute()"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
             f"{type(optimizer).__name__} evaluates the model several times per step (a closure), so updates cannot "
             "wait for the next forward; use poseidon.DistributedDataParallel with it"
         )
+
+
+def _innermost(function: Any) -> Any:
+    """Return what wrappers, such as those of a scheduler or the compiler, call in the end."""
+    function = inspect.unwrap(function)
+    return inspect.unwrap(getattr(function, "__func__", function))
 
 
 def check_owns(model: nn.Module, optimizer: Optimizer) -> None:
@@ -134,6 +151,25 @@ def freeze_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
 
 
+def check_unchanged(plain: type[Optimizer], before: Mapping[str, Any], now: Mapping[str, Any], why: str) -> None:
+    """Raise if an optimizer has changed its own attributes in ``step()``, which is called several times in a step."""
+    changed = [name for name, value in before.items() if name[0] != "_" and _differs(value, now.get(name))]
+    if changed:
+        raise UnsupportedError(
+            f"{plain.__name__} changes its own attribute {changed[0]!r} in step(), which is called several times for "
+            f"one step, since {why}: keep it in the state of each parameter, or leave is_elementwise and "
+            'update="server" out'
+        )
+
+
+def _differs(before: Any, now: Any) -> bool:
+    if now is before:
+        return False
+    if isinstance(before, Tensor) and isinstance(now, Tensor):  # the former is a copy
+        return before.shape != now.shape or not bool((before == now).all())
+    return not (isinstance(before, int | float | str) and type(now) is type(before) and now == before)
+
+
 def make_stand_in(plain: type[Optimizer], attributes: Mapping[str, Any]) -> Optimizer:
     """Return an optimizer with these attributes, whose groups :func:`step_groups` sets."""
     stand_in: Optimizer = object.__new__(plain)
@@ -188,6 +224,9 @@ class StepTaker(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Clear gradients."""
 
+    def note_cleared(self) -> None:
+        """Note that the optimizer has cleared gradients itself."""
+
     def finish(self) -> None:
         """Finish the step under way."""
 
@@ -206,9 +245,14 @@ class Deferring:
 
     _poseidon_policy: StepTaker
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like the optimizer's own."""
-        self._poseidon_policy.zero_grad(set_to_none)
+    def zero_grad(self, *arguments: Any, **named: Any) -> None:
+        """Like the optimizer's own, which is called if its class has one."""
+        if self._poseidon_policy.plain.zero_grad is Optimizer.zero_grad:
+            self._poseidon_policy.zero_grad(*arguments, **named)
+            return
+        self._poseidon_policy.finish()
+        super().zero_grad(*arguments, **named)  # type: ignore[misc]
+        self._poseidon_policy.note_cleared()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name not in _MEMBERS and self._poseidon_policy.steps_later:
@@ -258,11 +302,15 @@ class Deferring:
         return object.__new__, (self._poseidon_policy.plain,), state
 
 
+def _refuse_closure() -> NoReturn:
+    raise UnsupportedError(
+        "step(closure) evaluates the model inside the step; call backward() yourself and step() without a closure"
+    )
+
+
 def _deferred_step(self: Any, closure: Any = None) -> None:
     if closure is not None:
-        raise UnsupportedError(
-            "step(closure) evaluates the model inside the step; call backward() yourself and step() without a closure"
-        )
+        _refuse_closure()
     self.__dict__["_opt_called"] = True  # checked by learning-rate schedulers
     self._poseidon_policy.step()
 

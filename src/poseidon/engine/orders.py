@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
-from poseidon.engine.optimizers import freeze_options, make_stand_in, step_groups
-from poseidon.errors import UnsupportedError
+from poseidon.engine.optimizers import check_unchanged, freeze_options, make_stand_in, step_groups
 from poseidon.routes.shard import Piece, Shard, State
 from poseidon.sums.chunks import Chunk
 from poseidon.team.team import Team
@@ -34,13 +33,7 @@ def make_update(
         stand_in = make_stand_in(plain, {**attributes, "state": state})
         with aside():
             step_groups(stand_in, plain, options, members)
-        now = stand_in.__dict__
-        changed = [name for name, value in attributes.items() if name[0] != "_" and now.get(name) is not value]
-        if changed:
-            raise UnsupportedError(
-                f"{plain.__name__} changes its own attribute {changed[0]!r} in step(), which owners call for parts of "
-                'parameters, several times in a step; keep it in the state of each parameter, or leave update="server"'
-            )
+        check_unchanged(plain, attributes, stand_in.__dict__, "owners step parts of parameters")
 
     return update
 
@@ -67,15 +60,17 @@ def sum_of_squares(means: Iterable[tuple[Chunk, Tensor]], shard: Shard, lazy: Co
     return total
 
 
-def agree_on_clipping(team: Team, square: float, max_norm: float, scale: Tensor | None) -> Tensor:
+def agree_on_clipping(
+    team: Team, square: float, max_norm: float, scale: Tensor | None, is_double: bool = False
+) -> Tensor:
     """Return what all workers multiply their gradients by, as ``clip_grad_norm_`` does, given parts. Collective.
 
-    ``scale`` is what gradients still have to be divided by.
+    ``scale`` is what gradients still have to be divided by; ``is_double``: some gradient is in double precision.
     """
     word = torch.tensor(square, dtype=torch.float64).view(torch.int64).item()
     everybody = team.gather_ints([int(word)], "the norm of the gradients")
     squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64).view(torch.float64)
-    norm = squares.sum().sqrt().to(torch.float32)
+    norm = squares.sum().sqrt().to(torch.float64 if is_double else torch.float32)
     if scale is not None:
         norm = norm / scale.to(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

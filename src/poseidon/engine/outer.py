@@ -8,7 +8,7 @@ are mixed with them. Nothing here knows of other workers; ``local.py`` exchanges
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -79,9 +79,14 @@ class Stack:
         """The worker's own values."""
         return [read().detach() for read in self._tensors]
 
-    def adopt(self) -> None:
-        """Agree on the worker's own values."""
-        torch._foreach_copy_(self.agreed_parts, self.own)
+    def adopt(self, only: Collection[int] | None = None) -> bool:
+        """Agree on the worker's own values, or on those of these tensors, by id(); return whether that is all."""
+        now = [read() for read in self._tensors]
+        chosen = [place for place, tensor in enumerate(now) if only is None or id(tensor) in only]
+        if chosen:
+            parts, own = [self.agreed_parts[place] for place in chosen], [now[place].detach() for place in chosen]
+            torch._foreach_copy_(parts, own)
+        return len(chosen) == len(now)
 
     def collect(self, weight: float) -> None:
         """Put the pseudo-gradient into :attr:`moving`, times this worker's weight."""
@@ -89,13 +94,19 @@ class Stack:
             self.moving.zero_()
             return
         torch._foreach_copy_(self.moving_parts, self.own)
-        # What has not changed counts as such also where it is infinite, as in a mask.
-        is_same = self.moving.eq(self.agreed) if self._may_be_infinite else None
-        torch.sub(self.agreed, self.moving, out=self.moving)
-        if is_same is not None:
-            self.moving.masked_fill_(is_same, 0.0)
+        torch.sub(self._base(), self.moving, out=self.moving)
         if weight != 1.0:
             self.moving.mul_(weight)
+
+    def absorb(self) -> None:
+        """Agree on the mean of all workers' values, given that of their changes."""
+        torch.sub(self._base(), self.moving, out=self.agreed)
+
+    def _base(self) -> Tensor:
+        """Return what changes are counted from: where that is infinite, as in a mask or a least value, from 0."""
+        if not self._may_be_infinite:
+            return self.agreed
+        return self.agreed.masked_fill(self.agreed.isfinite().logical_not_(), 0.0)
 
     def mix(self, kept: float) -> None:
         """Set the worker's own values to those agreed on, or to a mean in which its own have the weight ``kept``."""
@@ -141,10 +152,12 @@ class Fragment:
         return sum(stack.moving.numel() * stack.moving.element_size() for stack in self._stacks)
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Agree on the worker's own values."""
-        for stack in self._stacks:
-            stack.adopt()
+    def adopt(self, only: Collection[int] | None = None) -> bool:
+        """Agree on the worker's own values, or on those of these tensors; return whether these are all parameters."""
+        for stack in self._buffers:
+            stack.adopt(only)
+        adopted = [stack.adopt(only) for stack in self._values]
+        return all(adopted)
 
     @torch.no_grad()
     def collect(self, weight: float, is_active: bool, checks: bool) -> None:
@@ -163,7 +176,7 @@ class Fragment:
         for stack in self._stacks:
             stack.moving.div_(weight.to(stack.moving.device))
         for stack in self._buffers:
-            stack.agreed.sub_(stack.moving)
+            stack.absorb()
         means = [part for stack in self._values for part in stack.moving_parts]
         for parameter, mean in zip(self.outer, means, strict=True):
             parameter.grad = mean

@@ -5,12 +5,13 @@ goes into a table of the parameter server (``poseidon/ps.py``), and the paramete
 workers' changes up to the allowed staleness, and all of this worker's own. With staleness 0, SGD and momentum match the
 updates of the mean gradient; other optimizers approximate them.
 
-A change is counted from the values that were read last, so what is loaded or changed by hand between two steps, alike
-on all workers, reaches the table too.
+A change is counted from the values that were read last, so what is changed by hand between two steps, alike on all
+workers, reaches the table too. Where a state dict was loaded, all workers go on from it together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -19,12 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.bounding import ChosenBound
-from poseidon.engine.discover import check_same_parameters
+from poseidon.engine.discover import check_same_parameters, tensors_of
 from poseidon.engine.engine import Engine
+from poseidon.engine.loads import Loads
 from poseidon.engine.optimizers import (
     check_known,
     check_max_norm,
@@ -33,13 +36,17 @@ from poseidon.engine.optimizers import (
     defer,
     give_back,
     parameters_of,
-    plain_step,
 )
+from poseidon.engine.own_steps import OwnSteps
 from poseidon.engine.policy import Policy
 from poseidon.errors import UnsupportedError
 from poseidon.job.closing import Stage, at_exit
+from poseidon.job.limits import time_limit
 from poseidon.planning.staleness import MOST, Prospect
 from poseidon.ps import Table, connect
+from poseidon.team.agree import check_same_model, describe
+from poseidon.team.mirror import mirror_different
+from poseidon.team.team import Team
 from poseidon.wire.settings import WireSettings
 
 WIDTH = 1024
@@ -76,6 +83,11 @@ class Ledger:
         rows: np.ndarray[Any, Any] = flat.view(self.rows, WIDTH).numpy()
         return rows
 
+    def parts_of(self, rows: np.ndarray[Any, Any]) -> dict[int, Tensor]:
+        """Return, by id() of each parameter, what rows say of it."""
+        views = self._views(torch.from_numpy(np.ascontiguousarray(rows)).view(-1))
+        return {id(p): view.to(p.device, p.dtype) for p, view in zip(self.parameters, views, strict=True)}
+
     @torch.no_grad()
     def write(self, rows: np.ndarray[Any, Any]) -> None:
         """Set all parameters."""
@@ -94,8 +106,11 @@ class Ledger:
 class Shared:
     """Parameters in a table that all workers add to. Construction is collective and starts from worker 0's values."""
 
-    def __init__(self, ledger: Ledger, table: Table, workers: int, bound: ChosenBound | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger, table: Table, workers: int, bound: ChosenBound | None = None, is_first: bool = True
+    ) -> None:
         self.bound = bound
+        self._is_first = is_first
         self._table = table
         self._workers = workers
         self._every_row = np.arange(ledger.rows)
@@ -107,6 +122,39 @@ class Shared:
         """The parameters as they were read last."""
         self._began_s = time.perf_counter()
         self._waited_s = 0.0
+
+    def begin_from(self, ledger: Ledger) -> None:
+        """Let the table hold the first worker's parameters, and everybody read them. All workers must call it.
+
+        Each waits for the others twice: to know what the table holds, and to read what the first has made of it.
+        """
+        loaded = ledger.read()
+        self._table.clock()
+        held = self.read_all()
+        if not np.isfinite(held).all():
+            raise UnsupportedError(
+                "load_state_dict under ssp: the shared parameters are not finite any more, and what is added to them "
+                "cannot mend that; start the job again from the checkpoint"
+            )
+        if self._is_first:
+            self._table.inc(self._every_row, loaded - held)
+        self._table.clock()
+        ledger.write(self.read_all())
+        self._seen = ledger.read()
+        self._began_s = time.perf_counter()
+        self._waited_s = 0.0
+
+    def read_all(self) -> np.ndarray[Any, Any]:
+        """Return the table's rows with all that the workers have added up to this worker's clock, unless none waits."""
+        is_bounded, spec = self._table.spec.consistency == "ssp", self._table.spec
+        if is_bounded:
+            self._table.limit(0)
+        try:
+            rows: np.ndarray[Any, Any] = self._table.get(self._every_row)
+        finally:
+            if is_bounded:
+                self._table.limit(spec.staleness if self.bound is None else self.bound.bound)
+        return rows
 
     def share(self, ledger: Ledger) -> None:
         """Add this worker's change since the last read, and read the others'; blocks while one is too far behind."""
@@ -160,17 +208,19 @@ class RelaxedUpdates(Policy):
         self._consistency = "bsp" if consistency == "ssp" and staleness == 0 else consistency
         self._is_chosen = staleness == "auto"
         self._staleness = MOST if staleness == "auto" else staleness
-        self._max_grad_norm = max_grad_norm
+        self._steps = OwnSteps(optimizer, max_grad_norm)
         self._timeout_s = timeout_s
         self._managed = managed
         self._settings = settings
         self._cancel: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:  # noqa: ARG002
         """Join the job's tables and copy worker 0's parameters. Collective."""
         self._module = module
-        self._ledger = Ledger([parameter for parameter in module.parameters() if parameter.requires_grad])
-        self._known = frozenset(map(id, self._ledger.parameters))
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._ledger = Ledger(self._trained)
+        self._known = frozenset(map(id, self._trained))
         self._job = connect(timeout_s=self._timeout_s, settings=self._settings)
         workers = self._job.workers
         # With staleness="auto" the workers' step times lie behind the parameters.
@@ -188,12 +238,36 @@ class RelaxedUpdates(Policy):
             bound = None
             if self._is_chosen and len(workers) > 1:
                 bound = ChosenBound(self._table, np.arange(self._ledger.rows, rows), workers.index(self._job.rank))
-            self._shared = Shared(self._ledger, self._table, len(workers), bound)
+            self._make_alike(module)
+            self._shared = Shared(self._ledger, self._table, len(workers), bound, workers[0] == self._job.rank)
         except BaseException:
             self._job.__exit__(*sys.exc_info())
             raise
         defer(self._optimizer, self)
+        self._loads = Loads(module)
+        self._undo += [self._steps.take_over(), self._loads.close]
         self._cancel = at_exit(Stage.TABLES, self.close)
+
+    def _make_alike(self, module: nn.Module) -> None:
+        """Compare the models, and copy worker 0's buffers and frozen parameters, which no table holds. Collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        with contextlib.closing(Team(None, time_limit(self._timeout_s))) as team:
+            ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            everything = (*module.named_parameters(), *module.named_buffers())
+            check_same_model(team, describe([(name, tensor) for name, tensor in everything if name not in ignored]))
+            mirror_different(team, tensors_of(module, ignored, with_buffers=True), 0, "the initial parameters")
+
+    def _take_loaded(self) -> None:
+        """Go on from parameters that were loaded. All workers must have loaded them."""
+        if not self._loads.is_due or not self._loads.take() & self._known:
+            return
+        if self._consistency == "asp":
+            raise UnsupportedError(
+                'load_state_dict with consistency="asp": workers do not wait for each other, and would train on a '
+                "mixture of old and loaded parameters; load before distribute()"
+            )
+        self._shared.begin_from(self._ledger)
 
     @property
     def staleness_seen(self) -> Counter[int]:
@@ -217,6 +291,15 @@ class RelaxedUpdates(Policy):
         """Workers that died, each with the last step this worker saw from it."""
         return self._job.losses
 
+    def shared(self) -> dict[int, Tensor]:
+        """Return, by id() of each parameter, its value with all updates of the steps that this worker has taken.
+
+        Waits for those of the others; with "asp", what has come so far.
+        """
+        if self._loads.is_due:
+            return {}  # what was loaded is in place
+        return self._ledger.parts_of(self._shared.read_all())
+
     def begin_backward(self, unused: Collection[nn.Parameter] = ()) -> None:
         """No-op: gradients never leave their worker."""
 
@@ -226,15 +309,17 @@ class RelaxedUpdates(Policy):
     def step(self) -> None:
         """Update locally, push the change, and pull the others'; blocks while a worker is too far behind."""
         check_same_parameters(self._module, self._known)
-        if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._ledger.parameters, self._max_grad_norm)
-        plain_step(self.plain)(self._optimizer)
+        self._take_loaded()
+        self._steps.step(self._trained)
         self._shared.share(self._ledger)
 
     def zero_grad(self, set_to_none: bool = True, parameters: Sequence[nn.Parameter] | None = None) -> bool:
         """Clear the gradients of the optimizer's parameters, or of these."""
         clear_gradients(parameters_of(self._optimizer) if parameters is None else parameters, set_to_none)
         return True
+
+    def note_cleared(self) -> None:
+        """No-op: gradients are each worker's own."""
 
     def show_state(self) -> None:
         """No-op: the state is always here."""
@@ -252,5 +337,8 @@ class RelaxedUpdates(Policy):
             return
         self._cancel()
         self._cancel = None
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         give_back(self._optimizer, self.plain)
         self._job.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,21 @@ class ReplicaCheck:
             tensor = self._parameters[stretch.parameter]
             sums.setdefault(tensor.device, []).append(_add_bits(_raw(tensor.detach()), stretch.start, stretch.stop))
         return _combined([_fetch(torch.stack(some)) for some in sums.values()])
+
+
+@torch.no_grad()
+def sum_of_bits(tensors: Iterable[Tensor]) -> int:
+    """Return a number that depends on all bits of some tensors; waits for a device."""
+    raw = [_raw(tensor.detach()) for tensor in tensors]
+    return _combined([_fetch(_add_bits(flat, 0, flat.nbytes).reshape(1)) for flat in raw])()
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's values, as they lie in memory, as whole numbers of their size, flat."""
+    flat = _raw(tensor.detach())
+    if flat.element_size() not in _WORDS:  # complex128
+        flat = torch.view_as_real(flat).flatten()
+    return flat.view(_WORDS[flat.element_size()])
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -57,8 +57,10 @@ class RollCall:
         if self.taken != other.taken and not (self.is_joined or other.is_joined):
             raise MismatchError(
                 f"the optimizers of rank {rank} and rank {other_rank} took different steps before backward "
-                f"{self.step}: one more often, or with other options. Call step() on all workers or on none, and give "
-                "them the same learning rates: a scheduler that follows a loss must see the mean over all workers"
+                f"{self.step}: one more often, with other options, or on gradients to which a backward without an "
+                "exchange had added others. Call step() on all workers or on none, give them the same learning rates "
+                "(a scheduler that follows a loss must see the mean over all workers), and let no backward under "
+                "no_sync() follow the last one before a step"
             )
 
     def _says(self) -> str:

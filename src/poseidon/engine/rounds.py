@@ -7,7 +7,7 @@ same order everywhere; it waits for the others only where a fragment must have a
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,8 +100,6 @@ class LocalRounds:
         """Steps the outer parameters."""
         self.exchanges = 0
         """Exchanges begun so far."""
-        self.is_stale = False
-        """Set when somebody has loaded parameters: before anything changes them, a round must begin from them."""
         self._kept = kept
         self._averaging: Averaging = AveragingAlone()
         self._step = 0
@@ -150,12 +148,10 @@ class LocalRounds:
 
     def synchronize(self) -> None:
         """Exchange now what is left, so that all workers hold the outer parameters; a new round begins. Collective."""
-        self.take_loaded()
         self._exchange_all(is_active=True)
 
     def drain(self) -> None:
         """Take part in the others' exchanges until no worker trains any more; all hold the same parameters then."""
-        self.take_loaded()
         if not self.schedule.every:
             while self._exchange_all(is_active=False):
                 pass
@@ -170,10 +166,15 @@ class LocalRounds:
                 break
         self._exchange_all(is_active=False)
 
-    def take_loaded(self) -> None:
-        """Begin a round from parameters that were loaded, if any were."""
-        if self.is_stale:
-            self.restart()
+    def take_loaded(self, loaded: Collection[int]) -> None:
+        """Agree on what these tensors, by id(), hold: it was loaded, and is the same on all workers.
+
+        If that is the whole model, a round begins.
+        """
+        self.finish()
+        adopted = [fragment.adopt(loaded) for fragment in self.fragments]
+        if all(adopted):
+            self._begin_round()
 
     def restart(self) -> None:
         """Begin a round from this worker's own parameters, which are the same on all workers."""
@@ -299,7 +300,6 @@ class LocalRounds:
         return has_active
 
     def _begin_round(self) -> None:
-        self.is_stale = False
         self._step = 0
         self._since = [0] * len(self.fragments)
         self._taken = [0] * len(self.fragments)

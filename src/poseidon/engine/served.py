@@ -18,9 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside, in_order
@@ -29,6 +32,7 @@ from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
 from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
+from poseidon.engine.replicas import sum_of_bits
 from poseidon.engine.rounding import Rounding
 from poseidon.engine.step import Phase
 from poseidon.engine.taken import TakenSteps
@@ -83,7 +87,7 @@ class ServedUpdates(TakenSteps):
                         'in memory; with update="server" parameters must have none: make it contiguous'
                     )
         if engine is not None:
-            self._undo.append(claim_memory(self, engine.units))
+            self._undo.append(claim_memory(self, engine.units, is_served=True))
         super().connect(module, engine)
         self._is_scripted = has_scripted_parts(module)
         if self._streams:
@@ -132,7 +136,7 @@ class ServedUpdates(TakenSteps):
             self._land_at_once()
             self._follow_plan()
             return
-        forgotten = self.engine.close_backward()
+        falls_short = self.engine.close_backward()
         with self._lock:
             self._lazy, self._coefficient = dict.fromkeys(self.engine.parameters), None
             for parameter in self.engine.parameters:
@@ -143,9 +147,8 @@ class ServedUpdates(TakenSteps):
                     self._sent[parameter], parameter.grad = parameter.grad, None
             if not (self.engine.options.allow_unused or self.engine.options.static_graph):
                 self._sent.clear()
-        if forgotten:
+        if falls_short:
             self._settle()
-            self.engine.check_forgotten(forgotten)
 
     def finish(self) -> None:
         """Wait for all weights that are under way."""
@@ -163,6 +166,11 @@ class ServedUpdates(TakenSteps):
 
     def touch(self, parameter: nn.Parameter, touch: Touch) -> None:
         """Put in place what an operation needs."""
+        if peek_interpreter_stack() is not None:
+            # Inside a transform of torch.func, which allows no change of what it has not made.
+            with temporarily_clear_interpreter_stack():
+                self.touch(parameter, touch)
+            return
         with self._lock, self._broken_by_errors():
             self._rounding.observe(parameter, touch)
             if touch is Touch.NEW_GRADIENT:
@@ -361,6 +369,8 @@ class ServedUpdates(TakenSteps):
             self._show_gradients()
             for item in exchanger.items:
                 exchanger.start(item, (), 0)
+        if self.engine.local:
+            self._note_own_gradients()
         weights = shard.weights_in_hand(set(self._item_of) - self._rounding.rounded)
         state = self._take_state() if self._has_state else None
         self._coefficient = self._clip()
@@ -371,6 +381,15 @@ class ServedUpdates(TakenSteps):
         self._rounding.rounded.clear()
         for parameter in self._item_of:
             watch(parameter, self)
+
+    def _note_own_gradients(self) -> None:
+        """Let the others compare what a backward without an exchange has made of gradients after the last one with it.
+
+        Each owner takes its own worker's. That is right if they are alike, as those of a penalty on the weights are.
+        """
+        own = [self.engine.parameters[number].grad for number in sorted(self.engine.local)]
+        digest = sum_of_bits(gradient for gradient in own if gradient is not None)
+        self.engine.taken = crc32(b"%d %d" % (self.engine.taken, digest))
 
     def _check_layouts(self) -> None:
         for parameter, layout in self._layout_of.items():
@@ -399,7 +418,8 @@ class ServedUpdates(TakenSteps):
         square = sum_of_squares(exchanger.means(), exchanger.shard, self._lazy)
         # A GradScaler leaves it to a fused optimizer to unscale gradients.
         scale = getattr(self.optimizer, "grad_scale", None)
-        coefficient = agree_on_clipping(team, square, self._max_grad_norm, scale)
+        is_double = any(parameter.dtype is torch.float64 for parameter in self._item_of)
+        coefficient = agree_on_clipping(team, square, self._max_grad_norm, scale, is_double)
         for parameter in self._item_of:
             if parameter not in self._lazy and parameter.grad is not None:
                 parameter.grad.detach().mul_(coefficient.to(parameter.grad.device))

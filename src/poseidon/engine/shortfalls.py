@@ -1,15 +1,27 @@
-"""Errors about parameters that got fewer gradients than they should, in the words of torch's class.
+"""Parameters that got fewer gradients than they should, and errors about them in the words of torch's class.
 
 People look these sentences up, and programs match them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from poseidon.errors import UnsupportedError
 
 _BEGINNING = "Expected to have finished reduction in the prior iteration before starting a new one."
+
+
+class Shortfalls:
+    """Collects, from one forward to the next, the parameters that got no gradient in any backward, by number."""
+
+    def __init__(self) -> None:
+        self.forgotten: set[int] | None = None
+        """None: no backward yet."""
+
+    def note(self, forgotten: Collection[int]) -> None:
+        """Note which parameters got none in a backward; outputs of one forward may have a backward each."""
+        self.forgotten = set(forgotten) if self.forgotten is None else self.forgotten & set(forgotten)
 
 
 def forgotten_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:

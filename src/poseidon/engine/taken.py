@@ -21,6 +21,7 @@ from poseidon.engine.optimizers import (
     clip_before_steps,
     defer,
     give_back,
+    parameters_of,
 )
 from poseidon.engine.policy import Policy
 from poseidon.engine.step import Phase
@@ -145,6 +146,11 @@ class TakenSteps(Policy):
     def check_group(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise if somebody adds parameters to the optimizer whose gradients nobody exchanges."""
         check_known(parameters, set(map(id, self.engine.parameters)))
+
+    def note_cleared(self) -> None:
+        """Note that the optimizer has cleared gradients itself."""
+        if self._engine is not None and self._engine.local:
+            self._engine.forget_local(parameters_of(self.optimizer))
 
     @abstractmethod
     def step(self) -> None:

@@ -15,15 +15,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
 from poseidon.engine.aside import aside, in_order
 from poseidon.engine.backward import Flight
+from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_scripted_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import (
+    check_unchanged,
     clear_gradients,
     clip,
     freeze_options,
@@ -49,6 +53,8 @@ class DeferredUpdates(TakenSteps):
         # By id(), because the hash of a tensor is a Python function, and these are asked for each parameter and step.
         self._pending: dict[int, Flight | None] = {}
         """Parameters that have not landed, each with its flight once known."""
+        self._sent: dict[int, Tensor | None] = {}
+        """What ``.grad`` of these was when it left. Until they land it is None, or what a later backward has added."""
         self._due: list[dict[str, Any]] | None = None
         """Options of the parameter groups at the time of ``step()``; None before that."""
         self._group_of: dict[int, int] = {}
@@ -62,6 +68,8 @@ class DeferredUpdates(TakenSteps):
         parameters."""
         self._is_own = not steps_one_by_one(self.plain)
         """Whether the optimizer is the user's own, which gets whole groups: it may look at all, or at their order."""
+        self._counts = not self._is_own and not self.plain.__module__.startswith("torch.optim.")
+        """Whether it is, but says that it steps every value by itself: then it must not count its steps."""
         self._steps_all = max_grad_norm is not None or self._is_own
         """Whether all parameters are updated together: their norm or the optimizer needs all gradients."""
         self._is_settling = False
@@ -73,6 +81,8 @@ class DeferredUpdates(TakenSteps):
 
     def connect(self, module: nn.Module, engine: Engine | None) -> None:
         """Take over the optimizer's steps."""
+        if engine is not None:
+            self._undo.append(claim_memory(self, engine.units, is_served=False))
         super().connect(module, engine)
         if self._is_own or any(has_torch_function((p,)) for p in (() if engine is None else engine.parameters)):
             # Their classes must see what the optimizer does, and it may read other models; ours lets that pass.
@@ -112,15 +122,17 @@ class DeferredUpdates(TakenSteps):
             self._land_at_once()
             _own_gradients(engine.parameters)
             return
-        forgotten = engine.close_backward()
+        falls_short = engine.close_backward()
         with self._lock:
             self._pending = dict.fromkeys(map(id, engine.parameters))
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in engine.parameters:
+                    # A later backward that exchanges nothing, as of a penalty, must not add to what is under way.
+                    self._sent[id(parameter)], parameter.grad = parameter.grad, None
             make_pending(engine.parameters, self._touch)
-        if forgotten or (engine.compares_flags and self._must_land()):
+        if falls_short or (engine.compares_flags and self._must_land()):
             # If some landing needs all workers, one of them may be the only one to read the model.
             self.finish()
-        if forgotten:
-            engine.check_forgotten(forgotten)
 
     def _must_land(self) -> bool:
         try:
@@ -142,6 +154,11 @@ class DeferredUpdates(TakenSteps):
                     self._touch(parameter)
 
     def _touch(self, parameter: nn.Parameter) -> None:
+        if peek_interpreter_stack() is not None:
+            # Inside a transform of torch.func, which allows no change of what it has not made.
+            with temporarily_clear_interpreter_stack():
+                self._touch(parameter)
+            return
         with self._lock:
             if self._is_settling or id(parameter) in self._landing:
                 return  # which is this thread's doing: the others wait here, as long as the class tells them to
@@ -178,17 +195,25 @@ class DeferredUpdates(TakenSteps):
         numbers = set(map(id, parameters))
         self._landing |= numbers
         try:
+            added = []
+            for parameter in parameters:  # in line, since every call counts here
+                if parameter.grad is not None:
+                    added.append((parameter, parameter.grad))
+                parameter.grad = self._sent.pop(id(parameter))
             for flight in flights:
                 flight.land()
             for parameter in parameters:
                 del self._pending[id(parameter)]
             if self._due is None:
-                _own_gradients(parameters)
+                with aside():
+                    _own_gradients(parameters)
             else:
                 self._update(parameters, self._due)
                 if self._clears is not None:
                     some = parameters if self._clears_all else [p for p in parameters if id(p) in self._group_of]
                     clear_gradients(some, self._clears)
+            if added:
+                _add_later(added)
         finally:
             self._landing -= numbers
         # Not before: from now on any thread may read them without asking.
@@ -212,8 +237,9 @@ class DeferredUpdates(TakenSteps):
             is_apart = self._steps_all and any(
                 id(p) not in self._pending and p.grad is not None for p in parameters_of(self.optimizer)
             )
-            if self._due is not None or (self._steps_all and is_read) or is_apart:
-                # step() was called twice in a row; or some gradients are here already, and all are needed together.
+            if self._due is not None or (self._steps_all and is_read) or is_apart or engine.local:
+                # step() was called twice in a row; or some gradients are here already, and all are needed together; or
+                # what has been added to them counts, and what comes after this step does not.
                 self.finish()
             options = [freeze_options(group) for group in groups]
             self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -277,11 +303,15 @@ class DeferredUpdates(TakenSteps):
                 members[number].append(parameter)
         deferring = type(self.optimizer)
         self.is_updating = True
+        before = freeze_options(self.optimizer.__dict__) if self._counts else {}
         # With its own class, which reads its state without asking us, several times for each parameter.
         self.optimizer.__class__ = self.plain
         try:
             with aside():
                 step_groups(self.optimizer, self.plain, options, members)
+            check_unchanged(
+                self.plain, before, self.optimizer.__dict__, "steps are taken for some parameters at a time"
+            )
         finally:
             self.optimizer.__class__ = deferring
             self.is_updating = False
@@ -292,3 +322,14 @@ def _own_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad._base is not None:
             parameter.grad = parameter.grad.clone()
+
+
+def _add_later(added: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Add to ``.grad`` what a backward without an exchange has made while the means were under way."""
+    with aside():
+        for parameter, gradient in added:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:  # a full gradient first: torch adds a sparse one to it, and not the other way round
+                both = sorted((parameter.grad, gradient), key=lambda one: one.is_sparse)
+                parameter.grad = both[0] + both[1]

@@ -145,9 +145,9 @@ class JobKeeper:
         """Note a worker's heartbeat."""
         self.roster.hear(rank, facts, now)
 
-    def stopped(self, message: Message, now: float) -> None:
+    def stopped(self, message: Message) -> None:
         """Note which workers of a machine are stopped processes."""
-        self.roster.note_stopped(message["stopped"], message["ranks"], now)
+        self.roster.note_stopped(message["stopped"], message["ranks"])
 
     def _has_hope(self, now: float) -> bool:
         """Return whether there are enough workers, or may soon be."""

@@ -294,7 +294,7 @@ class Launcher:
                 if line := self._balance.hear(int(message["rank"]), facts):
                     self._output.say(line)
         elif kind == protocol.STOPPED and self._keeper is not None:
-            self._keeper.stopped(message, now)
+            self._keeper.stopped(message)
         elif kind == protocol.READY and self._keeper is not None:
             self._welcome(number, message)
         elif kind == protocol.EXIT:

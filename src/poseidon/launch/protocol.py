@@ -16,8 +16,8 @@ SILENCE_S = 8.0
 LOCAL_SILENCE_S = 300.0
 """The same on the launcher's own machine, outside elastic jobs: a pipe's end tells that the other side is gone, and
 silence mostly that the machine is busy."""
-ELASTIC_SILENCE_S = 3.0
-"""The same in elastic jobs, where a machine that was given up too early can come back."""
+ELASTIC_SILENCE_S = 2.7
+"""The same in elastic jobs, where a machine that was given up too early can come back: 3 s until all have heard."""
 
 Message = dict[str, Any]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from poseidon.job.elastic import NEVER, Seat
 
-STOPPED_S = 3.0
-"""A worker whose process is stopped for so long is lost."""
+STOPPED_S = 2.4
+"""A worker whose process is stopped and was not heard of for so long is lost: 3 s after it was stopped, at most."""
 SILENT_S = 30.0
 """The same for one that is silent for another reason."""
 SLOW_S = 15.0
@@ -95,7 +95,8 @@ class _Worker:
     asks: bool = False
     """It wants to know the others' doors."""
     heard_at: float | None = None
-    stopped_at: float | None = None
+    stopped: int = 0
+    """How often in a row its process was found stopped: once it may be a debugger's doing."""
     was_seated: bool = False
     is_apart: bool = False
     """It has left its epoch, and has not taken a seat in a later one yet."""
@@ -135,11 +136,11 @@ class Roster:
         worker.is_apart = bool(facts.get("apart", 0)) and worker.epoch == self.epoch
         worker.door, worker.asks = int(facts.get("door", 0)), bool(facts.get("asks", 0))
 
-    def note_stopped(self, numbers: Sequence[int], among: Sequence[int], now: float) -> None:
+    def note_stopped(self, numbers: Sequence[int], among: Sequence[int]) -> None:
         """Note which of some workers' processes are stopped."""
         for number in among:
             worker = self._workers[number]
-            worker.stopped_at = None if number not in numbers else worker.stopped_at or now
+            worker.stopped = worker.stopped + 1 if number in numbers else 0
 
     def end(self, number: int, has_finished: bool) -> None:
         """Note that a worker has ended, or is lost with its machine."""
@@ -282,7 +283,7 @@ class Roster:
             if worker.heard_at is None or worker.is_removed:
                 continue
             silent_s = now - worker.heard_at
-            is_stopped = worker.stopped_at is not None and now - worker.stopped_at > STOPPED_S
+            is_stopped = worker.stopped > 1
             if silent_s > SILENT_S or (is_stopped and silent_s > STOPPED_S):
                 worker.is_removed = True
                 why = "its process is stopped" if is_stopped else "it does not answer"

@@ -255,8 +255,16 @@ class _LowRankExchange(Exchange):
         with self._aside():
             narrow.bring_right()
             for place, one in enumerate(narrow.layout.matrices):
-                if self._is_sound[place] and np.isfinite(narrow.host_right[one.right]).all():
-                    narrow.bases[place].copy_(narrow.qs[place])
+                mean = narrow.host_right[one.right].reshape(-1, narrow.layout.rank)
+                if not self._is_sound[place] or not np.isfinite(mean).all():
+                    continue
+                base, q, is_used = narrow.bases[place], narrow.qs[place], mean.any(0)
+                if is_used.all():
+                    base.copy_(q)
+                    continue
+                # A column of zeros would stay one: nothing would ever be sent along it.
+                for column in np.flatnonzero(is_used).tolist():
+                    base[:, column].copy_(q[:, column])
             self._future.set_result(None if narrow.stream is None else record(narrow.stream))
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002

@@ -97,13 +97,14 @@ class RoundedExchange(Exchange):
 def take_back(item: LiveItem, flat: Tensor, feedback: Feedback, used: Sequence[bool]) -> None:
     """Keep the means of parameters that no worker used in this step: they are of earlier steps, and go nowhere now.
 
-    Every worker keeps one mean, so all together keep the sum.
+    Every worker keeps one mean, so all together keep the sum. Where it is not finite, because it travelled in one block
+    with a gradient that overflowed, what was sent is dropped, as that step is.
     """
     assert item.bucket is not None
     for parameter, mean, is_used in zip(item.parameters, item.bucket.views_of(flat), used, strict=True):
         if not is_used:
             rest = feedback.rest_of(parameter)
-            rest.add_(mean.to(rest.device))
+            rest.add_(mean.to(rest.device).nan_to_num(0.0, 0.0, 0.0))
 
 
 def fixed_slots(

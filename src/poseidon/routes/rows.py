@@ -67,7 +67,7 @@ class RowsExchanger(Exchanger):
             flags, gradient = Flag.HAS_DENSE, None
         else:
             unit.weight.grad = None
-        exchange = _RowsExchange(self._team, unit, brought[0], flags)
+        exchange = _RowsExchange(self._team, unit, brought[0], flags, gradient if unit.spec.is_sparse else None)
         shipment = item.item.shipment or (unit.index,)
         waiting = self._waiting.setdefault((step, shipment), {})
         stream = torch.cuda.current_stream(unit.weight.device) if unit.weight.is_cuda else None
@@ -154,8 +154,10 @@ class _RowsExchange(Exchange):
     table: int
     """Its position in the group."""
 
-    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, flags: Flag) -> None:
+    def __init__(self, team: Team, unit: LiveUnit, brought: Brought, flags: Flag, sent: Tensor | None) -> None:
         self.flags = flags
+        self._sent = sent
+        """A sparse gradient that was here: it stays if no worker has used the table since."""
         self.unit = unit
         self.brought = brought
         self._team = team
@@ -164,7 +166,9 @@ class _RowsExchange(Exchange):
         unit, brought, joint = self.unit, self.brought, self.joint
         joint.wait()
         if not is_used:
-            if not unit.spec.is_sparse:
+            if self._sent is not None:
+                unit.weight.grad = self._sent
+            elif not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
             return
         has_dense = joint.has_dense(self.table)

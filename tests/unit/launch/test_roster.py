@@ -302,7 +302,8 @@ def test_a_silent_worker_is_removed_sooner_if_it_is_stopped(
 ) -> None:
     roster = started(2)
     hear(roster, 1, 0, now=1.0 + silent_s)
-    roster.note_stopped([0] if is_stopped else [], [0, 1], 1.0)
+    roster.note_stopped([0], [0, 1])
+    roster.note_stopped([0] if is_stopped else [], [0, 1])
     found = [each.worker for each in roster.decide(1.0 + silent_s) if isinstance(each, Remove)]
     assert found == ([0] if is_removed else [])
     assert not [each for each in roster.decide(1.0 + silent_s) if isinstance(each, Remove)]
