@@ -673,3 +673,42 @@ def _complex() -> None:
 
 def test_complex_parameters_between_machines() -> None:
     run_ranks(_complex, 2, env=[{"POSEIDON_MACHINE": "0"}, {"POSEIDON_MACHINE": "1"}])
+
+
+class Forked(nn.Module):
+    """Two outputs, of which each may have a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.tanh(self.trunk(x))
+        return self.left(inner), self.right(inner)
+
+
+def _one_output_again(mode: str) -> Tensor:
+    torch.manual_seed(5)
+    net = Forked()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, update=mode)
+    for step in range(5):
+        x, _ = _data(step, dist.get_rank())
+        optimizer.zero_grad()
+        left, right = model(x)
+        (left + right).square().sum().backward(retain_graph=True)
+        left.sum().backward()  # which reaches less
+        optimizer.step()
+    found = torch.cat([value.detach().flatten().clone() for value in net.parameters()])
+    model.close()
+    return found
+
+
+def test_a_second_backward_of_one_output_may_reach_less() -> None:
+    exact, *others = [run_ranks(_one_output_again, 2, mode)[0] for mode in ("wrapper", "worker", "server")]
+    for other in others:
+        torch.testing.assert_close(exact, other, rtol=1e-5, atol=1e-6)

@@ -34,6 +34,8 @@ from poseidon.team.team import Team
 from poseidon.team.verify import difference_text, find_differences
 from poseidon.units import Load
 
+_NOTHING: frozenset[int] = frozenset()
+
 
 @dataclass(frozen=True)
 class Landing:
@@ -359,8 +361,11 @@ class Engine:
         is_excused = self.options.static_graph and self._static_additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
             forgotten = []
-        self._shortfalls.note(forgotten)
-        return bool(forgotten)
+        if forgotten:
+            self._shortfalls.note(forgotten)
+            return True
+        self._shortfalls.forgotten = _NOTHING  # in line: nearly all backwards are so
+        return False
 
     def must_land(self) -> bool:
         """Wait for the others' flags of the closed backward; return whether landing it is collective."""

@@ -16,12 +16,12 @@ class Shortfalls:
     """Collects, from one forward to the next, the parameters that got no gradient in any backward, by number."""
 
     def __init__(self) -> None:
-        self.forgotten: set[int] | None = None
+        self.forgotten: frozenset[int] | None = None
         """None: no backward yet."""
 
     def note(self, forgotten: Collection[int]) -> None:
         """Note which parameters got none in a backward; outputs of one forward may have a backward each."""
-        self.forgotten = set(forgotten) if self.forgotten is None else self.forgotten & set(forgotten)
+        self.forgotten = frozenset(forgotten) if self.forgotten is None else self.forgotten & frozenset(forgotten)
 
 
 def forgotten_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
