@@ -18,26 +18,14 @@ from torch import Tensor, nn
 import poseidon
 from patience import comes_true
 from ranks import run_ranks
+from small_net import ROWS, batch_of, small_net
 
 UPDATES = ("worker", "server")
-ROWS = 6
 STEPS = 5
 
 
-def _data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
-    x = torch.randn(ROWS, 8, generator=generator, device="cpu")
-    y = torch.randint(0, 4, (ROWS,), generator=generator, device="cpu")
-    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
 def _traced_part() -> nn.Sequential:
-    net = _net()
+    net = small_net()
     return nn.Sequential(torch.jit.trace(net[:2], torch.zeros(ROWS, 8)), net[2])
 
 
@@ -112,19 +100,19 @@ def _evaluates_a_part(model: Any, module: Any, optimizer: Any, x: Tensor, y: Ten
 
 
 def _compiled_in_place() -> nn.Sequential:
-    net = _net()
+    net = small_net()
     net.compile(backend="eager")
     return net
 
 
 def _forward_compiled() -> nn.Sequential:
-    net: Any = _net()
+    net: Any = small_net()
     net.forward = torch.compile(net.forward, backend="eager", fullgraph=True)
     return net
 
 
 def _part_compiled_in_place() -> nn.Sequential:
-    net = _net()
+    net = small_net()
     net[0].compile(backend="eager")
     return net
 
@@ -142,29 +130,29 @@ class Observed(nn.Parameter):
 
 
 def _observed() -> nn.Sequential:
-    net = _net()
+    net = small_net()
     for layer in (net[0], net[2]):
         layer.weight = Observed(layer.weight.detach())
     return net
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    "a scripted model": (lambda: torch.jit.script(_net()), _plain),
+    "a scripted model": (lambda: torch.jit.script(small_net()), _plain),
     "a traced part": (_traced_part, _plain),
-    "a traced model": (lambda: torch.jit.trace(_net(), torch.zeros(ROWS, 8)), _plain),
-    "a scripted model, evaluated": (lambda: torch.jit.script(_net()), _evaluates),
+    "a traced model": (lambda: torch.jit.trace(small_net(), torch.zeros(ROWS, 8)), _plain),
+    "a scripted model, evaluated": (lambda: torch.jit.script(small_net()), _evaluates),
     "a traced part, evaluated": (_traced_part, _evaluates_a_part),
-    "a compiled model, evaluated": (lambda: torch.compile(_net(), backend="eager"), _evaluates),
+    "a compiled model, evaluated": (lambda: torch.compile(small_net(), backend="eager"), _evaluates),
     "a model compiled in place, evaluated": (_compiled_in_place, _evaluates),
     "a model with a compiled forward, evaluated": (_forward_compiled, _evaluates),
     "a part compiled in place, evaluated": (_part_compiled_in_place, _evaluates_a_part),
-    "a model, evaluated": (_net, _evaluates),
+    "a model, evaluated": (small_net, _evaluates),
     "parameters with a class of their own": (_observed, _evaluates),
-    "gradients kept after the step": (_net, _keeps_gradients),
-    "gradients kept before the step": (_net, _keeps_gradients_before),
-    "torch.func": (_net, _by_functions),
-    "torch.func's gradients": (_net, _by_gradients),
-    "torch.func's batches": (_net, _by_batches),
+    "gradients kept after the step": (small_net, _keeps_gradients),
+    "gradients kept before the step": (small_net, _keeps_gradients_before),
+    "torch.func": (small_net, _by_functions),
+    "torch.func's gradients": (small_net, _by_gradients),
+    "torch.func's batches": (small_net, _by_batches),
 }
 
 
@@ -178,7 +166,7 @@ def _train(case: str, update: str, routes: str | None = None) -> None:
     expected: list[Any] = []
     seen: list[Any] = []
     for number in range(STEPS):
-        parts = [_data(number, rank) for rank in range(dist.get_world_size())]
+        parts = [batch_of(number, rank) for rank in range(dist.get_world_size())]
         step(alone, alone, plain, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), expected)
         step(model, ours, optimizer, *parts[dist.get_rank()], seen)
     shown = [[one for one in some if not isinstance(one, nn.Module)] for some in (seen, expected)]
@@ -195,11 +183,11 @@ def test_readers_see_the_same_by_every_route(case: str, routes: str) -> None:
 
 
 def _read_alone(update: str, routes: str) -> None:
-    net = _net()
+    net = small_net()
     options: dict[str, Any] = {} if update == "server" else {"routes": {"*": routes}}
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update, **options)
     for number in range(STEPS):
-        x, y = _data(number, dist.get_rank())
+        x, y = batch_of(number, dist.get_rank())
         optimizer.zero_grad()
         penalty = sum(value.square().sum() for value in net.parameters())
         (F.cross_entropy(model(x), y) + 0.1 * penalty).backward()
@@ -239,12 +227,12 @@ class ElementwiseFactored(Factored):
 
 
 def _set_attributes(kind: type[Factored]) -> None:
-    alone, ours = _net(), _net()
+    alone, ours = small_net(), small_net()
     plain = kind(alone.parameters(), 0.1)
     model, optimizer = poseidon.distribute(ours, kind(ours.parameters(), 0.1))
     plain.factors, optimizer.factors = [1.0], [1.0]  # type: ignore[attr-defined]
     for number in range(STEPS):
-        parts = [_data(number, rank) for rank in range(2)]
+        parts = [batch_of(number, rank) for rank in range(2)]
         x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
         for called, stepped, batch in ((alone, plain, (x, y)), (model, optimizer, parts[dist.get_rank()])):
             stepped.zero_grad()
@@ -349,13 +337,13 @@ def _is_used(bucket: Any) -> bool:
 
 
 def _keep_buckets(how: str) -> None:
-    net = _net()
+    net = small_net()
     lossy: dict[str, Any] = {"lossy": "lowrank", "rank": 1} if how == "lowrank" else {"routes": {"*": "sharded"}}
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net[0].parameters(), 0.1), **lossy)
     places = set()
     settled = 0
     for number in itertools.count():
-        x, y = _data(number, dist.get_rank())
+        x, y = batch_of(number, dist.get_rank())
         if how == "cleared in part":
             optimizer.zero_grad()
         else:
@@ -383,12 +371,12 @@ def test_buckets_stay_where_they_are_if_nobody_keeps_a_gradient(how: str) -> Non
 
 
 def _join_twice() -> None:
-    net = _net()
+    net = small_net()
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1))
     for epoch in range(3):
         with model.join():
             for number in range(3 + dist.get_rank()):
-                x, y = _data(10 * epoch + number, dist.get_rank())
+                x, y = batch_of(10 * epoch + number, dist.get_rank())
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -401,13 +389,13 @@ def test_workers_that_ran_out_of_input_may_train_again() -> None:
 
 
 def _hook_on_one_worker() -> None:
-    net = _net()
+    net = small_net()
     routes = {"routes": {"*": "factors"}}
     model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), **routes)
     if dist.get_rank() == 0:
         net[0].weight.register_hook(lambda _: None)
     for number in range(STEPS):
-        x, y = _data(number, dist.get_rank())
+        x, y = batch_of(number, dist.get_rank())
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -434,7 +422,7 @@ class Following(torch.optim.SGD):
 
 
 def _read_another_model() -> None:
-    nets = [_net() for _ in range(4)]
+    nets = [small_net() for _ in range(4)]
     teachers = [nets[0], nets[1]]
     plain_teacher = torch.optim.SGD(teachers[0].parameters(), 0.1)
     teacher, teacher_optimizer = poseidon.distribute(teachers[1], torch.optim.SGD(teachers[1].parameters(), 0.1))
@@ -442,7 +430,7 @@ def _read_another_model() -> None:
     model, optimizer = poseidon.distribute(nets[3], Following(nets[3].parameters(), 0.1))
     plain.teacher, optimizer.teacher = teachers  # type: ignore[attr-defined]
     for number in range(STEPS):
-        parts = [_data(number, rank) for rank in range(2)]
+        parts = [batch_of(number, rank) for rank in range(2)]
         whole = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
         _plain(teachers[0], None, plain_teacher, *whole, [])
         _plain(nets[2], None, plain, *whole, [])

@@ -184,8 +184,6 @@ class DeferredUpdates(TakenSteps):
         finally:
             self._is_settling = False
         self._pending = {id(p): flight for flight in landing.flights for p in flight.parameters}
-        if len(self._pending) < len(engine.parameters):
-            make_plain([p for p in engine.parameters if id(p) not in self._pending])
         if landing.must_land or (self._steps_all and self._due is not None):
             # Everything lands before any update, in one order on all workers.
             self._land(landing.flights)

@@ -1,0 +1,249 @@
+"""Gradients that come beside, or after, those that are exchanged, and parameters that get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import poseidon
+from poseidon.errors import MismatchError, UnsupportedError
+from ranks import run_ranks
+from small_net import batch_of, small_net
+
+
+def _adds_own(how: str) -> str:
+    """Let a backward without an exchange follow the one before the step: of a penalty, or of other samples."""
+    trained = []
+    for update in ("worker", "server"):
+        net = small_net()
+        model, optimizer = poseidon.distribute(net, torch.optim.Adam(net.parameters(), 0.1), update=update)
+        try:
+            for step in range(6):
+                x, y = batch_of(step, dist.get_rank())
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                if how == "penalty":
+                    net[0].weight.square().sum().backward()
+                elif step == 3:
+                    with model.no_sync():
+                        F.cross_entropy(model(x + 1), y).backward()
+                optimizer.step()
+            trained.append([value.clone() for value in net.parameters()])
+        except MismatchError as error:
+            trained.append(str(error))
+        model.close()
+    if how == "penalty":
+        assert all(map(torch.equal, *trained))
+        return ""
+    assert "rank 0 and rank 1" in trained[1] or "rank 1 and rank 0" in trained[1]
+    return trained[1]
+
+
+@pytest.mark.parametrize("how", ["penalty", "other samples"])
+def test_owners_step_on_what_was_added_alike_on_all_workers_or_nobody_does(how: str) -> None:
+    for said in run_ranks(_adds_own, 2, how, env={"POSEIDON_CHECK_REPLICAS": "0"}):
+        assert how == "penalty" or "on gradients to which a backward without an exchange had added others" in said
+
+
+def _put_gradients(update: str) -> None:
+    net = small_net()
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
+    x, y = batch_of(0, dist.get_rank())
+    for number in range(4):
+        optimizer.zero_grad()
+        # An attack on the input only passes through, before and after.
+        moved = x.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
+        F.cross_entropy(model(x), y).backward()
+        if number % 2:
+            torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
+        optimizer.step()
+    optimizer.zero_grad()
+    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), [*net.parameters()])
+    optimizer.step()  # on nothing
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(UnsupportedError, match=r"from torch.autograd.grad\(\) that are put into .grad"):
+        optimizer.step()
+    model.close()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_gradients_that_were_taken_and_put_back_are_refused(update: str) -> None:
+    run_ranks(_put_gradients, 2, update)
+
+
+def _adds_a_penalty(update: str, routes: str) -> list[list[Tensor]]:
+    """Let a penalty, whose graph was made before, have its backward after the loss's, and opaque outputs have two."""
+    found = []
+    for mode in ("wrapper", update):
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        model: Any
+        if mode == "wrapper":
+            model = poseidon.DistributedDataParallel(net, routes={"*": routes})
+        else:
+            options: dict[str, Any] = {"update": "server"} if mode == "server" else {"routes": {"*": routes}}
+            model, optimizer = poseidon.distribute(net, optimizer, **options)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            x, y = torch.randint(0, 8, (6, 2), generator=generator), torch.randint(0, 4, (6,), generator=generator)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss = F.cross_entropy(model(x), y)
+            penalty = 0.1 * sum(value.square().sum() for value in list(net.parameters())[:3])
+            loss.backward()
+            penalty.backward()
+            optimizer.step()
+        found.append([value.detach().clone() for value in net.parameters()])
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("routes", ["sharded", "factors", "allreduce", "rows"])
+def test_a_penalty_after_the_loss_counts_while_gradients_are_under_way(routes: str) -> None:
+    for exact, ours in run_ranks(_adds_a_penalty, 2, "worker", routes):
+        for one, other in zip(exact, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_penalty_after_the_loss_counts_with_owners() -> None:
+    for exact, ours in run_ranks(_adds_a_penalty, 2, "server", "sharded"):
+        for one, other in zip(exact, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _freeze_later(mode: str, routes: str, is_bias: bool) -> bool:
+    """Freeze all biases, or all weights, after some steps; return whether any of them was trained since."""
+    net = small_net()
+    optimizer: Any = torch.optim.AdamW(net.parameters(), 0.1, weight_decay=0.1)
+    options: dict[str, Any] = {"routes": {"*": routes}, "find_unused_parameters": True}
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net, **options)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, **options)
+    frozen: dict[str, Tensor] = {}
+    for step in range(8):
+        if step == 4:
+            for name, value in net.named_parameters():
+                value.requires_grad_(name.endswith("bias") != is_bias)
+                if not value.requires_grad:
+                    frozen[name] = value.detach().clone()
+        x, y = batch_of(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        assert all(net.get_parameter(name).grad is None for name in frozen)
+        optimizer.step()
+    has_trained = any(not torch.equal(net.get_parameter(name), value) for name, value in frozen.items())
+    model.close()
+    return has_trained
+
+
+@pytest.mark.parametrize("is_bias", [True, False], ids=["biases", "weights"])
+@pytest.mark.parametrize("routes", ["factors", "sharded"])
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_what_is_frozen_later_is_not_trained(mode: str, routes: str, is_bias: bool) -> None:
+    assert run_ranks(_freeze_later, 2, mode, routes, is_bias) == [False, False]
+
+
+def _evaluated_between(update: str) -> None:
+    """Evaluate in inference mode between backward and clipping."""
+    net = small_net()
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.1), update=update)
+    for step in range(6):
+        x, y = batch_of(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.inference_mode():
+            model(x)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    model.close()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_an_evaluation_in_inference_mode_leaves_gradients_of_use(update: str) -> None:
+    run_ranks(_evaluated_between, 2, update)
+
+
+def _skips_a_sparse_table(mode: str) -> None:
+    """Use a sparse table in the first of two backwards of a step only."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"table": nn.Embedding(9, 4, sparse=True), "layer": nn.Linear(4, 2)})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = net
+
+        def forward(self, words: Tensor | None) -> Tensor:
+            inputs = torch.ones(2, 4) if words is None else net["table"](words)
+            scores: Tensor = net["layer"](inputs)
+            return scores
+
+    whole = Net()
+    optimizer: Any = torch.optim.SGD(whole.parameters(), 0.5)
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(whole, find_unused_parameters=True)
+    else:
+        model, optimizer = poseidon.distribute(whole, optimizer, find_unused_parameters=True)
+    for _ in range(5):
+        before = net["table"].weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2 + dist.get_rank()])).square().sum().backward()
+        model(None).square().sum().backward()
+        optimizer.step()
+        moved = (net["table"].weight.detach() != before).any(1).nonzero().flatten().tolist()
+        assert moved == [1, 2, 3]
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_a_sparse_gradient_stays_if_a_later_backward_does_not_use_its_table(mode: str) -> None:
+    run_ranks(_skips_a_sparse_table, 2, mode)
+
+
+class Forked(nn.Module):
+    """Two outputs, of which each may have a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.tanh(self.trunk(x))
+        return self.left(inner), self.right(inner)
+
+
+def _one_output_again(mode: str) -> Tensor:
+    torch.manual_seed(5)
+    net = Forked()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, update=mode)
+    for step in range(5):
+        x, _ = batch_of(step, dist.get_rank())
+        optimizer.zero_grad()
+        left, right = model(x)
+        (left + right).square().sum().backward(retain_graph=True)
+        left.sum().backward()  # which reaches less
+        optimizer.step()
+    found = torch.cat([value.detach().flatten().clone() for value in net.parameters()])
+    model.close()
+    return found
+
+
+def test_a_second_backward_of_one_output_may_reach_less() -> None:
+    exact, *others = [run_ranks(_one_output_again, 2, mode)[0] for mode in ("wrapper", "worker", "server")]
+    for other in others:
+        torch.testing.assert_close(exact, other, rtol=1e-5, atol=1e-6)
