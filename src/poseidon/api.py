@@ -210,7 +210,8 @@ class DistributedDataParallel(Forwarding):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Part of torch's generic join protocol."""
-        assert self._engine is not None
+        if self._engine is None:  # one worker has nobody to wait for
+            return JoinHook()
         self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
         self._joins = True
         return ShadowHook(self)
@@ -418,7 +419,9 @@ class DistributedDataParallel(Forwarding):
 
     def _start_exchange(self, team: Team, units: list[LiveUnit], init_sync: bool) -> None:
         self._team = team
-        everything = (*self.module.named_parameters(), *self.module.named_buffers())
+        # Buffers that are each worker's own may have any shape.
+        buffers = self.module.named_buffers() if self._has_common_buffers else ()
+        everything = (*self.module.named_parameters(), *buffers)
         check_same_model(team, describe([(name, tensor) for name, tensor in everything if name not in self._ignored]))
         if init_sync:
             tensors = tensors_of(self.module, self._ignored, with_buffers=self._has_common_buffers)

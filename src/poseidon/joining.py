@@ -44,6 +44,7 @@ class ShadowHook(JoinHook):
 
         Returns the worker whose buffers count: rank 0 may have no input any more.
         """
+        self._engine.forget_cleared()
         words = [1, int(is_synced), int(self._engine.will_be_dense()), int(self._owner.require_forward_param_sync)]
         return _source(self._team.gather_ints(words, "the others' next batch"))
 

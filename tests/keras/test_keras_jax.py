@@ -39,6 +39,7 @@ def _two_workers(folder: str) -> dict[str, Any]:
         **checks.exactness(names=models.ON_JAX, cluster=checks.slow_cluster()),
         "datasets_and_adam": checks.datasets_and_adam(),
         "own_step": checks.own_step(_train_step),
+        "halving_step": checks.own_step(_halving_step),
         "tied": checks.tied(),
         "lists": own_models.lists(),
         "autoencoder": own_models.autoencoder(_autoencoder_step),
@@ -116,9 +117,27 @@ def _train_step(self: Any, state: Any, data: Any) -> Any:
     return {"loss": loss}, (trainable, others, optimizer, metrics)
 
 
-def test_a_train_step_of_ones_own_with_shared_and_unused_layers(two: Any) -> None:
-    checks.assert_exact(two, "own_step")
-    assert list(two[0]["own_step"][2].values()).count("factors") == 2
+def _halving_step(self: Any, state: Any, data: Any) -> Any:
+    import jax
+
+    trainable, others, optimizer, metrics = state
+    x, y = data
+
+    def find_loss(trainable: Any) -> Any:
+        outputs, after = self.stateless_call(trainable, others, x)
+        return self.compute_loss(x, y, outputs), after
+
+    (loss, others), gradients = jax.value_and_grad(find_loss, has_aux=True)(trainable)
+    halves = [gradient / 2 for gradient in gradients]
+    trainable, optimizer = self.optimizer.stateless_apply(optimizer, halves, trainable)
+    return {"loss": loss}, (trainable, others, optimizer, metrics)
+
+
+@pytest.mark.parametrize("name", ["own_step", "halving_step"])
+def test_a_train_step_of_ones_own_with_shared_and_unused_layers(two: Any, name: str) -> None:
+    checks.assert_exact(two, name)
+    # What it does to its gradients, factors would not show.
+    assert "factors" not in two[0][name][2].values()
 
 
 def test_a_table_that_is_also_multiplied_with(two: Any) -> None:

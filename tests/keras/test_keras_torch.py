@@ -39,6 +39,10 @@ def _two_workers(folder: str) -> dict[str, Any]:
         "files_and_layers": checks.files_and_layers(Path(folder)),
         "overlap": _overlap(),
         "compiled": _compiled(),
+        "own_loop": _own_loop(),
+        "padded": _padded(),
+        "metrics": _summed_metrics(),
+        "bfloat16": _whole_bfloat16(),
     }
 
 
@@ -216,3 +220,103 @@ def _compiled() -> Any:
 def test_a_compiled_step_is_turned_off(two: Any) -> None:
     assert [worker["compiled"][0] for worker in two] == [False, False]
     assert len({worker["compiled"][1] for worker in two}) == 1
+
+
+def _model(policy: str | None = None) -> Any:
+    import keras
+
+    models.begin(3)
+    if policy is not None:
+        keras.config.set_dtype_policy(policy)
+    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(5)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy", _Foreign()])
+    return model
+
+
+def _Foreign() -> Any:  # noqa: N802 - a class that can be made only where Keras is imported
+    import keras
+
+    class Foreign(keras.metrics.Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="foreign")
+            self.calls = self.add_weight(shape=(), initializer="zeros")
+
+        def update_state(self, *_: Any, **__: Any) -> None:
+            self.calls.assign_add(1.0)
+
+        def result(self) -> Any:
+            return self.calls
+
+    return Foreign()
+
+
+def _own_loop() -> str:
+    import torch
+
+    import poseidon.keras
+    from poseidon.errors import UnsupportedError
+
+    model = _model()
+    distributed = poseidon.keras.distribute(model)
+    x, y = CASES["mlp"].data(8)
+    model.zero_grad()
+    model.compute_loss(x, y, model(x, training=True)).backward()
+    gradients = [variable.value.grad for variable in model.trainable_variables]
+    with torch.no_grad(), pytest.raises(UnsupportedError) as caught:
+        model.optimizer.apply(gradients, model.trainable_variables)
+    distributed.close()
+    with torch.no_grad():
+        model.optimizer.apply(gradients, model.trainable_variables)
+    return str(caught.value)
+
+
+def test_a_loop_of_ones_own_on_a_distributed_model_is_refused(two: Any) -> None:
+    assert all("its optimizer was called outside of fit() and train_on_batch()" in one["own_loop"] for one in two)
+
+
+def _padded() -> list[tuple[int, tuple[int, ...]]]:
+    import numpy as np
+
+    from poseidon.keras.batches import BatchDeal, unpack
+
+    group = [(np.zeros((4, 3)), np.zeros(4)), (np.zeros((4, 5)), np.zeros(4))]
+    found = []
+    for rank in range(3):
+        (x, _), samples = unpack(BatchDeal(rank, 3, divides=False).of_group(group))
+        found.append((int(samples[0]), x.shape))
+    return found
+
+
+def test_batches_of_different_widths_stay_whole(two: Any) -> None:
+    assert two[0]["padded"] == [(4, (4, 3)), (4, (4, 5)), (0, (1, 3))]
+
+
+def _summed_metrics() -> dict[str, float]:
+    import poseidon.keras
+
+    model = _model()
+    distributed = poseidon.keras.distribute(model)
+    x, y = CASES["mlp"].data(16)
+    history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+    counts = {variable.path: float(variable.value) for variable in model.metrics[1].variables}
+    distributed.close()
+    return {"foreign": history["foreign"][0], "counted": max(counts.values())}
+
+
+def test_keras_own_metrics_are_summed_beside_a_foreign_one(two: Any) -> None:
+    for worker in two:
+        assert worker["metrics"] == {"foreign": 2.0, "counted": 16.0}, "two batches of each worker, 16 samples of all"
+
+
+def _whole_bfloat16() -> str:
+    import poseidon.keras
+
+    model = _model("bfloat16")
+    distributed = poseidon.keras.distribute(model)
+    model.fit(*CASES["mlp"].data(8), batch_size=4, verbose=0)
+    distributed.close()
+    return str(model.layers[0].kernel.dtype)
+
+
+def test_a_model_in_bfloat16_alone(two: Any) -> None:
+    assert two[0]["bfloat16"] == "bfloat16"

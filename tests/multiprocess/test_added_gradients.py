@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -247,3 +248,129 @@ def test_a_second_backward_of_one_output_may_reach_less() -> None:
     exact, *others = [run_ranks(_one_output_again, 2, mode)[0] for mode in ("wrapper", "worker", "server")]
     for other in others:
         torch.testing.assert_close(exact, other, rtol=1e-5, atol=1e-6)
+
+
+def _one_worker_alone() -> None:
+    """Let one worker look at gradients of its own, and clear them; and accumulate a different number of times."""
+    net = nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(16, 4))
+    model = poseidon.DistributedDataParallel(net, routes={"0": "rows", "2": "factors"})
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(5):
+        words = torch.randint(0, 8, (6, 2), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        if dist.get_rank() == 0 and step % 2:
+            net(words).max().backward()
+        optimizer.zero_grad()
+        model(words).square().mean().backward()
+        optimizer.step()
+    model.verify_replicas()
+    model.close()
+
+
+def test_gradients_that_one_worker_looked_at_and_cleared_do_not_matter() -> None:
+    run_ranks(_one_worker_alone, 2)
+
+
+def _penalty_between() -> list[Tensor]:
+    """Let a penalty have its backward between a forward with a sparse look-up and that of its loss."""
+    found = []
+    for routes in ("sharded", "rows"):
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Embedding(8, 8), nn.Flatten(), nn.Linear(16, 4))
+        model = poseidon.DistributedDataParallel(net, routes={"0": routes})
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(5):
+            words = torch.randint(0, 8, (6, 2), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            optimizer.zero_grad()
+            scores = model(words)
+            (0.1 * net[2].weight.square().sum()).backward()
+            scores.square().mean().backward()
+            optimizer.step()
+        found.append(torch.cat([value.detach().flatten() for value in net.parameters()]))
+        model.close()
+    return found
+
+
+def test_a_penalty_between_a_look_up_and_its_loss() -> None:
+    for exact, ours in run_ranks(_penalty_between, 2):
+        torch.testing.assert_close(exact, ours, rtol=1e-5, atol=1e-6)
+
+
+def _joined_in_two() -> list[list[Tensor]]:
+    """Let two backwards of a step meet in join(), where one worker has fewer batches; and the same alone."""
+    found = []
+    for mode in ("alone", "factors", "sharded"):
+        net = small_net()
+        model: Any = net if mode == "alone" else poseidon.DistributedDataParallel(net, routes={"*": mode})
+        context = contextlib.nullcontext() if mode == "alone" else model.join(divide_by_initial_world_size=False)
+        with context:
+            for step in range(1 + (dist.get_rank() == 0 or mode == "alone")):
+                net.zero_grad()
+                for part in range(2):
+                    parts = []
+                    for rank in range(2 if mode == "alone" and step == 0 else 1):
+                        who = rank if mode == "alone" else dist.get_rank()
+                        x, y = batch_of(10 * step + part, who)
+                        parts.append(F.cross_entropy(model(x), y))
+                    (sum(parts) / len(parts)).backward()
+                with torch.no_grad():
+                    for value in net.parameters():
+                        value -= 0.5 * value.grad
+        found.append([value.detach().clone() for value in net.parameters()])
+        if mode != "alone":
+            model.close()
+    return found
+
+
+def test_two_backwards_of_a_step_in_join_count_once() -> None:
+    for alone, factors, sharded in run_ranks(_joined_in_two, 2):
+        for one, *others in zip(alone, factors, sharded, strict=True):
+            for other in others:
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _second_derivatives(mode: str) -> None:
+    net = small_net()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer)
+    for step in range(4):
+        x, y = batch_of(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+        optimizer.step()
+    model.verify_replicas()
+    optimizer.zero_grad()
+    model.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_a_backward_that_makes_a_graph(mode: str) -> None:
+    run_ranks(_second_derivatives, 2, mode)
+
+
+def _evaluated_first(mode: str) -> None:
+    """Evaluate in inference mode before the first step of a model with buffers."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+    model: Any
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, update=mode)
+    for step in range(4):
+        x, y = batch_of(step, dist.get_rank())
+        with torch.inference_mode():
+            model(x)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["wrapper", "worker", "server"])
+def test_an_evaluation_in_inference_mode_may_come_first(mode: str) -> None:
+    run_ranks(_evaluated_first, 2, mode)

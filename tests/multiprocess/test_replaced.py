@@ -38,6 +38,8 @@ model = torch.nn.parallel.DistributedDataParallel(net)
 assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
 assert in_place.wrapped == ["Linear, 3 parameters"]
 assert DistributedDataParallel._get_active_ddp_module() is None, "the compiler asks"
+import pickle
+assert type(pickle.loads(pickle.dumps(model))) is DistributedDataParallel
 """
 
 

@@ -47,9 +47,10 @@ def run(words: list[str], folder: Path, **env: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def run_on_ranks(script: str, folder: Path, **env: str) -> str:
+def run_on_ranks(script: str, folder: Path, options: AutoOptions | None = None, **env: str) -> str:
     """Run a script with ``--auto`` on two ranks that share TensorFlow's import; return what worker 0 writes."""
-    launch(script, 2, folder, AutoOptions(), env={**QUIET, **env}, preload=["sklearn.datasets", *PRELOAD])
+    given = AutoOptions() if options is None else options
+    launch(script, 2, folder, given, env={**QUIET, **env}, preload=["sklearn.datasets", *PRELOAD])
     return "".join((folder / name).read_text() for name in ("out0", "err0"))
 
 
@@ -108,6 +109,16 @@ def test_a_keras_script_with_tf_data(tmp_path: Path) -> None:
     said = run_on_ranks("keras_text.py", tmp_path)
     assert "13/13" in said, "25 batches, two at a time"
     assert float(load(tmp_path / "keras_text.npz")["accuracy"]) > 0.6
+
+
+def test_half_precision_scales_the_rate_once_and_single_steps_keep_averages_alike(tmp_path: Path) -> None:
+    said = run_on_ranks("keras_steps.py", tmp_path, AutoOptions(scale_lr=True))
+    assert float(load(tmp_path / "keras_steps.npz")["rate"]) == pytest.approx(0.02)
+    assert "gradients are averaged when they are applied" not in said, "fit has averaged them"
+    first, second = ((tmp_path / f"out{rank}").read_text() for rank in range(2))
+    lines = [line for line in first.splitlines() if line.startswith("rate")]
+    assert lines
+    assert lines == [line for line in second.splitlines() if line.startswith("rate")], "as evaluated by each worker"
 
 
 def test_a_loop_of_tensorflow_2(tmp_path: Path) -> None:

@@ -60,11 +60,24 @@ def test_tensors_are_found_wherever_they_hide() -> None:
 
 
 def test_other_objects_are_passed_on_untouched() -> None:
-    ordered = collections.OrderedDict(a=torch.zeros(1))
     result = Result(torch.zeros(1), None)
-    changed = map_tensors([ordered, result], lambda tensor: tensor + 1)
-    assert changed[0] is ordered
-    assert changed[1] is result
+    assert map_tensors([result], lambda tensor: tensor + 1)[0] is result
+
+
+def test_dictionaries_of_other_kinds_stay_what_they_are() -> None:
+    ordered = collections.OrderedDict(a=torch.zeros(1), b="text")
+    defaults = collections.defaultdict(list, c=[torch.zeros(1)])
+    changed = map_tensors((ordered, defaults), lambda tensor: tensor + 1)
+    assert [type(one) for one in changed] == [collections.OrderedDict, collections.defaultdict]
+    assert (float(changed[0]["a"]), changed[0]["b"], float(changed[1]["c"][0])) == (1.0, "text", 1.0)
+    assert changed[1]["d"] == []
+    assert float(ordered["a"]) == 0.0
+
+
+def test_the_lengths_of_a_packed_sequence_stay_on_the_cpu() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    moved = map_tensors([packed], move_to(torch.device("meta")))[0]
+    assert (moved.data.is_meta, moved.sorted_indices.is_meta, moved.batch_sizes.device.type) == (True, True, "cpu")
 
 
 def test_moving_goes_to_the_device() -> None:

@@ -23,6 +23,7 @@ from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
 
 _TRAINING = ("fit", "train_on_batch")
+_USING = ("evaluate", "predict")
 _WRITING = ("save", "save_weights", "export")
 
 
@@ -53,6 +54,8 @@ class KerasModels:
         """Install the hooks."""
         for name in _TRAINING:
             patches.wrap(_owner(name), name, self._training(name))
+        for name in _USING:
+            patches.wrap(_owner(name), name, self._use)
         for name in _WRITING:
             patches.wrap(_owner(name), name, self._write)
         patches.wrap(_owner("load_weights"), "load_weights", self._load_weights)
@@ -64,6 +67,7 @@ class KerasModels:
     def conclude(self) -> None:
         """Check at the end that the workers hold the same. Collective."""
         for _, distribution in self._distributed.values():
+            distribution.share_averages()
             distribution.verify_replicas()
 
     def _training(self, name: str) -> Callable[..., Any]:
@@ -75,6 +79,11 @@ class KerasModels:
             return getattr(model, name)(*args, **kwargs)
 
         return train
+
+    def _use(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(model) in self._distributed:
+            self._distributed[id(model)][1].share_averages()
+        return original(model, *args, **kwargs)
 
     def _distribute(self, model: Any) -> None:
         made = poseidon.keras.distribute(model, batch=self._options.batch, timeout_s=self._options.timeout_s)

@@ -203,6 +203,7 @@ class StateDoor:
             import torch
 
             torch.cuda.synchronize()  # the copy may still be under way
+        self._memory.make_room()
         lent = Lent(place, places, describe_tensors(tensors), flatten(tensors))
         with self._lock:
             self._lent[token] = lent

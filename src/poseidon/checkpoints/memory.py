@@ -38,6 +38,8 @@ class StepMemory:
     def __init__(self) -> None:
         self.kept: Kept | None = None
         self._lent: Kept | None = None
+        self._spare: Kept | None = None
+        """Room for the next step while something is lent."""
         self._lock = threading.Lock()
 
     def keep(
@@ -53,7 +55,9 @@ class StepMemory:
         with self._lock:
             # None meanwhile: a copy that fails half-way must not be gone on from.
             before, self.kept = self.kept, None
-            if before is None or before is self._lent:
+            if before is not None and before is self._lent:
+                before, self._spare = self._spare, None
+            if before is None:
                 before = Kept(step, {}, {}, {})
             states = copy_over(parts, before.parts), copy_over(own, before.own), copy_over(values, {})
             self.kept = Kept(step, *states, [*shards], dict(dealt or {}))
@@ -75,10 +79,22 @@ class StepMemory:
                 self._lent = self.kept
             return self._lent
 
+    def make_room(self) -> None:
+        """Make room for the next step, which what is lent leaves none, so that training need not. Any thread."""
+        with self._lock:
+            lent = self._lent
+            if lent is None or lent is not self.kept or self._spare is not None:
+                return
+        # Copied, not only allocated: it is the first touch of memory that takes time.
+        spare = Kept(lent.step, copy_over(lent.parts, None), copy_over(lent.own, None), {})
+        with self._lock:
+            if self._lent is lent is self.kept:
+                self._spare = spare
+
     def take_back(self) -> None:
         """Let what was lent be overwritten, or freed."""
         with self._lock:
-            self._lent = None
+            self._lent = self._spare = None
 
 
 def copy_over(value: Any, old: Any) -> Any:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from poseidon.engine.aside import aside
@@ -173,6 +174,9 @@ class Backward:
                 self._used = self._team.start_gather(pack_flags(action.used))
 
     def _start(self, number: int) -> list[Action]:
+        if torch.is_grad_enabled():  # backward(create_graph=True): the exchange itself is no part of the graph
+            with torch.no_grad():
+                return self._start(number)
         live = self.live.items[number]
         if self._spans is not None:
             self._left_at[number] = time.monotonic()

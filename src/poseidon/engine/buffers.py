@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poseidon.engine.aside import aside
 from poseidon.team.mirror import Mirror, mirrors_of
 from poseidon.team.team import Team
 
@@ -51,7 +52,8 @@ class BufferSync:
         buffers = list(self.named.values())
         if not self._are_mirrored(buffers):
             self._mirrored = [(buffer, buffer.data_ptr()) for buffer in buffers]
-            self._mirrors = mirrors_of(buffers)
+            with aside():  # what is made in an evaluation in inference mode could not be written to in training
+                self._mirrors = mirrors_of(buffers)
         self._under_way = [mirror.start_copy(self._team, source, "the buffers") for mirror in self._mirrors]
 
     def _are_mirrored(self, buffers: Sequence[Tensor]) -> bool:

@@ -78,6 +78,8 @@ class Engine:
         """Whether the last step exchanged no gradients, as local steps do; then there is nothing to plan."""
         self.divide_by_active = False
         """Under join(): average over the workers that still have input, not over all."""
+        self._before: dict[nn.Parameter, Tensor] = {}
+        """Then: what gradients were when the backward began."""
         self._is_scaled = True
         """Whether the routes divide by the number of workers; a user's hook decides by itself."""
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for unit in units for p in unit.parameters)
@@ -199,6 +201,11 @@ class Engine:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
         self.local.add(self._number_of[parameter])
 
+    def forget_cleared(self) -> None:
+        """Forget gradients of backwards without an exchange that somebody has cleared since."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending
+            self.local = {number for number in self.local if self.parameters[number].grad is not None}
+
     def forget_local(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record that the gradients of these parameters were cleared; others than the engine's do not matter."""
         self.local.difference_update(self._number_of.get(parameter, -1) for parameter in parameters)
@@ -252,6 +259,8 @@ class Engine:
         if self._shortfalls.forgotten:
             self._complain()
         self._shortfalls.forgotten = None
+        if self.local:
+            self.forget_cleared()
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
             raise UnsupportedError(
@@ -300,6 +309,8 @@ class Engine:
                 tells_used=not self._static_used if is_static else self.options.allow_unused,
                 kept=self.local,
             )
+            if self.divide_by_active:
+                self._before = {p: p.grad.detach().clone() for p in self.parameters if p.grad is not None}
             # What travels as a gradient brings nothing else, so those units share an empty object.
             nothing = Brought()
             brought = [
@@ -389,7 +400,7 @@ class Engine:
             self._replicas.hear(self.step, [call.changes for call in active], [call.asks for call in active])
         flights = backward.flights()
         self._schedules.settle(backward)
-        if self.team.watch.recorder is not None:
+        if self.team.watch.recorder is not None and self._telling.told is not self.plan:
             self._telling.tell(self.plan, self.planned, self.step)
         self.team.watch.note(self.step, "finished backward")
         self.step += 1
@@ -481,9 +492,18 @@ class Engine:
         verdict = self._backward.step.verdict
         assert verdict is not None
         if self._is_scaled and self.divide_by_active and 0 < verdict.active < len(verdict.calls):
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(len(verdict.calls) / verdict.active)
+            factor, deliveries = len(verdict.calls) / verdict.active, self._backward.live.deliveries
+            for unit in self.units:
+                for parameter in unit.parameters:
+                    if parameter.grad is None or not verdict.is_used(self._number_of[parameter]):
+                        continue
+                    # A short form was added to the mean that was here; a full gradient had that in it.
+                    old = None if deliveries[unit.index] == "gradients" else self._before.get(parameter)
+                    if old is None:
+                        parameter.grad.mul_(factor)
+                    else:
+                        parameter.grad.sub_(old).mul_(factor).add_(old)
+            self._before.clear()
 
     def _explain(self, verdict: Verdict) -> None:
         """Raise the error for replicas that differ, with the parameters' names. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = (
     bool,
@@ -51,15 +53,24 @@ def tensors_in(value: Any, opaque: list[Any] | None = None) -> list[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested tuples, lists and dicts with every tensor changed; other objects pass through."""
+    """Return a copy of nested tuples, lists and dicts with every tensor changed; other objects pass through.
+
+    The lengths in a packed sequence stay as they are: torch wants them on the CPU.
+    """
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, PackedSequence):
+        orders = (None if one is None else change(one) for one in (value.sorted_indices, value.unsorted_indices))
+        return type(value)(change(value.data), value.batch_sizes, *orders)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(item, change) for item in value)
-    if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, dict):
+        changed = copy.copy(value)  # an ordered one, or one with defaults, stays what it is
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
+        return changed
     return value
 
 

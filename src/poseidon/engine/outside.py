@@ -190,6 +190,8 @@ class OutsideFrontEnd:
             parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype)
         if weight == 1.0:
             parameter.grad.copy_(source)
+        elif not weight:
+            parameter.grad.zero_()  # not times 0: a mean over no samples is no number
         else:
             torch.mul(source, weight, out=parameter.grad)
         self._engine.parameter_ready(parameter, is_dense=True)
@@ -201,7 +203,9 @@ class OutsideFrontEnd:
         total = torch.zeros(() if is_short else unit.weight.shape, dtype=unit.weight.dtype)
         for x, g in pairs:
             rows, gradient = as_tensor(x), as_tensor(g)
-            if weight != 1.0:
+            if not weight:
+                rows, gradient = torch.zeros_like(rows), torch.zeros_like(gradient)
+            elif weight != 1.0:
                 gradient = gradient * weight
             if self._engine.is_observing:
                 self._engine.observe(unit, Load(rows.shape[0], rows.element_size()))
@@ -220,7 +224,7 @@ class OutsideFrontEnd:
         where = as_tensor(numbers).reshape(-1).long()
         rows = as_tensor(values).reshape(-1, unit.weight.shape[1])
         if weight != 1.0:
-            rows = rows * weight
+            rows = rows * weight if weight else torch.zeros_like(rows)
         if self._engine.is_observing:
             self._engine.observe(unit, Load(torch.unique(where).numel()))
         is_short = unit.spec.is_sparse or self._engine.makes_rows(unit)

@@ -10,22 +10,20 @@ from poseidon.team.team import Team
 
 
 class PlanTelling:
-    """Tells of each plan once."""
+    """Tells of plans, and knows the last that it told of."""
 
     def __init__(self, team: Team, cluster: Cluster, is_async: bool) -> None:
         self._team = team
         self._cluster = cluster
-        self._told: Plan | None = None
+        self.told: Plan | None = None
+        """The last one."""
         if team.watch.recorder is not None:
             team.watch.recorder.is_async = is_async
 
     def tell(self, plan: Plan | None, planned: LiveSchedule | None, step: int) -> None:
-        """Tell which items travel, by which route, with the times that the planner expects, unless that is known."""
-        recorder = self._team.watch.recorder
-        if recorder is None or self._told is plan:
-            return
-        self._told = plan
-        if plan is not None and planned is not None and self._team.rank == 0:
+        """Tell which items travel, by which route, with the times that the planner expects."""
+        self.told, recorder = plan, self._team.watch.recorder
+        if recorder is not None and plan is not None and planned is not None and self._team.rank == 0:
             self._record(recorder, plan, planned, step)
 
     def _record(self, recorder: Recorder, plan: Plan, planned: LiveSchedule, step: int) -> None:

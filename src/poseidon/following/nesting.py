@@ -20,3 +20,7 @@ class Nesting:
             yield
         finally:
             self.is_inside = before
+
+
+APPLYING = Nesting()
+"""Inside, a Keras optimizer applies gradients that were averaged already, and may let another one do it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import keras
 
@@ -101,3 +101,12 @@ def load_backend(model: Any) -> Backend:
         raise unknown_name("Keras backend", name, tuple(_MODULES))
     made: Backend = importlib.import_module(_MODULES[name]).make_backend(model)
     return made
+
+
+def refuse_own_loop(model: Any) -> NoReturn:
+    """Raise the error for a distributed model whose optimizer is called outside of its train step."""
+    raise UnsupportedError(
+        f"{model.name} is distributed, but its optimizer was called outside of fit() and train_on_batch(), which alone "
+        "exchange gradients: every worker would train by itself. Put the loop's work into the model's train_step, or "
+        "run a loop on a model that is not distributed with `poseidon run --auto`"
+    )

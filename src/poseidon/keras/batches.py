@@ -74,9 +74,24 @@ class BatchDeal:
         if len(group) == self.size and not self.divides:
             mine = group[self.rank]
             return pack(mine, count_rows(mine))
+        if not _are_joinable(group):
+            # Each of the first workers has a whole batch, and the others none that counts.
+            mine = group[self.rank] if self.rank < len(group) else group[0]
+            rows = count_rows(mine) if self.rank < len(group) else 1
+            return pack(_rows_of(mine, slice(0, rows)), rows if self.rank < len(group) else 0)
         whole = group[0] if len(group) == 1 else keras.tree.map_structure(_join, *group)
         part, samples = self.part(count_rows(whole))
-        return pack(keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], whole), samples)
+        return pack(_rows_of(whole, part), samples)
+
+
+def _rows_of(batch: Batch, part: slice) -> Batch:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], batch)
+
+
+def _are_joinable(group: list[Batch]) -> bool:
+    """Whether samples of all batches have the same shapes, which those that are padded batch by batch have not."""
+    shapes = {tuple(leaf.shape[1:] for leaf in keras.tree.flatten(batch) if leaf is not None) for batch in group}
+    return len(shapes) == 1
 
 
 def _join(*leaves: Any) -> Any:

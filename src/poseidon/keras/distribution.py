@@ -18,8 +18,9 @@ import keras
 import numpy as np
 
 from poseidon.engine.assemble import ExchangeOptions
-from poseidon.engine.outside import SummingChannel, check_alike, end_steps
+from poseidon.engine.outside import SummingChannel, as_tensor, check_alike, end_steps
 from poseidon.errors import ConfigError, UnsupportedError
+from poseidon.following.keras_rates import SEED_STRIDE
 from poseidon.keras.backend import Backend, KerasExchange, Setup, load_backend
 from poseidon.keras.batches import BatchDeal, unpack
 from poseidon.keras.callbacks import with_ours
@@ -31,10 +32,6 @@ from poseidon.team.epochs import refuse_elastic
 from poseidon.team.team import Team
 
 log = logging.getLogger("poseidon.keras")
-
-_SEED_STRIDE = 7919
-"""Distance between the random states of two workers' dropout layers."""
-
 
 _DISTRIBUTED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models that are currently distributed."""
@@ -72,6 +69,9 @@ class Alone:
     def verify_replicas(self) -> None:
         """Do nothing: there is one."""
 
+    def share_averages(self) -> None:
+        """Do nothing: there is one."""
+
     def close(self) -> None:
         """Do nothing: the model was not changed."""
 
@@ -95,6 +95,7 @@ class Distribution:
         self._moments: SummingChannel | None = None
         self._is_seeded = False
         self._is_evaluating = False
+        self._is_fitting = False
         self._has_named = False
         self._originals: dict[str, Any] = {}
         _DISTRIBUTED.add(model)
@@ -135,12 +136,15 @@ class Distribution:
 
     def verify_replicas(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same weights. Collective."""
-        import torch
-
         from poseidon.team.verify import check_same_bits
 
-        weights = [(v.path, torch.from_numpy(keras.ops.convert_to_numpy(v).copy())) for v in self.model.weights]
+        weights = [(v.path, as_tensor(keras.ops.convert_to_numpy(v).copy())) for v in self.model.weights]
         check_same_bits(self._team, weights)
+
+    def share_averages(self) -> None:
+        """Copy worker 0's moving averages to all workers, which ``fit`` does itself. Collective."""
+        if self._exchange is not None and not self._is_fitting:
+            share(self._team, self.model.non_trainable_weights, "the moving averages")
 
     def close(self) -> None:
         """Stop exchanging and restore the model."""
@@ -192,7 +196,7 @@ class Distribution:
             for layer in self.model._flatten_layers():
                 for generator in getattr(layer, "_seed_generators", ()):
                     state_now = keras.ops.convert_to_numpy(generator.state)
-                    generator.state.assign((state_now + _SEED_STRIDE * self.rank).astype(state_now.dtype))
+                    generator.state.assign((state_now + SEED_STRIDE * self.rank).astype(state_now.dtype))
         self._is_seeded = True
 
     def _detach(self) -> None:
@@ -218,7 +222,11 @@ class Distribution:
         settings["callbacks"] = with_ours(settings.get("callbacks"), self._team)
         if self.rank > 0:
             settings["verbose"] = 0
-        return self._with_true_cause(lambda: original(**settings))
+        self._is_fitting = True
+        try:
+            return self._with_true_cause(lambda: original(**settings))
+        finally:
+            self._is_fitting = False
 
     def _build(self, settings: dict[str, Any]) -> None:
         """Create the variables of a model, or of its metrics, whose shapes follow from the first batch."""

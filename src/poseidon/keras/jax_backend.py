@@ -23,7 +23,7 @@ from poseidon.engine.moments import MomentsExchange
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit
 from poseidon.errors import UnsupportedError
 from poseidon.jax.callbacks import HostCallbacks
-from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
+from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone, refuse_own_loop
 from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.moments import replace_moments
 from poseidon.keras.step_share import weighing_means
@@ -75,7 +75,10 @@ class JaxExchange:
         self._host = _make_host(setup)
         self._units = list(setup.units)
         self._position_of = {id(variable): position for position, variable in enumerate(setup.variables)}
-        self._layers = find_short_layers(setup)
+        # A step of one's own may do anything with gradients, and factors would pass it by.
+        kind = type(setup.model)
+        has_keras_step = "train_step" not in vars(setup.model) and kind.train_step is keras.Model.train_step
+        self._layers = find_short_layers(setup) if has_keras_step else {}
         self._tapped = {setup.units[number].positions[0] for number in self._layers}
         self._followed: Plan | None = None
         """The plan for which the step was traced; None: the first step, which taps all layers it can."""
@@ -185,6 +188,8 @@ class JaxExchange:
 
     def _average_and_apply(self, optimizer_variables: Any, gradients: Any, trainable_variables: Any) -> Any:
         """Stand in for ``optimizer.stateless_apply``."""
+        if self._row_weight is None:
+            refuse_own_loop(self._model)
         self._is_averaged = True
         positions = [self._position_of[id(variable)] for variable in self._optimizer._trainable_variables]
         means = self._host.average(positions, gradients, frozenset(self._tapped), is_first=self._followed is None)

@@ -40,17 +40,20 @@ def add_up_metrics(team: Team, metrics: Sequence[Any]) -> None:
     Keras' own metrics keep sums and counts, so the result is that of one worker with all samples. The meaning of a
     foreign metric's state is unknown, so it does not change.
     """
-    variables = [v for metric in metrics if _adds_up(metric) for v in metric.variables]
+    variables = [v for metric in metrics for part in _parts_of(metric) if _adds_up(part) for v in part.variables]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
     totals = iter(sum_floats(team, [float(value) for array in arrays for value in array.flat], "the metrics"))
     for variable, array in zip(variables, arrays, strict=True):
         variable.assign(np.array([next(totals) for _ in range(array.size)]).reshape(array.shape))
 
 
+def _parts_of(metric: Any) -> list[Any]:
+    """Return a metric, or those given to compile(), which Keras keeps together."""
+    parts = getattr(metric, "metrics", None)
+    return [inner for part in parts for inner in _parts_of(part)] if parts else [metric]
+
+
 def _adds_up(metric: Any) -> bool:
-    parts = getattr(metric, "metrics", None)  # of those given to compile(), which Keras keeps together
-    if parts:
-        return all(_adds_up(part) for part in parts)
     return type(metric).__module__.partition(".")[0] == "keras"
 
 

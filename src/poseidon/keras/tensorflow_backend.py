@@ -20,9 +20,9 @@ import torch.distributed as dist
 from poseidon.engine.assemble import ExchangeOptions
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit, check_alike
 from poseidon.errors import UnsupportedError
-from poseidon.following.nesting import Nesting
+from poseidon.following.nesting import APPLYING
 from poseidon.following.patches import Patches
-from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone
+from poseidon.keras.backend import Backend, KerasExchange, Setup, check_alone, refuse_own_loop
 from poseidon.keras.batches import unpack
 from poseidon.keras.sharing import share
 from poseidon.keras.step_share import StepWeight, weighing_means
@@ -93,7 +93,6 @@ class TensorFlowExchange:
         self._moments = Moments(setup, self._weight)
         self._samples: Any = None
         """Samples of this worker in the step that is being traced, or run eagerly."""
-        self._nesting = Nesting()
         self._averaged: list[AveragedOptimizer] = []
         self._has_averaged = False
         self._error: BaseException | None = None
@@ -148,6 +147,7 @@ class TensorFlowExchange:
         before = [tf.identity(variable.value) for variable in self._model.metrics_variables]
         with weighing_means(self._share_in_graph), using_optimizers(self._adopt):
             logs = self._train_step(data)
+        self._samples = None
         if not self._has_averaged:
             raise UnsupportedError(
                 f"the train_step of {type(self._model).__name__} did not call self.optimizer.apply or apply_gradients, "
@@ -184,7 +184,7 @@ class TensorFlowExchange:
 
     def _adopt(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Make an optimizer that the step uses for the first time apply means. Collective."""
-        if self._nesting.is_inside or "apply" in vars(optimizer):
+        if APPLYING.is_inside or "apply" in vars(optimizer):
             return
         check_no_strategy(optimizer)
         with tf.init_scope():
@@ -214,6 +214,8 @@ class TensorFlowExchange:
 
     def _average_and_apply(self, one: AveragedOptimizer, gradients: Any, trainable_variables: Any) -> Any:
         """Stand in for ``optimizer.apply``."""
+        if self._samples is None:
+            refuse_own_loop(self._model)
         gradients = list(gradients)
         variables = one.variables if trainable_variables is None else list(trainable_variables)
         by_variable = {id(variable): gradient for variable, gradient in zip(variables, gradients, strict=True)}
@@ -228,7 +230,7 @@ class TensorFlowExchange:
         means = one.exchange.average([by_variable.get(id(variable)) for variable in one.variables], token)
         self._has_averaged = True
         mean_of = {id(variable): mean for variable, mean in zip(one.variables, means, strict=True)}
-        with self._nesting.enter():
+        with APPLYING.enter():
             return one.apply([mean_of.get(id(variable)) for variable in variables], variables)
 
 

@@ -18,7 +18,7 @@ from poseidon.engine.moments import MomentsExchange, differentiate
 from poseidon.engine.options import Options
 from poseidon.engine.outside import OutsideUnit
 from poseidon.errors import UnsupportedError
-from poseidon.keras.backend import Backend, KerasExchange, Setup
+from poseidon.keras.backend import Backend, KerasExchange, Setup, refuse_own_loop
 from poseidon.keras.batches import count_rows, unpack
 from poseidon.keras.moments import replace_moments
 from poseidon.keras.step_share import StepWeight, weighing_means
@@ -84,6 +84,9 @@ class TorchExchange:
         self._train_step = setup.model.train_step
         self._has_own_step = "train_step" in vars(setup.model)
         setup.model.train_step = self._step
+        self._optimizer = setup.model.optimizer
+        self._apply = self._optimizer.apply
+        self._optimizer.apply = self._apply_in_step
 
     @property
     def plan(self) -> Plan | None:
@@ -107,6 +110,7 @@ class TorchExchange:
             self._model.train_step = self._train_step
         else:
             del self._model.train_step
+        del self._optimizer.apply
         self._front.close()
         self.close()
 
@@ -137,6 +141,12 @@ class TorchExchange:
             variable.assign(value)
         return logs
 
+    def _apply_in_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for ``optimizer.apply``, which a loop of one's own would call with this worker's gradients."""
+        if self._row_weight is None:
+            refuse_own_loop(self._model)
+        return self._apply(*args, **kwargs)
+
     def _combined(self, mean: Tensor, variance: Tensor, count: Any, name: str) -> tuple[Tensor, Tensor]:
         if self._row_weight is None:  # the user's own call, which the other workers may not make
             return mean, variance
@@ -166,7 +176,9 @@ class TorchExchange:
     def _weighted(self, gradient: Tensor | None) -> Tensor | None:
         """Weight a gradient on its way into ``.grad``; it is None where factors were handed over."""
         weight = self._weight.get() if self._engine.is_armed else 1.0
-        return None if gradient is None or weight == 1.0 else gradient * weight
+        if gradient is None or weight == 1.0:
+            return None
+        return gradient * weight if weight else torch.zeros_like(gradient)
 
     def _tap(self, layer: Any, unit: LiveUnit) -> Tap:
         def product(inputs: Any) -> Any:

@@ -51,6 +51,8 @@ class Bucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
+            elif parameter.grad.is_sparse:  # of a table whose look-up came before it was known that all is dense
+                view.copy_(parameter.grad.to_dense())
             elif parameter.grad.data_ptr() != view.data_ptr():
                 targets.append(view)
                 sources.append(parameter.grad)
@@ -76,7 +78,7 @@ class Bucket:
                 continue
             if self._keep_views:
                 parameter.grad = view
-            elif parameter.grad is None:
+            elif parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = view.clone(memory_format=torch.preserve_format)
             else:
                 targets.append(parameter.grad)
@@ -96,7 +98,7 @@ class Bucket:
         if len(self.parameters) > 1 or self._flat is not None or not self._in_place:
             return None
         (parameter,) = self.parameters
-        if parameter.grad is None or not parameter.grad.is_contiguous():
+        if parameter.grad is None or parameter.grad.is_sparse or not parameter.grad.is_contiguous():
             return None
         return parameter.grad.view(-1)
 

@@ -6,13 +6,14 @@ own gradients; an optimizer's clipping sees the means.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-import torch
 import torch.distributed as dist
 
 from poseidon.engine.assemble import ExchangeOptions
@@ -20,12 +21,13 @@ from poseidon.engine.outside import (
     OutsideFrontEnd,
     OutsideUnit,
     OutsideVariable,
+    as_tensor,
     check_alike,
     take_from_first,
 )
 from poseidon.errors import UnsupportedError
-from poseidon.following.keras_rates import scale_rate
-from poseidon.following.nesting import Nesting
+from poseidon.following.keras_rates import SEED_STRIDE, scale_rate
+from poseidon.following.nesting import APPLYING
 from poseidon.following.patches import Patches
 from poseidon.following.script_report import ScriptReport
 from poseidon.team.team import Team
@@ -46,8 +48,9 @@ class EagerLoops:
         self._report = report
         self._exchanges: dict[tuple[int, ...], tuple[GraphExchange, Sequence[Any]]] = {}
         """By the ids of an optimizer and its variables, which are kept alive."""
-        self._nesting = Nesting()
         self._loose = LooseVariables(team, report)
+        self._shifted: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Generators of random numbers that are each worker's own."""
         self._settled = 0
         """Steps when loose variables were last made alike."""
 
@@ -67,7 +70,7 @@ class EagerLoops:
         """Check at the end that the workers hold the same. Collective."""
         self._settle()
         for exchange, (_, *variables) in self._exchanges.values():
-            values = [torch.from_numpy(np.array(variable)) for variable in variables]
+            values = [as_tensor(np.array(variable)) for variable in variables]
             names = [variable.name for variable in variables]
             check_same_bits(exchange.front.team, list(zip(names, values, strict=True)))
 
@@ -79,13 +82,13 @@ class EagerLoops:
 
     def _apply(self, original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         # The optimizer of a model that poseidon.keras distributes has its own `apply`.
-        if self._nesting.is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
+        if APPLYING.is_inside or "apply" in vars(optimizer) or keras.backend.backend() != "tensorflow":
             return original(optimizer, grads, trainable_variables)
         check_no_strategy(optimizer)
         variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
         exchange = self._exchange_of(optimizer, variables)
         means = exchange.average(list(grads), exchange.begin(self._samples()))
-        with self._nesting.enter():
+        with APPLYING.enter():
             return original(optimizer, means, trainable_variables)
 
     def _turn(self, is_dealt: bool | None) -> None:
@@ -128,6 +131,7 @@ class EagerLoops:
         taken = take_from_first(team, values)
         for variable, value in zip(variables, taken, strict=True):
             variable.assign(value)
+        self._shift_seeds()
         if self._rate != 1.0:
             scale_rate(optimizer, self._rate, self._report)
         units = [OutsideUnit(one.name, "dense", (i,)) for i, one in enumerate(described)]
@@ -137,6 +141,15 @@ class EagerLoops:
             "they are applied"
         )
         return GraphExchange(front, units)
+
+    def _shift_seeds(self) -> None:
+        """Give each worker's layers random numbers of their own: Keras draws them by a state, alike on all workers."""
+        for layer in [each for each in gc.get_objects() if issubclass(type(each), keras.layers.Layer)]:
+            for generator in getattr(layer, "_seed_generators", ()):
+                if generator not in self._shifted:
+                    self._shifted.add(generator)
+                    state = keras.ops.convert_to_numpy(generator.state)
+                    generator.state.assign((state + SEED_STRIDE * self._team.rank).astype(state.dtype))
 
     def _samples(self) -> Any:
         """Return how many samples this worker adds: the rows of the last batch that was dealt out."""

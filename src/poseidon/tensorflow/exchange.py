@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from poseidon.engine.outside import OutsideFrontEnd, OutsideUnit, Rows
+from poseidon.engine.rollcall import pack_flags, unpack_flags
 from poseidon.errors import UnsupportedError
 
 Gradient = Any
@@ -92,7 +93,10 @@ class GraphExchange:
             else:
                 self.front.give(position, gradient.numpy())
         self.front.finish()
-        return [None if gradient is None else self._mean_now(p) for p, gradient in enumerate(gradients)]
+        # A worker whose samples do not reach a variable makes the others' update too.
+        words = self.front.team.gather_ints(pack_flags([each is not None for each in gradients]), "who has gradients")
+        flags = [unpack_flags(row, len(gradients)) for row in words]
+        return [self._mean_now(p) if any(have) else None for p, have in enumerate(zip(*flags, strict=True))]
 
     def _mean_now(self, position: int) -> Gradient:
         mean = self.front.mean(position)

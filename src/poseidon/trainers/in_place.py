@@ -52,7 +52,7 @@ def note(model: DistributedDataParallel) -> None:
         print(f"poseidon as DDP: {wrapped[-1]}: gradients travel by Poseidon", file=sys.stderr, flush=True)
 
 
-StandIn.__name__ = StandIn.__qualname__ = _TORCHS.__name__
+StandIn.__name__ = _TORCHS.__name__  # and not __qualname__, by which pickle finds it here
 
 
 def replace() -> None:

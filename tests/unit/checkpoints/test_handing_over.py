@@ -211,6 +211,25 @@ def test_what_one_worker_cannot_give_is_left_out(secret: None) -> None:
         empty.close()
 
 
+def test_room_for_the_next_step_is_made_while_something_is_lent() -> None:
+    memory = StepMemory()
+    memory.make_room()
+    memory.keep(1, {"w": torch.full((10,), 1.0)}, {"o": torch.ones(2)}, {})
+    memory.make_room()  # nothing is lent
+    assert memory._spare is None
+    lent = memory.lend()
+    assert lent is not None
+    memory.make_room()
+    assert memory._spare is not None
+    room = memory._spare.parts["w"]
+    memory.keep(2, {"w": torch.full((10,), 2.0)}, {"o": torch.ones(2)}, {})
+    assert memory.kept is not None
+    assert memory.kept.parts["w"] is room
+    assert (float(lent.parts["w"][0]), float(room[0])) == (1.0, 2.0)
+    memory.make_room()  # there is some
+    assert memory._spare is None
+
+
 def test_what_is_being_sent_stays_lent_when_others_have_joined(secret: None) -> None:
     memory = StepMemory()
     memory.keep(1, a_state(1), {}, {})
