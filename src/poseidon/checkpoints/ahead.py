@@ -166,9 +166,7 @@ class StateDoor:
     def _serve(self, connection: socket.socket, _rank: int) -> None:
         """Send one joiner its pieces, on a thread of its own."""
         token = ""
-        with contextlib.suppress(OSError):
-            # Training comes first, also where a machine has few processors.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        _give_way()
         try:
             with connection:
                 connection.settimeout(SILENCE_S)
@@ -203,11 +201,15 @@ class StateDoor:
             import torch
 
             torch.cuda.synchronize()  # the copy may still be under way
-        self._memory.make_room()
+        threading.Thread(target=self._make_room, name="poseidon-room", daemon=True).start()
         lent = Lent(place, places, describe_tensors(tensors), flatten(tensors))
         with self._lock:
             self._lent[token] = lent
         return lent
+
+    def _make_room(self) -> None:
+        _give_way()
+        self._memory.make_room()
 
     def _drop(self, token: str) -> None:
         """Forget a joiner that is gone."""
@@ -216,6 +218,12 @@ class StateDoor:
             self._lent.pop(token, None)
             if not self._lent:
                 self._memory.take_back()
+
+
+def _give_way() -> None:
+    """Let training come before this thread, also where a machine has few processors."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def fetch_ahead(doors: Sequence[tuple[str, int]], source_ip: str, encrypts: bool) -> Ahead | None:
