@@ -108,7 +108,7 @@ def _connect_team(servers: Sequence[int] | None, timeout_s: float, settings: Wir
         team.gather_ints([0], "the start of the tables")
         node.start()
         # Tables exchange nothing over the team's other connections, so nobody else would report their end.
-        team.watch.listen_lost(node.lose_connection)
+        team.watch.listen_lost(node.lose_other_connection)
     except BaseException:
         job.__exit__(*sys.exc_info())
         raise

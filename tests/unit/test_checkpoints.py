@@ -236,6 +236,8 @@ def test_two_jobs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(claiming, "PATIENCE_S", 0.1)
     mine = poseidon.Checkpoint(tmp_path / "saved", every=1, model=nn.Linear(1, 1))
     mine.step(1)
+    assert mine._saving.writer is not None
+    mine._saving.writer.finish()
     with poseidon.Checkpoint(tmp_path / "saved", every=1, model=nn.Linear(1, 1)) as again:
         again.resume()
         again.step(2)  # the same process

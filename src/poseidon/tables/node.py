@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 _PARTING_S = 5.0
 """How long a rank that failed stays reachable, for the others to hear why."""
+_LAST_WORDS_S = 0.5
+"""How long what a rank has said on one connection may take longer than its end on another."""
 
 
 class Node:
@@ -212,6 +214,16 @@ class Node:
             else:
                 self._give_up(rank, why)
             self._post.news.notify_all()
+
+    def lose_other_connection(self, rank: int, why: str) -> None:
+        """Do the same if that connection is not the tables': on theirs, its last words may still be under way.
+
+        A rank that ends because of another one says so there first; whoever sees its end elsewhere would blame it.
+        """
+        with self._post.news:
+            is_known = lambda: self._is_over() or rank in self._departed or rank in self._post.gone  # noqa: E731
+            self._post.news.wait_for(is_known, _LAST_WORDS_S)
+        self.lose_connection(rank, why)
 
     def _doubt(self, rank: int, why: str) -> None:
         if self._condemns(rank, self.rank):
