@@ -17,6 +17,13 @@ from ranks import run_ranks
 from small_net import batch_of, small_net
 
 
+def _distributed(net: nn.Module, optimizer: Any, mode: str) -> tuple[Any, Any]:
+    """Return a model and its optimizer by the wrapper, or by ``distribute`` with an update by ``mode``."""
+    if mode == "wrapper":
+        return poseidon.DistributedDataParallel(net), optimizer
+    return poseidon.distribute(net, optimizer, update="worker" if mode == "distribute" else mode)
+
+
 def _adds_own(how: str) -> str:
     """Let a backward without an exchange follow the one before the step: of a penalty, or of other samples."""
     trained = []
@@ -227,11 +234,7 @@ def _one_output_again(mode: str) -> Tensor:
     torch.manual_seed(5)
     net = Forked()
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    model: Any
-    if mode == "wrapper":
-        model = poseidon.DistributedDataParallel(net)
-    else:
-        model, optimizer = poseidon.distribute(net, optimizer, update=mode)
+    model, optimizer = _distributed(net, optimizer, mode)
     for step in range(5):
         x, _ = batch_of(step, dist.get_rank())
         optimizer.zero_grad()
@@ -331,11 +334,7 @@ def test_two_backwards_of_a_step_in_join_count_once() -> None:
 def _second_derivatives(mode: str) -> None:
     net = small_net()
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    model: Any
-    if mode == "wrapper":
-        model = poseidon.DistributedDataParallel(net)
-    else:
-        model, optimizer = poseidon.distribute(net, optimizer)
+    model, optimizer = _distributed(net, optimizer, mode)
     for step in range(4):
         x, y = batch_of(step, dist.get_rank())
         optimizer.zero_grad()
@@ -356,11 +355,7 @@ def _evaluated_first(mode: str) -> None:
     """Evaluate in inference mode before the first step of a model with buffers."""
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    model: Any
-    if mode == "wrapper":
-        model = poseidon.DistributedDataParallel(net)
-    else:
-        model, optimizer = poseidon.distribute(net, optimizer, update=mode)
+    model, optimizer = _distributed(net, optimizer, mode)
     for step in range(4):
         x, y = batch_of(step, dist.get_rank())
         with torch.inference_mode():

@@ -20,6 +20,7 @@ from poseidon.engine.backward import Backward, Flight, LiveSchedule
 from poseidon.engine.options import Options
 from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
+from poseidon.engine.scaling import Gradients, copy_gradients, scale_to_active
 from poseidon.engine.schedules import Schedules
 from poseidon.engine.shortfalls import Shortfalls, changed_error, forgotten_error
 from poseidon.engine.step import Phase, Step, Verdict
@@ -78,7 +79,7 @@ class Engine:
         """Whether the last step exchanged no gradients, as local steps do; then there is nothing to plan."""
         self.divide_by_active = False
         """Under join(): average over the workers that still have input, not over all."""
-        self._before: dict[nn.Parameter, Tensor] = {}
+        self._before: Gradients = {}
         """Then: what gradients were when the backward began."""
         self._is_scaled = True
         """Whether the routes divide by the number of workers; a user's hook decides by itself."""
@@ -310,7 +311,7 @@ class Engine:
                 kept=self.local,
             )
             if self.divide_by_active:
-                self._before = {p: p.grad.detach().clone() for p in self.parameters if p.grad is not None}
+                self._before = copy_gradients(self.parameters)
             # What travels as a gradient brings nothing else, so those units share an empty object.
             nothing = Brought()
             brought = [
@@ -492,18 +493,9 @@ class Engine:
         verdict = self._backward.step.verdict
         assert verdict is not None
         if self._is_scaled and self.divide_by_active and 0 < verdict.active < len(verdict.calls):
-            factor, deliveries = len(verdict.calls) / verdict.active, self._backward.live.deliveries
-            for unit in self.units:
-                for parameter in unit.parameters:
-                    if parameter.grad is None or not verdict.is_used(self._number_of[parameter]):
-                        continue
-                    # A short form was added to the mean that was here; a full gradient had that in it.
-                    old = None if deliveries[unit.index] == "gradients" else self._before.get(parameter)
-                    if old is None:
-                        parameter.grad.mul_(factor)
-                    else:
-                        parameter.grad.sub_(old).mul_(factor).add_(old)
-            self._before.clear()
+            deliveries = self._backward.live.deliveries
+            scale_to_active(self.units, deliveries, self._number_of, verdict, self._before)
+        self._before = {}
 
     def _explain(self, verdict: Verdict) -> None:
         """Raise the error for replicas that differ, with the parameters' names. Collective."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
+from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_unchanged, freeze_options, make_stand_in, step_groups
+from poseidon.engine.replicas import sum_of_bits
 from poseidon.routes.shard import Piece, Shard, State
 from poseidon.sums.chunks import Chunk
 from poseidon.team.team import Team
@@ -45,6 +48,17 @@ def gradients_in_hand(shard: Shard, lazy: Container[nn.Parameter]) -> dict[Piece
         for piece in shard.pieces
         if piece.parameter not in lazy
     }
+
+
+def with_own_gradients(engine: Engine) -> int:
+    """Return the sum of the steps so far with what a backward without an exchange has added since the last one with it.
+
+    Each owner takes its own worker's gradients. That is right if they are alike, as those of a penalty on the weights
+    are; so the others compare.
+    """
+    own = [engine.parameters[number].grad for number in sorted(engine.local)]
+    digest = sum_of_bits(gradient for gradient in own if gradient is not None)
+    return crc32(b"%d %d" % (engine.taken, digest))
 
 
 def sum_of_squares(means: Iterable[tuple[Chunk, Tensor]], shard: Shard, lazy: Container[nn.Parameter]) -> float:

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,13 @@ from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
 from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
-from poseidon.engine.orders import agree_on_clipping, gradients_in_hand, make_update, sum_of_squares
-from poseidon.engine.replicas import sum_of_bits
+from poseidon.engine.orders import (
+    agree_on_clipping,
+    gradients_in_hand,
+    make_update,
+    sum_of_squares,
+    with_own_gradients,
+)
 from poseidon.engine.rounding import Rounding
 from poseidon.engine.step import Phase
 from poseidon.engine.taken import TakenSteps
@@ -370,7 +374,7 @@ class ServedUpdates(TakenSteps):
             for item in exchanger.items:
                 exchanger.start(item, (), 0)
         if self.engine.local:
-            self._note_own_gradients()
+            self.engine.taken = with_own_gradients(self.engine)
         weights = shard.weights_in_hand(set(self._item_of) - self._rounding.rounded)
         state = self._take_state() if self._has_state else None
         self._coefficient = self._clip()
@@ -381,15 +385,6 @@ class ServedUpdates(TakenSteps):
         self._rounding.rounded.clear()
         for parameter in self._item_of:
             watch(parameter, self)
-
-    def _note_own_gradients(self) -> None:
-        """Let the others compare what a backward without an exchange has made of gradients after the last one with it.
-
-        Each owner takes its own worker's. That is right if they are alike, as those of a penalty on the weights are.
-        """
-        own = [self.engine.parameters[number].grad for number in sorted(self.engine.local)]
-        digest = sum_of_bits(gradient for gradient in own if gradient is not None)
-        self.engine.taken = crc32(b"%d %d" % (self.engine.taken, digest))
 
     def _check_layouts(self) -> None:
         for parameter, layout in self._layout_of.items():
