@@ -84,6 +84,14 @@ def _by_batches(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, s
     _plain(model, module, optimizer, x, y, seen)
     seen.append(torch.func.vmap(lambda row: row.square().sum())(module[0].weight).detach())
     seen.append(torch.func.jacrev(lambda row: row.square())(module[2].bias).detach())
+    seen.append(torch.func.jacfwd(lambda row: row.square())(module[0].bias).detach())
+
+
+def _by_captures(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Let parameters be read first inside a transform that got others."""
+    _plain(model, module, optimizer, x, y, seen)
+    seen.append(torch.func.grad(lambda one: module(one).square().sum())(torch.ones(2, 8)).detach())
+    seen.append(torch.func.jacfwd(lambda one: one * module[0].weight.sum())(torch.ones(2)).detach())
 
 
 def _evaluates(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
@@ -153,6 +161,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "torch.func": (small_net, _by_functions),
     "torch.func's gradients": (small_net, _by_gradients),
     "torch.func's batches": (small_net, _by_batches),
+    "inside torch.func": (small_net, _by_captures),
 }
 
 
