@@ -6,6 +6,9 @@ the call, except the nursery.
 
 The nursery is a process that imports PyTorch, Poseidon and the module of the test once, and forks the ranks: a rank
 starts in milliseconds instead of seconds. Ranks share nothing else; each starts with fresh state.
+
+With ``POSEIDON_TEST_DEVICE=cuda:0`` a rank makes its tensors there unless it names a device, so tests that name none
+can be tried on a GPU.
 """
 
 from __future__ import annotations
@@ -235,6 +238,9 @@ def _run(job: _Job, rank: int, env: Mapping[str, str], pipe: Connection) -> None
         place = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(env, GLOO_SOCKET_IFNAME="lo", **{name: str(value) for name, value in place.items()})
         torch.set_num_threads(1)
+        if "POSEIDON_TEST_DEVICE" in os.environ:
+            torch.set_default_device(os.environ["POSEIDON_TEST_DEVICE"])
+            torch.backends.cuda.matmul.allow_tf32 = False
         function, args = pickle.loads(job.call)
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.size)
