@@ -40,7 +40,7 @@ def lift(state: Any) -> tuple[Any, list[Tensor]]:
 
     def take(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
-        return torch.empty(0, dtype=tensor.dtype)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     return _exchange(state, take), tensors
 
@@ -74,7 +74,7 @@ def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
 def make_room(description: Description) -> list[Tensor]:
     """Return rows of bytes in host memory for tensors like these."""
     return [
-        torch.empty(math.prod(shape) * getattr(torch, dtype).itemsize, dtype=torch.uint8)
+        torch.empty(math.prod(shape) * getattr(torch, dtype).itemsize, dtype=torch.uint8, device="cpu")
         for dtype, shape in description
     ]
 

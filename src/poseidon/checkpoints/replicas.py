@@ -217,7 +217,7 @@ def hand_on(
             manifest, holder = manifests[key], sources[key]
             copy = held[key] if holder == rank else None
             found.append(Source(holder, manifest, copy))
-            exact = torch.empty(exact_bytes(manifest), dtype=torch.uint8) if copy is None else copy.exact
+            exact = torch.empty(exact_bytes(manifest), dtype=torch.uint8, device="cpu") if copy is None else copy.exact
             _broadcast(team, exact, holder)
             for run, values in exact_runs(manifest, exact):
                 part.set_exact(run, values)
@@ -233,4 +233,4 @@ def _broadcast(team: Team | None, row: Tensor, source: int) -> None:
 
 
 def _room(size: int, old: Tensor | None) -> Tensor:
-    return old if old is not None and len(old) == size else torch.empty(size, dtype=torch.uint8)
+    return old if old is not None and len(old) == size else torch.empty(size, dtype=torch.uint8, device="cpu")

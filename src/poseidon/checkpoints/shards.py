@@ -232,7 +232,7 @@ def take_parts(parts: Sequence[ShardPart], rows: Sequence[Tensor | None]) -> Ten
         row = rows[part.source]
         assert row is not None
         found.append(row[part.start : part.stop])
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def assemble(
@@ -294,7 +294,7 @@ def _join(tensors: Sequence[Tensor], old: Tensor | None) -> Tensor:
         here = iter(torch.cat(away).cpu().split([len(row) for row in away]))
         rows = [row if row.device.type == "cpu" else next(here) for row in rows]
     size = sum(map(len, rows))
-    place = old if old is not None and len(old) == size else torch.empty(size, dtype=torch.uint8)
+    place = old if old is not None and len(old) == size else torch.empty(size, dtype=torch.uint8, device="cpu")
     return torch.cat(rows, out=place) if rows else place
 
 

@@ -157,7 +157,7 @@ def from_bytes(data: bytes) -> Any:
 
 def _without_values(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty(0, dtype=value.dtype)
+        return torch.empty(0, dtype=value.dtype, device="cpu")
     if isinstance(value, Mapping):
         return like_mapping(value, {key: _without_values(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -172,7 +172,7 @@ class RandomState:
         """Return all states, as plain data and tensors."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
-            "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+            "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }

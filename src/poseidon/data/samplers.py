@@ -228,7 +228,9 @@ class ElasticSampler(Position, Sampler[list[int]]):
         self._begin()
         order = None
         if self._shuffles:
-            order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self.epoch))
+            order = torch.randperm(
+                self._length, generator=torch.Generator().manual_seed(self._seed + self.epoch), device="cpu"
+            )
         balancer = self._balancer if self._is_counted else None
         first = 0 if balancer is None else balancer.handed
         for number, (start, stop) in enumerate(itertools.pairwise(self._cuts[self.done - self._first :]), first):

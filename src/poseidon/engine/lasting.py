@@ -186,7 +186,7 @@ class LastingUpdates(ServedUpdates):
             mine = [part for part in parts if sources[part.source].holder == holder]
             is_here = inheritance.team is None or holder == inheritance.team.rank
             size = sum(part.stop - part.start for part in mine)
-            came[holder] = take_parts(mine, rows) if is_here else torch.empty(size, dtype=torch.uint8)
+            came[holder] = take_parts(mine, rows) if is_here else torch.empty(size, dtype=torch.uint8, device="cpu")
             if inheritance.team is not None and size:
                 for future in inheritance.team.start_broadcast(came[holder].numpy().data, holder):
                     inheritance.team.result(future, _WHAT)
@@ -221,7 +221,7 @@ def deal(
         if holder == team.rank:
             came[holder] = take_parts(mine, rows)
             continue
-        came[holder] = torch.empty(sum(part.stop - part.start for part in mine), dtype=torch.uint8)
+        came[holder] = torch.empty(sum(part.stop - part.start for part in mine), dtype=torch.uint8, device="cpu")
         if len(came[holder]):
             arrivals.append(team.mail.expect(holder, Tag(channel, 0), came[holder].numpy().data))
     for peer in range(team.size):

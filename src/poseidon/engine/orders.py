@@ -81,9 +81,9 @@ def agree_on_clipping(
 
     ``scale`` is what gradients still have to be divided by; ``is_double``: some gradient is in double precision.
     """
-    word = torch.tensor(square, dtype=torch.float64).view(torch.int64).item()
+    word = torch.tensor(square, dtype=torch.float64, device="cpu").view(torch.int64).item()
     everybody = team.gather_ints([int(word)], "the norm of the gradients")
-    squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64).view(torch.float64)
+    squares = torch.tensor([row[0] for row in everybody], dtype=torch.int64, device="cpu").view(torch.float64)
     norm = squares.sum().sqrt().to(torch.float64 if is_double else torch.float32)
     if scale is not None:
         norm = norm / scale.to(norm)

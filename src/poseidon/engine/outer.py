@@ -165,7 +165,7 @@ class Fragment:
         for stack in self._stacks:
             stack.collect(weight)
         self._digest = _digest([stack.agreed for stack in self._values], self.note.device) if checks else None
-        self.note.copy_(torch.tensor([weight, float(is_active), 0.0], dtype=torch.float64))
+        self.note.copy_(torch.tensor([weight, float(is_active), 0.0], dtype=torch.float64, device="cpu"))
         if self._digest is not None:
             self.note[DIGEST] = self._digest
 

@@ -187,7 +187,7 @@ class OutsideFrontEnd:
         parameter, weight = self._parameters[position], self.weight
         source = as_tensor(gradient)
         if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype)
+            parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         if weight == 1.0:
             parameter.grad.copy_(source)
         elif not weight:
@@ -200,7 +200,7 @@ class OutsideFrontEnd:
         """Hand over a linear unit's inputs (K x N) and output gradients (K x M), one pair per call; copies them."""
         unit, weight = self._unit_at[position], self.weight
         is_short = self._engine.collects(unit)
-        total = torch.zeros(() if is_short else unit.weight.shape, dtype=unit.weight.dtype)
+        total = torch.zeros(() if is_short else unit.weight.shape, dtype=unit.weight.dtype, device="cpu")
         for x, g in pairs:
             rows, gradient = as_tensor(x), as_tensor(g)
             if not weight:
@@ -232,7 +232,9 @@ class OutsideFrontEnd:
             shape = unit.weight.shape
             unit.weight.grad = torch.sparse_coo_tensor(where.unsqueeze(0), rows, shape, check_invariants=False)
         else:
-            unit.weight.grad = torch.zeros(unit.weight.shape, dtype=unit.weight.dtype).index_add_(0, where, rows)
+            unit.weight.grad = torch.zeros(unit.weight.shape, dtype=unit.weight.dtype, device="cpu").index_add_(
+                0, where, rows
+            )
         self._engine.parameter_ready(unit.weight, is_dense=not is_short)
 
     def finish(self) -> None:
@@ -328,7 +330,7 @@ def _mirror(variable: OutsideVariable) -> nn.Parameter:
             f"{variable.name} has type {variable.dtype}; gradients of {', '.join(_TYPES)} can be averaged"
         )
     # One value, expanded: only shape and dtype matter here, the data stays in the framework.
-    return nn.Parameter(torch.empty((), dtype=_TYPES[variable.dtype]).expand(variable.shape))
+    return nn.Parameter(torch.empty((), dtype=_TYPES[variable.dtype], device="cpu").expand(variable.shape))
 
 
 def step_weight(mine: int, counts: Sequence[int]) -> float:

@@ -154,7 +154,7 @@ def _fetch(sums: Tensor) -> Callable[[], list[int]]:
     """Start to bring sums to the host; the result waits for them."""
     if not sums.is_cuda:
         return sums.tolist
-    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True, device="cpu")
     host.copy_(sums, non_blocking=True)
     done = torch.cuda.Event()
     done.record()

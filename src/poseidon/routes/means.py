@@ -77,7 +77,7 @@ class LossyMeans(Means):
         sizes = [flat.numel() for flat in flats]
         self._slots = make_slots(0, sizes, [flat.dtype.itemsize for flat in flats], team.size, CHUNK_BYTES)
         self._rests = {
-            place: torch.zeros(sizes[place], dtype=torch.float32)
+            place: torch.zeros(sizes[place], dtype=torch.float32, device="cpu")
             for place in lossy
             if flats[place].dtype is torch.float32
         }

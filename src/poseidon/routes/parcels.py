@@ -78,7 +78,7 @@ def write_message(parcels: Sequence[Parcel]) -> Tensor:
         itemsize = 0 if short is None else parcel.itemsize
         words.append((*parcel.rows.shape, parcel.flags, parcel.step, body.numel(), itemsize))
         bodies.append(body)
-    return torch.cat([torch.tensor(words, dtype=torch.int64).view(torch.uint8).view(-1), *bodies])
+    return torch.cat([torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8).view(-1), *bodies])
 
 
 def open_message(message: Tensor, parcels: Sequence[Parcel], rank: int, peer: int) -> Opened:

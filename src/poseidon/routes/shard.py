@@ -291,7 +291,9 @@ def read_state(view: memoryview, pieces: Sequence[tuple[nn.Parameter, int, int]]
             dtype = _DTYPES[name]
             count = stop - start if shape is None else _count(shape)
             size = count * dtype.itemsize
-            values = torch.frombuffer(bytearray(view[at : at + size]), dtype=dtype) if size else torch.empty(0)
+            values = (
+                torch.frombuffer(bytearray(view[at : at + size]), dtype=dtype) if size else torch.empty(0, device="cpu")
+            )
             at += size
             device = torch.device("cpu") if on_host else parameter.device
             if shape is not None:
