@@ -275,10 +275,11 @@ def _main() -> None:
         _garbage(seed)
 
 
-def _run(job: str, interpreted: bool) -> None:
+def run_apart(file: str, job: str, interpreted: bool) -> None:
+    """Call a function of a file in a process of its own, whose kernels are interpreted or compiled."""
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, __file__, job],
+        [sys.executable, file, job],
         env={**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {}), "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -290,11 +291,11 @@ def _run(job: str, interpreted: bool) -> None:
 
 
 def test_kernels_compact_like_the_codec_restore_all_bits_and_add_in_the_order_of_ranks() -> None:
-    _run("_main", interpreted=DEVICE != "cuda")
+    run_apart(__file__, "_main", interpreted=DEVICE != "cuda")
 
 
 def test_kernels_compile() -> None:
-    _run("_compile", interpreted=False)
+    run_apart(__file__, "_compile", interpreted=False)
 
 
 if __name__ == "__main__":

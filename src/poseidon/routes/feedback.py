@@ -25,7 +25,10 @@ class Feedback:
         """By the ids of the parameters that share an item."""
         self._rests: dict[nn.Parameter, Tensor] = {}
         """What the mean still lacks of this worker's gradients: views of these, in the shapes of the parameters."""
+        self._base_flats: dict[tuple[int, ...], Tensor] = {}
+        """By rank, and the ids of the parameters that are matrices of an item."""
         self._bases: dict[nn.Parameter, Tensor] = {}
+        """Where low rank begins its search: views of these."""
 
     def bind(self, units: Sequence[LiveUnit]) -> None:
         """Learn the names of the parameters."""
@@ -54,12 +57,27 @@ class Feedback:
         """Return what is kept of one parameter, to be changed in place."""
         return self._rests[parameter]
 
-    def base_of(self, parameter: nn.Parameter, columns: int, rank: int) -> Tensor:
-        """Return the second factor of a matrix, from which the next step begins; at first random, alike everywhere."""
-        base = self._bases.get(parameter)
-        if base is None or base.shape != (columns, rank):
-            base = self._bases[parameter] = _draw(self._names[parameter], (columns, rank)).to(parameter.device)
-        return base
+    def bases_of(self, matrices: Sequence[tuple[nn.Parameter, int]], rank: int) -> Tensor:
+        """Return the second factors of an item's matrices, one behind the other, from which the next step begins.
+
+        Each has a row for each column of its matrix, and ``rank`` columns. At first all are random, alike everywhere.
+        """
+        key = (rank, *(id(parameter) for parameter, _ in matrices))
+        flat = self._base_flats.get(key)
+        device = matrices[0][0].device if matrices else None
+        if flat is not None and flat.device == device:
+            return flat
+        flat = torch.empty(rank * sum(columns for _, columns in matrices), dtype=torch.float32, device=device)
+        views = flat.split([rank * columns for _, columns in matrices])
+        for (parameter, columns), view in zip(matrices, views, strict=True):
+            place, base = view.view(columns, rank), self._bases.get(parameter)
+            is_new = base is None or base.shape != place.shape
+            place.copy_(_draw(self._names[parameter], place.shape) if is_new else base)
+            self._bases[parameter] = place
+        mine = set(key[1:])
+        self._base_flats = {other: one for other, one in self._base_flats.items() if mine.isdisjoint(other[1:])}
+        self._base_flats[key] = flat
+        return flat
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything by the parameters' names; the tensors are those in use."""

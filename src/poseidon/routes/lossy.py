@@ -189,8 +189,9 @@ class LowRankRoute(LossyRoute):
         return any(as_matrix(parameter.shape, self.rank) is not None for parameter in unit.parameters)
 
     def share(self, unit: Unit) -> float:
-        """Return that of both together."""
-        return sum(self.values(unit)) / max(unit.numel, 1)
+        """Return that of both together; the second ones have two bytes a value."""
+        first, second = self.values(unit)
+        return (first + second / 2) / max(unit.numel, 1)
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
         """Count the products too."""
@@ -203,7 +204,8 @@ class LowRankRoute(LossyRoute):
         machines = conditions.cluster.machines
         counts = [self.values(unit) for unit in item.specs]
         ways = conditions.cluster.workers_per_machine * (machines - 1) / machines
-        sizes = [4.0 * sum(one[leg] for one in counts) * ways for leg in (0, 0, 1, 1)]
+        first, second = 4.0 * sum(one[0] for one in counts), 2.0 * sum(one[1] for one in counts)
+        sizes = [size * ways for size in (first, first, second, second)]
         return [
             Transfer(
                 name=item.name,

@@ -1,16 +1,19 @@
 """Step 3, lossy: matrices travel as products of two narrow ones (PowerSGD), with warm start and error feedback.
 
-``sums/lowrank.py`` has the idea. Both factors go through the parameter server as exact sums (``sums/``), which all
-workers receive alike; what they compute from them is alike on equal machines, as with ``factors``. The first factors
-leave as soon as an item's gradients are final. A thread of its own makes the received ones orthonormal and lets the
-second ones leave, while backward goes on or, under ``distribute``, the next forward.
+``sums/lowrank.py`` has the idea. Both factors go through the parameter server (``sums/``): the first ones as exact
+sums, the second, longer ones rounded to bf16. All workers receive the same bytes; what they compute from them is alike
+on equal machines, as with ``factors``. The first factors leave as soon as an item's gradients are final. A thread of
+its own makes the received ones orthonormal and lets the second ones leave, while backward goes on or, under
+``distribute``, the next forward.
 
-What a worker keeps is what the product of P and its own Q lacks of its own gradient. The mean is the product of P and
+What a worker keeps is what the product of P and its own Q lacks of its own gradient, where its own Q is what arrived
+of it: without what was rounded off, of its part or, where it owns a chunk, of the sum. The mean is the product of P and
 the mean Q, so all that was sent and all that is kept add up to all gradients.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -28,13 +31,18 @@ from poseidon.routes.base import Brought, Context, Exchange, Exchanger, LiveItem
 from poseidon.routes.feedback import Feedback
 from poseidon.routes.rounded import fixed_slots, take_back
 from poseidon.sums.events import Waiter, record
+from poseidon.sums.feedback import LossyAdder
 from poseidon.sums.host import host_adders
-from poseidon.sums.lowrank import LowRankMatrix, host_digest, orthonormalize, split_bucket
+from poseidon.sums.lossy import Bf16Codec
+from poseidon.sums.lowrank import host_digest, orthonormalize, split_bucket
+from poseidon.sums.lowrank_products import find_products
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot
 from poseidon.team.membership import PeerLostError
 from poseidon.team.team import CLOSE_S, Team
 from poseidon.team.wiring import connect_wire
+from poseidon.wire.formats import find_format
+from poseidon.wire.pool import Pool
 
 CHUNK_BYTES = 1 << 17
 """Few bytes travel, in four hops that wait for each other, so even a short factor is dealt to all owners: one of 800 kB
@@ -73,8 +81,13 @@ class LowRankExchanger(Exchanger):
         for one, left, right in zip(narrow, lefts, rights, strict=True):
             one.slots = left, right
         slots = [*lefts, *rights]
-        adders = host_adders(slots, ["float32"] * len(slots), team.rank, team.size)
-        self._server.book(zip(slots, adders, strict=True))
+        exact = host_adders(lefts, ["float32"] * len(lefts), team.rank, team.size)
+        pool, codec, float32 = Pool(), Bf16Codec(), find_format("float32")
+        rounded = [
+            LossyAdder(slot, team.rank, codec, one.host_lost, float32, pool, team.size)
+            for slot, one in zip(rights, narrow, strict=True)
+        ]
+        self._server.book(zip(slots, [*exact, *rounded], strict=True))
         # Nobody may send before all workers know the slots.
         team.gather_ints([len(slots)], "the parameter server")
 
@@ -141,58 +154,60 @@ class _Narrow:
         parameters = item.parameters
         device = self.device = parameters[0].device
         shapes = [_dense_shape(parameter) for parameter in parameters]
-        self.sizes = [parameter.numel() for parameter in parameters]
-        layout = self.layout = split_bucket(self.sizes, [as_matrix(shape, rank) for shape in shapes], rank)
-        self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
-        self.right = torch.empty(layout.right_size, dtype=torch.float32, device=device)
+        self._sizes = [parameter.numel() for parameter in parameters]
+        layout = self.layout = split_bucket(self._sizes, [as_matrix(shape, rank) for shape in shapes], rank)
+        self.products = find_products(layout, self._sizes, device)
         is_apart = waiter is not None and device.type == "cuda"
         self.waiter = waiter if is_apart else None
         self.stream = torch.cuda.Stream(device, _URGENT) if is_apart else None
-        both = self.left, self.right
-        held = [torch.empty_like(one, device="cpu", pin_memory=True) if is_apart else one for one in both]
-        self.host_left, self.host_right = (one.numpy() for one in held)
-        self._held_left, self._held_right = held
+        self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
+        self.own, self.mean, self.lost = (
+            torch.zeros(layout.right_size, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        """The second factors: this worker's, everybody's mean, and what the sum lacks of this worker's."""
+        there = self.left, self.mean, self.lost
+        held = [torch.zeros_like(one, device="cpu", pin_memory=True) if is_apart else one for one in there]
+        self.host_left, self.host_right, self.host_lost = (one.numpy() for one in held)
+        self._held_left, self._held_right, self._held_lost = held
         # Made once: in a step every call of Python counts, on a thread that has a device to feed.
         self.rest = feedback.flat_of(item, device)
-        self.rests, self.whole_rests = self.split(self.rest)
-        """Of each matrix, and of what travels as it is."""
-        self.bases = [feedback.base_of(parameters[one.place], one.columns, rank) for one in layout.matrices]
+        self.whole_rests = self.whole_of(self.rest)
+        self.base = feedback.bases_of([(parameters[one.place], one.columns) for one in layout.matrices], rank)
         """Q of the step before, of each matrix; alike on all workers."""
-        self.ps = [self.left[one.left].view(one.rows, rank) for one in layout.matrices]
-        self.qs = self.split_right(self.right)
+        self.bases = self._split_right(self.base)
+        self.means = self._split_right(self.mean)
         self.whole_left = [self.left[span] for _, span in layout.whole]
 
-    def split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the matrices of a tensor that lies as the bucket does, and what travels as it is."""
-        pieces, layout = flat.split(self.sizes), self.layout
-        return (
-            [_as_matrix(pieces[one.place], one) for one in layout.matrices],
-            [pieces[place] for place, _ in layout.whole],
-        )
-
-    def split_right(self, right: Tensor) -> list[Tensor]:
-        """Return the second factors."""
-        return [right[one.right].view(one.columns, self.layout.rank) for one in self.layout.matrices]
+    def whole_of(self, flat: Tensor) -> list[Tensor]:
+        """Return what travels as it is of a tensor that lies as the bucket does."""
+        pieces = flat.split(self._sizes)
+        return [pieces[place] for place, _ in self.layout.whole]
 
     def fetch_left(self) -> None:
         """Copy what travels first out of the device."""
-        self._copy(self._held_left, self.left)
+        _copy(self._held_left, self.left)
 
     def fetch_right(self) -> None:
-        """Copy what travels then out of the device."""
-        self._copy(self._held_right, self.right)
+        """Copy what travels then out of the device; what comes back takes its place."""
+        self._held_right.copy_(self.own, non_blocking=True)
 
     def bring_left(self) -> None:
         """Copy what came back first to the device."""
-        self._copy(self.left, self._held_left)
+        _copy(self.left, self._held_left)
 
     def bring_right(self) -> None:
-        """Copy what came back then to the device."""
-        self._copy(self.right, self._held_right)
+        """Copy what came back then to the device, and take from this worker's own what did not arrive of it."""
+        _copy(self.mean, self._held_right)
+        _copy(self.lost, self._held_lost)
+        self.own.sub_(self.lost)
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        if target is not source:
-            target.copy_(source, non_blocking=True)
+    def _split_right(self, right: Tensor) -> list[Tensor]:
+        return [right[one.right].view(one.columns, self.layout.rank) for one in self.layout.matrices]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target is not source:
+        target.copy_(source, non_blocking=True)
 
 
 class _LowRankExchange(Exchange):
@@ -204,19 +219,18 @@ class _LowRankExchange(Exchange):
         self._item = item
         self._feedback = feedback
         self._flat = item.pack()
-        self._matrices, self._whole = narrow.split(self._flat)
-        self._is_sound: list[bool] = []
-        """By matrix: whether its P is finite."""
+        self._whole = narrow.whole_of(self._flat)
+        self._is_sound = True
+        """Whether all that came is finite."""
         self._future: Future[torch.cuda.Event | None] = Future()
 
     def begin(self, send: Callable[[], None]) -> None:
         """Add what was kept, make the first factors, and ``send`` them once they are in host memory."""
         narrow = self.narrow
         with torch.no_grad():
-            self._flat.add_(narrow.rest)
-            for matrix, base, p in zip(self._matrices, narrow.bases, narrow.ps, strict=True):
-                torch.mm(matrix, base, out=p)
+            narrow.products.make_left(self._flat, narrow.rest, narrow.base, narrow.left)
             if self._whole:
+                torch._foreach_add_(self._whole, narrow.whole_rests)
                 torch._foreach_copy_(narrow.whole_left, self._whole)
                 torch._foreach_zero_(narrow.whole_rests)
             if narrow.stream is None:
@@ -228,58 +242,47 @@ class _LowRankExchange(Exchange):
                 self._after(send)
 
     def turn(self, send: Callable[[], None]) -> None:
-        """Make P orthonormal, ``send`` the second factors, and keep what the product lacks."""
+        """Make P orthonormal, and ``send`` the second factors."""
         narrow, layout = self.narrow, self.narrow.layout
         for one in layout.matrices:
-            self._is_sound.append(orthonormalize(narrow.host_left[one.left].reshape(one.rows, layout.rank)))
+            left = narrow.host_left[one.left].reshape(one.rows, layout.rank)
+            self._is_sound &= orthonormalize(left)
         with self._aside():
             narrow.bring_left()
-            for matrix, p, q in zip(self._matrices, narrow.ps, narrow.qs, strict=True):
-                torch.mm(matrix.t(), p, out=q)
+            narrow.products.make_right(self._flat, narrow.left, narrow.own)
+            narrow.host_lost.fill(0)
+            narrow.fetch_right()
             if narrow.stream is None:
-                # A copy: the mean comes in the place of this worker's own.
-                own = narrow.split_right(narrow.right.clone())
                 send()
             else:
-                own = narrow.qs
-                narrow.fetch_right()
                 self._after(send)
-            for place, is_sound in enumerate(self._is_sound):
-                if is_sound:
-                    matrix, p, rest = self._matrices[place], narrow.ps[place], narrow.rests[place]
-                    torch.addmm(matrix, p, own[place].t(), alpha=-1, out=rest)
 
     def land(self) -> None:
         """Take the mean of the second factors, from which the next step begins."""
         narrow = self.narrow
         with self._aside():
             narrow.bring_right()
-            for place, one in enumerate(narrow.layout.matrices):
-                mean = narrow.host_right[one.right].reshape(-1, narrow.layout.rank)
-                if not self._is_sound[place] or not np.isfinite(mean).all():
-                    continue
-                base, q, is_used = narrow.bases[place], narrow.qs[place], mean.any(0)
-                if is_used.all():
-                    base.copy_(q)
-                    continue
-                # A column of zeros would stay one: nothing would ever be sent along it.
-                for column in np.flatnonzero(is_used).tolist():
-                    base[:, column].copy_(q[:, column])
+            self._is_sound &= bool(np.isfinite(narrow.host_right).all())
+            if self._is_sound:
+                self._keep_bases()
             self._future.set_result(None if narrow.stream is None else record(narrow.stream))
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
-        """Put the products in place of the gradients."""
+        """Put the products in place of the gradients, and keep what they lack."""
         done = self._team.result(self._future, self._item.name)
         narrow = self.narrow
         if done is not None:
             torch.cuda.current_stream(narrow.device).wait_event(done)
         with torch.no_grad():
-            for matrix, p, q in zip(self._matrices, narrow.ps, narrow.qs, strict=True):
-                torch.mm(p, q.t(), out=matrix)
+            if self._is_sound:
+                narrow.products.restore(self._flat, narrow.rest, narrow.left, narrow.own, narrow.mean)
+            else:
+                # A step that a loss scaler skips: nothing of it is kept.
+                self._flat.fill_(math.nan)
             if self._whole:
                 torch._foreach_copy_(self._whole, narrow.whole_left)
         # The wire may know this object for another step, and a bucket goes elsewhere if its memory is in use.
-        self._matrices, self._whole = [], []
+        self._whole = []
 
     def take_back(self, used: Sequence[bool]) -> None:
         """Keep what came of gradients that nobody uses."""
@@ -290,6 +293,17 @@ class _LowRankExchange(Exchange):
         if not self._future.done():
             self._future.set_exception(error)
 
+    def _keep_bases(self) -> None:
+        narrow = self.narrow
+        is_used = [narrow.host_right[one.right].reshape(one.columns, -1).any(0) for one in narrow.layout.matrices]
+        if all(columns.all() for columns in is_used):
+            narrow.base.copy_(narrow.mean)
+            return
+        # A column of zeros would stay one: nothing would ever be sent along it.
+        for base, mean, columns in zip(narrow.bases, narrow.means, is_used, strict=True):
+            for column in np.flatnonzero(columns).tolist():
+                base[:, column].copy_(mean[:, column])
+
     def _after(self, send: Callable[[], None]) -> None:
         """Call ``send`` once the stream has done what it was given."""
         assert self.narrow.stream is not None
@@ -299,13 +313,6 @@ class _LowRankExchange(Exchange):
     def _aside(self) -> Any:
         stream = self.narrow.stream
         return torch.cuda.stream(stream) if stream is not None else torch.no_grad()
-
-
-def _as_matrix(piece: Tensor, matrix: LowRankMatrix) -> Tensor:
-    """Return a view of a tensor's values as the matrix that travels."""
-    if matrix.is_turned:
-        return piece.view(matrix.columns, matrix.rows).t()
-    return piece.view(matrix.rows, matrix.columns)
 
 
 def _dense_shape(parameter: Tensor) -> Sequence[int]:

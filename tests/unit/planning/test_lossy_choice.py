@@ -181,7 +181,7 @@ def test_no_trial_changes_how_much_a_layer_loses(defers: bool) -> None:
         ("bf16", 0.5),
         ("int8", 254 / 1024),
         ("topk", 656 * 6 / 65536 / 4),
-        ("lowrank", 4 * (512 + 4608 + 2 * 4096) / (512 * 4608 + 4096**2)),
+        ("lowrank", 4 * (512 + 4608 / 2 + 1.5 * 4096) / (512 * 4608 + 4096**2)),
     ],
 )
 def test_the_simulator_moves_what_the_planner_counts(way: str, share: float) -> None:

@@ -1,0 +1,111 @@
+"""Kernels for the products of low rank on a CUDA device, in Triton, which comes with PyTorch for CUDA.
+
+All matrices of a bucket are worked on at once: a row of a table (``lowrank_products.py``), 8 numbers, tells each
+instance which piece of which matrix is its own. A matrix lies row by row, whether it travels transposed or not.
+Everything is multiplied and added in float32, where a matrix product of PyTorch may use TF32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def narrow(
+    flat,
+    rest,
+    base,
+    into,
+    table,
+    rank: tl.constexpr,
+    rank_room: tl.constexpr,
+    many_rows: tl.constexpr,
+    many_columns: tl.constexpr,
+    along_rows: tl.constexpr,
+    adds: tl.constexpr,
+):
+    """Multiply a piece of a matrix by a narrow one; with ``adds`` after what was kept has been added to it, in place.
+
+    ``along_rows``: sums run along rows, ``many_rows`` of them, and ``base`` has a row for each column. Otherwise they
+    run along columns.
+    """
+    at = table + tl.program_id(0) * 8
+    start, width = tl.load(at), tl.load(at + 1)
+    first_row, last_row = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
+    first_column, last_column = tl.load(at + 4).to(tl.int32), tl.load(at + 5).to(tl.int32)
+    base += tl.load(at + 6)
+    into += tl.load(at + 7)
+    ranks = tl.arange(0, rank_room)
+    is_rank = ranks < rank
+    total = tl.zeros((many_rows, many_columns, rank_room), tl.float32)
+    if along_rows:
+        rows = first_row + tl.arange(0, many_rows)
+        is_row = rows < last_row
+        for column in range(first_column, last_column, many_columns):
+            columns = column + tl.arange(0, many_columns)
+            is_column = columns < last_column
+            where = start + rows[:, None] * width + columns[None, :]
+            is_here = is_row[:, None] & is_column[None, :]
+            values = tl.load(flat + where, is_here, 0.0)
+            if adds:
+                values += tl.load(rest + where, is_here, 0.0)
+                tl.store(flat + where, values, is_here)
+            others = tl.load(
+                base + columns[:, None] * rank + ranks[None, :], is_column[:, None] & is_rank[None, :], 0.0
+            )
+            total += values[:, :, None] * others[None, :, :]
+        tl.store(into + rows[:, None] * rank + ranks[None, :], tl.sum(total, 1), is_row[:, None] & is_rank[None, :])
+    else:
+        columns = first_column + tl.arange(0, many_columns)
+        is_column = columns < last_column
+        for row in range(first_row, last_row, many_rows):
+            rows = row + tl.arange(0, many_rows)
+            is_row = rows < last_row
+            where = start + rows[:, None] * width + columns[None, :]
+            is_here = is_row[:, None] & is_column[None, :]
+            values = tl.load(flat + where, is_here, 0.0)
+            if adds:
+                values += tl.load(rest + where, is_here, 0.0)
+                tl.store(flat + where, values, is_here)
+            others = tl.load(base + rows[:, None] * rank + ranks[None, :], is_row[:, None] & is_rank[None, :], 0.0)
+            total += values[:, :, None] * others[:, None, :]
+        tl.store(
+            into + columns[:, None] * rank + ranks[None, :], tl.sum(total, 0), is_column[:, None] & is_rank[None, :]
+        )
+
+
+@triton.jit
+def widen(
+    flat,
+    rest,
+    by_row,
+    own_by_row,
+    by_column,
+    own_by_column,
+    table,
+    rank: tl.constexpr,
+    many_rows: tl.constexpr,
+    many_columns: tl.constexpr,
+):
+    """Replace a piece of a matrix by a product, and keep in ``rest`` what this worker's own product lacks of it."""
+    at = table + tl.program_id(0) * 8
+    start, width = tl.load(at), tl.load(at + 1)
+    last_row, last_column = tl.load(at + 3).to(tl.int32), tl.load(at + 5).to(tl.int32)
+    rows = tl.load(at + 2).to(tl.int32) + tl.arange(0, many_rows)
+    columns = tl.load(at + 4).to(tl.int32) + tl.arange(0, many_columns)
+    rows_at, columns_at = tl.load(at + 6), tl.load(at + 7)
+    is_row, is_column = rows < last_row, columns < last_column
+    where = start + rows[:, None] * width + columns[None, :]
+    is_here = is_row[:, None] & is_column[None, :]
+    left = tl.load(flat + where, is_here, 0.0)
+    product = tl.zeros((many_rows, many_columns), tl.float32)
+    for one in tl.static_range(rank):
+        down = rows_at + rows * rank + one
+        across = columns_at + columns * rank + one
+        mine = tl.load(own_by_row + down, is_row, 0.0)
+        left -= mine[:, None] * tl.load(own_by_column + across, is_column, 0.0)[None, :]
+        ours = tl.load(by_row + down, is_row, 0.0)
+        product += ours[:, None] * tl.load(by_column + across, is_column, 0.0)[None, :]
+    tl.store(rest + where, left, is_here)
+    tl.store(flat + where, product, is_here)
