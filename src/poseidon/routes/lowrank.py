@@ -13,6 +13,7 @@ the mean Q, so all that was sent and all that is kept add up to all gradients.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -48,7 +49,7 @@ CHUNK_BYTES = 1 << 17
 """Few bytes travel, in four hops that wait for each other, so even a short factor is dealt to all owners: one of 800 kB
 crosses eight links of 1 Gbit/s in a third of the time that three owners take."""
 _URGENT = -1
-"""The second factors wait for products on a stream of their own, behind which backward's kernels can wait better."""
+"""The wire waits for what these streams do; backward's kernels can wait better."""
 
 
 class LowRankExchanger(Exchanger):
@@ -62,7 +63,7 @@ class LowRankExchanger(Exchanger):
         self._transport = connect_wire(team, range(team.size), link=context.cluster.between, route="lowrank")
         self._server = SumServer(self._transport)
         self._transport.listen_lost(lambda peer, why: self._server.fail(PeerLostError(peer, why)))
-        self._waiter = Waiter("poseidon-low-rank-copies") if context.is_cuda else None
+        self._lanes: dict[torch.device, _Lanes] = {}
         self._narrow: dict[LiveItem, _Narrow] = {}
         self._booked = 0
         self._chores: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -72,7 +73,9 @@ class LowRankExchanger(Exchanger):
     def prepare(self, items: Sequence[LiveItem]) -> None:
         """Agree on two slots for each bucket: for the first factors, and for the second ones."""
         team = self._team
-        self._narrow = {item: _Narrow(item, self._rank, self._feedback, self._waiter) for item in items}
+        self._narrow = {
+            item: _Narrow(item, self._rank, self._feedback, self._lanes_of(item.parameters[0].device)) for item in items
+        }
         narrow = list(self._narrow.values())
         lefts = fixed_slots(self._booked, items, [one.layout.left_size for one in narrow], team.size, CHUNK_BYTES)
         second = self._booked + len(items)
@@ -112,9 +115,16 @@ class LowRankExchanger(Exchanger):
         """Stop the threads and close the connections."""
         self._chores.put(None)
         self._helper.join(timeout=CLOSE_S)
-        if self._waiter is not None:
-            self._waiter.close()
+        for lanes in self._lanes.values():
+            lanes.close()
         self._transport.close()
+
+    def _lanes_of(self, device: torch.device) -> _Lanes | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._lanes:
+            self._lanes[device] = _Lanes(device)
+        return self._lanes[device]
 
     def _later(self, chore: Callable[[], None], exchange: _LowRankExchange) -> None:
         """Do something on the helper's thread; the wire's must not wait for arithmetic."""
@@ -145,28 +155,44 @@ def _follow(summed: Future[Any], then: Callable[[], None], fail: Callable[[BaseE
     summed.add_done_callback(done)
 
 
+class _Lanes:
+    """Streams beside a device's computation, each with a thread that waits for what it does.
+
+    Two: a first factor waits for the backward that makes it, which the processor may have queued long before, and no
+    second one may wait for that. Not one for each bucket: a device has few queues, and streams that share one wait for
+    each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = (torch.cuda.Stream(device, _URGENT) for _ in range(2))
+        self.first, self.second = Waiter("poseidon-low-rank-first"), Waiter("poseidon-low-rank-second")
+
+    def close(self) -> None:
+        """End the threads."""
+        self.first.close()
+        self.second.close()
+
+
 class _Narrow:
     """The memory of one bucket's factors, on its device and beside it, used in one step after the other."""
 
     slots: tuple[Slot, Slot]
 
-    def __init__(self, item: LiveItem, rank: int, feedback: Feedback, waiter: Waiter | None) -> None:
+    def __init__(self, item: LiveItem, rank: int, feedback: Feedback, lanes: _Lanes | None) -> None:
         parameters = item.parameters
         device = self.device = parameters[0].device
         shapes = [_dense_shape(parameter) for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         layout = self.layout = split_bucket(self._sizes, [as_matrix(shape, rank) for shape in shapes], rank)
         self.products = find_products(layout, self._sizes, device)
-        is_apart = waiter is not None and device.type == "cuda"
-        self.waiter = waiter if is_apart else None
-        self.stream = torch.cuda.Stream(device, _URGENT) if is_apart else None
+        self.lanes = lanes
         self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
         self.own, self.mean, self.lost = (
             torch.zeros(layout.right_size, dtype=torch.float32, device=device) for _ in range(3)
         )
         """The second factors: this worker's, everybody's mean, and what the sum lacks of this worker's."""
         there = self.left, self.mean, self.lost
-        held = [torch.zeros_like(one, device="cpu", pin_memory=True) if is_apart else one for one in there]
+        held = [torch.zeros_like(one, device="cpu", pin_memory=True) if lanes else one for one in there]
         self.host_left, self.host_right, self.host_lost = (one.numpy() for one in held)
         self._held_left, self._held_right, self._held_lost = held
         # Made once: in a step every call of Python counts, on a thread that has a device to feed.
@@ -233,13 +259,14 @@ class _LowRankExchange(Exchange):
                 torch._foreach_add_(self._whole, narrow.whole_rests)
                 torch._foreach_copy_(narrow.whole_left, self._whole)
                 torch._foreach_zero_(narrow.whole_rests)
-            if narrow.stream is None:
+            lanes = narrow.lanes
+            if lanes is None:
                 send()
                 return
-            narrow.stream.wait_stream(torch.cuda.current_stream(narrow.device))
-            with torch.cuda.stream(narrow.stream):
+            lanes.out.wait_stream(torch.cuda.current_stream(narrow.device))
+            with torch.cuda.stream(lanes.out):
                 narrow.fetch_left()
-                self._after(send)
+                lanes.first.put(record(lanes.out), send, self.fail)
 
     def turn(self, send: Callable[[], None]) -> None:
         """Make P orthonormal, and ``send`` the second factors."""
@@ -252,10 +279,10 @@ class _LowRankExchange(Exchange):
             narrow.products.make_right(self._flat, narrow.left, narrow.own)
             narrow.host_lost.fill(0)
             narrow.fetch_right()
-            if narrow.stream is None:
+            if narrow.lanes is None:
                 send()
             else:
-                self._after(send)
+                narrow.lanes.second.put(record(narrow.lanes.back), send, self.fail)
 
     def land(self) -> None:
         """Take the mean of the second factors, from which the next step begins."""
@@ -265,7 +292,7 @@ class _LowRankExchange(Exchange):
             self._is_sound &= bool(np.isfinite(narrow.host_right).all())
             if self._is_sound:
                 self._keep_bases()
-            self._future.set_result(None if narrow.stream is None else record(narrow.stream))
+            self._future.set_result(None if narrow.lanes is None else record(narrow.lanes.back))
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Put the products in place of the gradients, and keep what they lack."""
@@ -304,15 +331,9 @@ class _LowRankExchange(Exchange):
             for column in np.flatnonzero(columns).tolist():
                 base[:, column].copy_(mean[:, column])
 
-    def _after(self, send: Callable[[], None]) -> None:
-        """Call ``send`` once the stream has done what it was given."""
-        assert self.narrow.stream is not None
-        assert self.narrow.waiter is not None
-        self.narrow.waiter.put(record(self.narrow.stream), send, self.fail)
-
     def _aside(self) -> Any:
-        stream = self.narrow.stream
-        return torch.cuda.stream(stream) if stream is not None else torch.no_grad()
+        lanes = self.narrow.lanes
+        return torch.cuda.stream(lanes.back) if lanes is not None else contextlib.nullcontext()
 
 
 def _dense_shape(parameter: Tensor) -> Sequence[int]:

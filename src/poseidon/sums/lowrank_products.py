@@ -28,13 +28,13 @@ Placed = Sequence[tuple[LowRankMatrix, int]]
 _TABLE_WIDTH = 8
 """Where a matrix begins and how wide it is, rows and columns of a piece from and to, and where its factors begin."""
 
-_LONGEST = 4096
-"""Values that one instance of a kernel adds up; more are added by several, and then their sums."""
+_LONGEST, _PART = 4096, 1024
+"""Values that one instance of a kernel adds up at most; and if there are more, that each of several does."""
 _SUMS = 1 << 13
 """Sums that an instance keeps in registers."""
 _LINE = 64
 """Columns of a piece: whole lines of memory."""
-_TILE = 16, 128
+_TILE = 32, 128
 """Rows and columns that an instance restores."""
 
 
@@ -140,21 +140,24 @@ class KernelProducts:
 
     def make_left(self, flat: Tensor, rest: Tensor, bases: Tensor, left: Tensor) -> None:
         """Add and multiply in one pass."""
-        for deal in self._to_left:
-            self._narrow(deal, flat, rest, bases, left, True)
+        with torch.cuda.device_of(flat):
+            for deal in self._to_left:
+                self._narrow(deal, flat, rest, bases, left, True)
 
     def make_right(self, flat: Tensor, left: Tensor, right: Tensor) -> None:
         """Multiply in one pass."""
-        for deal in self._to_right:
-            self._narrow(deal, flat, flat, left, right, False)
+        with torch.cuda.device_of(flat):
+            for deal in self._to_right:
+                self._narrow(deal, flat, flat, left, right, False)
 
     def restore(self, flat: Tensor, rest: Tensor, left: Tensor, own: Tensor, mean: Tensor) -> None:
         """Multiply and keep in one pass."""
-        for tiles, factors in zip(self._tiles, ((left, left, mean, own), (mean, own, left, left)), strict=True):
-            if len(tiles):
-                self._kernels.widen[len(tiles),](
-                    flat, rest, *factors, tiles, rank=self._rank, many_rows=_TILE[0], many_columns=_TILE[1]
-                )
+        with torch.cuda.device_of(flat):
+            for tiles, factors in zip(self._tiles, ((left, left, mean, own), (mean, own, left, left)), strict=True):
+                if len(tiles):
+                    self._kernels.widen[len(tiles),](
+                        flat, rest, *factors, tiles, rank=self._rank, many_rows=_TILE[0], many_columns=_TILE[1]
+                    )
 
     def _narrow(self, deal: _Deal, flat: Tensor, rest: Tensor, base: Tensor, into: Tensor, adds: bool) -> None:
         for table, place in ((deal.whole, into), (deal.parts, deal.room)):
@@ -185,10 +188,11 @@ class KernelProducts:
             height, width = _lies(one)
             kept, summed, step = (height, width, self._rows) if along_rows else (width, height, _LINE)
             base, into = getattr(one, source), getattr(one, target)
-            pieces = math.ceil(summed / _LONGEST)
+            length = summed if summed <= _LONGEST else _PART
+            pieces = math.ceil(summed / length)
             for number, first in product(range(pieces), range(0, kept, step)):
                 mine = first, min(kept, first + step)
-                some = number * _LONGEST, min(summed, (number + 1) * _LONGEST)
+                some = number * length, min(summed, (number + 1) * length)
                 spans = (*mine, *some) if along_rows else (*some, *mine)
                 if pieces == 1:
                     whole.append([start, width, *spans, base.start, into.start])
