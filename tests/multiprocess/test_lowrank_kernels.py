@@ -15,13 +15,17 @@ from poseidon.sums.lowrank import LowRankLayout, split_bucket
 from poseidon.sums.lowrank_products import KernelProducts, Products, TorchProducts
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; scripts/setup kernels installs it")
-SHAPES = [(5, 130), None, (70, 33), (1, 64), (9, 9), (4100, 2), (2, 4200)]
+SHAPES: list[tuple[int, int] | None] = [(5, 130), None, (70, 33), (1, 64), (9, 9), (4100, 2), (2, 4200)]
 """Straight and turned ones, smaller and larger than a kernel's pieces, one that is none, and two in several parts."""
 
 
-def _bucket(rank: int) -> tuple[LowRankLayout, list[int]]:
-    sizes = [7 if shape is None else math.prod(shape) for shape in SHAPES]
-    return split_bucket(sizes, SHAPES, rank), sizes
+ALIGNED: list[tuple[int, int] | None] = [(12, 132), None, (4100, 8), (9, 64)]
+"""Rows of these begin at multiples of four."""
+
+
+def _bucket(shapes: list[tuple[int, int] | None], rank: int) -> tuple[LowRankLayout, list[int]]:
+    sizes = [8 if shape is None else math.prod(shape) for shape in shapes]
+    return split_bucket(sizes, shapes, rank), sizes
 
 
 def _step(products: Products, layout: LowRankLayout, size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -40,9 +44,9 @@ def _step(products: Products, layout: LowRankLayout, size: int, dtype: torch.dty
 
 
 def _main() -> None:
-    for rank in (1, 3):
-        print(f"rank {rank}", flush=True)
-        layout, sizes = _bucket(rank)
+    for shapes, rank in ((SHAPES, 1), (SHAPES[:4], 3), (ALIGNED, 4)):
+        print(f"{shapes}, rank {rank}", flush=True)
+        layout, sizes = _bucket(shapes, rank)
         found = _step(KernelProducts(layout, sizes, torch.device(DEVICE)), layout, sum(sizes), torch.float32)
         expected = _step(TorchProducts(layout, sizes), layout, sum(sizes), torch.float64)
         again = _step(KernelProducts(layout, sizes, torch.device(DEVICE)), layout, sum(sizes), torch.float32)
@@ -59,7 +63,7 @@ def _compile() -> None:
 
     from poseidon.sums import lowrank_kernels as kernels
 
-    shared = {"rank": 4, "many_rows": 32, "many_columns": 64}
+    shared = {"rank": 4, "many_rows": 32, "many_columns": 64, "step": 4}
     for kernel, fixed in (
         *((kernels.narrow, {**shared, "rank_room": 4, "along_rows": way, "adds": way}) for way in (False, True)),
         (kernels.widen, shared),

@@ -45,7 +45,7 @@ from poseidon.team.wiring import connect_wire
 from poseidon.wire.formats import find_format
 from poseidon.wire.pool import Pool
 
-CHUNK_BYTES = 1 << 17
+FIRST_CHUNK_BYTES, SECOND_CHUNK_BYTES = 1 << 15, 1 << 17
 """Few bytes travel, in four hops that wait for each other, so even a short factor is dealt to all owners: one of 800 kB
 crosses eight links of 1 Gbit/s in a third of the time that three owners take."""
 _URGENT = -1
@@ -77,9 +77,9 @@ class LowRankExchanger(Exchanger):
             item: _Narrow(item, self._rank, self._feedback, self._lanes_of(item.parameters[0].device)) for item in items
         }
         narrow = list(self._narrow.values())
-        lefts = fixed_slots(self._booked, items, [one.layout.left_size for one in narrow], team.size, CHUNK_BYTES)
+        lefts = fixed_slots(self._booked, items, [one.layout.left_size for one in narrow], team.size, FIRST_CHUNK_BYTES)
         second = self._booked + len(items)
-        rights = fixed_slots(second, items, [one.layout.right_size for one in narrow], team.size, CHUNK_BYTES)
+        rights = fixed_slots(second, items, [one.layout.right_size for one in narrow], team.size, SECOND_CHUNK_BYTES)
         self._booked = second + len(items)
         for one, left, right in zip(narrow, lefts, rights, strict=True):
             one.slots = left, right
@@ -191,6 +191,11 @@ class _Narrow:
             torch.zeros(layout.right_size, dtype=torch.float32, device=device) for _ in range(3)
         )
         """The second factors: this worker's, everybody's mean, and what the sum lacks of this worker's."""
+        self.settled = threading.Event()
+        """That the next step can begin."""
+        self.settled.set()
+        self.based: torch.cuda.Event | None = None
+        """When it can, on the device."""
         there = self.left, self.mean, self.lost
         held = [torch.zeros_like(one, device="cpu", pin_memory=True) if lanes else one for one in there]
         self.host_left, self.host_right, self.host_lost = (one.numpy() for one in held)
@@ -253,6 +258,9 @@ class _LowRankExchange(Exchange):
     def begin(self, send: Callable[[], None]) -> None:
         """Add what was kept, make the first factors, and ``send`` them once they are in host memory."""
         narrow = self.narrow
+        narrow.settled.wait()
+        if narrow.based is not None:
+            torch.cuda.current_stream(narrow.device).wait_event(narrow.based)
         with torch.no_grad():
             narrow.products.make_left(self._flat, narrow.rest, narrow.base, narrow.left)
             if self._whole:
@@ -286,13 +294,17 @@ class _LowRankExchange(Exchange):
 
     def land(self) -> None:
         """Take the mean of the second factors, from which the next step begins."""
-        narrow = self.narrow
+        narrow, lanes = self.narrow, self.narrow.lanes
         with self._aside():
             narrow.bring_right()
             self._is_sound &= bool(np.isfinite(narrow.host_right).all())
+            narrow.settled.clear()
+            self._future.set_result(None if lanes is None else record(lanes.back))
+            # Whoever waits for the mean need not wait for this.
             if self._is_sound:
                 self._keep_bases()
-            self._future.set_result(None if narrow.lanes is None else record(narrow.lanes.back))
+            narrow.based = None if lanes is None else record(lanes.back)
+            narrow.settled.set()
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Put the products in place of the gradients, and keep what they lack."""

@@ -30,11 +30,15 @@ _TABLE_WIDTH = 8
 
 _LONGEST, _PART = 4096, 1024
 """Values that one instance of a kernel adds up at most; and if there are more, that each of several does."""
+_WIDEST = 1 << 18
+"""Columns with which an instance can count its values in 32 bits."""
 _SUMS = 1 << 13
 """Sums that an instance keeps in registers."""
 _LINE = 64
 """Columns of a piece: whole lines of memory."""
-_TILE = 32, 128
+_AT_ONCE = 4
+"""Values that a thread reads at once, where all rows begin at multiples of it."""
+_TILE = 16, 128
 """Rows and columns that an instance restores."""
 
 
@@ -53,7 +57,8 @@ class Products(Protocol):
 
 def find_products(layout: LowRankLayout, sizes: Sequence[int], device: torch.device) -> Products:
     """Return what computes the products of tensors of these sizes on a device."""
-    if device.type == "cuda" and find_spec("triton") is not None:
+    widths = [_lies(one)[1] for one in layout.matrices]
+    if device.type == "cuda" and find_spec("triton") is not None and max(widths, default=0) <= _WIDEST:
         try:
             _try_out(layout.rank, device)
             return KernelProducts(layout, sizes, device)
@@ -125,8 +130,9 @@ class KernelProducts:
         self._rows = max(1, _SUMS // (self._rank_room * _LINE))
         """Of a piece that is multiplied."""
         starts = [*accumulate(sizes, initial=0)]
-        straight = [(one, starts[one.place]) for one in layout.matrices if not one.is_turned]
-        turned = [(one, starts[one.place]) for one in layout.matrices if one.is_turned]
+        placed = [(one, starts[one.place]) for one in layout.matrices]
+        self._step = _AT_ONCE if all(not (start | _lies(one)[1]) % _AT_ONCE for one, start in placed) else 1
+        straight, turned = ([pair for pair in placed if pair[0].is_turned is way] for way in (False, True))
         # A matrix that travels transposed lies here as it is, so sums run along its other side.
         self._to_left = (
             self._deal(straight, True, "right", "left", device),
@@ -156,7 +162,14 @@ class KernelProducts:
             for tiles, factors in zip(self._tiles, ((left, left, mean, own), (mean, own, left, left)), strict=True):
                 if len(tiles):
                     self._kernels.widen[len(tiles),](
-                        flat, rest, *factors, tiles, rank=self._rank, many_rows=_TILE[0], many_columns=_TILE[1]
+                        flat,
+                        rest,
+                        *factors,
+                        tiles,
+                        rank=self._rank,
+                        many_rows=_TILE[0],
+                        many_columns=_TILE[1],
+                        step=self._step,
                     )
 
     def _narrow(self, deal: _Deal, flat: Tensor, rest: Tensor, base: Tensor, into: Tensor, adds: bool) -> None:
@@ -174,6 +187,7 @@ class KernelProducts:
                     many_columns=_LINE,
                     along_rows=deal.along_rows,
                     adds=adds,
+                    step=self._step,
                 )
         for span, target, pieces in deal.split:
             torch.sum(deal.room[span].view(pieces, -1), 0, out=into[target])
