@@ -129,13 +129,21 @@ class LocalPlan(Plan):
         """Seconds that all exchanges of a round take on the busiest link."""
         return sum(entry.cost.wire_s for entry in self.entries)
 
+    @property
+    def fragments_s(self) -> list[float]:
+        """Seconds that the exchange of each fragment takes; one with a large layer takes longer than its share."""
+        seconds = [entry.cost.wire_s for entry in self.entries]
+        sizes = [sum(math.prod(shape) for shape in entry.shape) for entry in self.entries]
+        cuts = cut_evenly(sizes, self.schedule.fragments)
+        return [sum(seconds[cut.start : cut.stop]) for cut in cuts]
+
     def step_s(self, compute_s: float) -> float:
         """Predict the mean time of a step whose computation takes ``compute_s``: what is not hidden is waited for."""
         schedule = self.schedule
         if not schedule.every:
             return compute_s * (1 + self.round_s / schedule.every_s)
-        waits_s = max(0.0, self.round_s / schedule.fragments - schedule.overlap * compute_s)
-        return compute_s + waits_s * schedule.fragments / schedule.every
+        hidden_s = schedule.overlap * compute_s
+        return compute_s + sum(max(0.0, one - hidden_s) for one in self.fragments_s) / schedule.every
 
     def __str__(self) -> str:
         schedule = self.schedule

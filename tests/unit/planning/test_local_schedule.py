@@ -107,11 +107,19 @@ def test_the_plan_says_what_is_exchanged_and_predicts_steps() -> None:
 
 def test_what_overlaps_is_not_waited_for() -> None:
     cluster = Cluster(4, between=Link(1e5, 1e-4))
-    wait_s = make_local_plan([FC], cluster, LocalSchedule(10)).round_s
-    streaming = make_local_plan([FC], cluster, LocalSchedule(10, fragments=2, overlap=3))
+    wait_s = make_local_plan([FC, FC], cluster, LocalSchedule(10)).round_s
+    streaming = make_local_plan([FC, FC], cluster, LocalSchedule(10, fragments=2, overlap=3))
     assert streaming.round_s == wait_s
     assert streaming.step_s(wait_s / 6) == wait_s / 6, "half of it is hidden by three steps"
     assert streaming.step_s(wait_s / 12) == pytest.approx(wait_s / 12 + 2 * (wait_s / 2 - wait_s / 4) / 10)
+
+
+def test_a_fragment_with_a_large_layer_is_waited_for_longer() -> None:
+    cluster = Cluster(4, between=Link(1e5, 1e-4))
+    plan = make_local_plan([FC, FC, FC, FC], cluster, LocalSchedule(10, fragments=3, overlap=3))
+    short, *_ = sorted(plan.fragments_s)
+    assert sorted(plan.fragments_s) == pytest.approx([short, short, 2 * short])
+    assert plan.step_s(short / 3) == pytest.approx(short / 3 + short / 10), "what is twice as long is half hidden"
 
 
 def test_half_precision_is_exchanged_in_float32() -> None:
