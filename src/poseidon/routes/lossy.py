@@ -203,7 +203,9 @@ class LowRankRoute(LossyRoute):
         """Send the first factors to their owners and back, then the second ones."""
         machines = conditions.cluster.machines
         counts = [self.values(unit) for unit in item.specs]
-        ways = conditions.cluster.workers_per_machine * (machines - 1) / machines
+        # Of a unit of which only some parameters are in this bucket, count as much as there is of it.
+        there = item.numel / max(sum(unit.numel for unit in item.specs), 1)
+        ways = there * conditions.cluster.workers_per_machine * (machines - 1) / machines
         first, second = 4.0 * sum(one[0] for one in counts), 2.0 * sum(one[1] for one in counts)
         sizes = [size * ways for size in (first, first, second, second)]
         return [
