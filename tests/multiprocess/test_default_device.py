@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any] | None] = {
 }
 
 
-def _train(mode: str, folder: str) -> None:
+def _train(mode: str, folder: str, first: int, last: int) -> None:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Embedding(40, 16), nn.Flatten(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
@@ -56,7 +56,9 @@ def _train(mode: str, folder: str) -> None:
         model, optimizer = poseidon.distribute(net, optimizer, **options)
     kept: Any = poseidon.Checkpoint(folder, every=3, model=model, optimizer=optimizer)
     with kept as checkpoint:
-        for step in range(checkpoint.resume(), 6):
+        begun = checkpoint.resume()
+        assert begun == first
+        for step in range(begun, last):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(words + dist.get_rank()), classes)
             loss.backward()
@@ -72,7 +74,8 @@ def _train(mode: str, folder: str) -> None:
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_training_and_saving_under_a_default_device(mode: str, tmp_path: Path) -> None:
-    run_ranks(_train, 2, mode, str(tmp_path))
+    run_ranks(_train, 2, mode, str(tmp_path), 0, 4)
+    run_ranks(_train, 2, mode, str(tmp_path), 3, 6)
 
 
 def _unnamed(path: Path) -> list[str]:

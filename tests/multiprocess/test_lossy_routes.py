@@ -124,6 +124,35 @@ def test_all_that_was_sent_and_all_that_is_kept_is_the_sum_of_all_gradients() ->
         assert not name.endswith("weight") or name.startswith(("norm", "head")) or float(kept.abs().max()) > 1e-5, name
 
 
+def _balance_of_a_table() -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of a large table's gradients and means, and what was kept: several workers own its factors."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20000, 8), nn.Linear(8, 3)).to(DEVICE)
+    table = net[0].weight
+    wrapped = poseidon.DistributedDataParallel(net, lossy={"0": "lowrank", "*": "exact"}, rank=2, trials=False)
+    brought, received = (torch.zeros_like(table, dtype=torch.float64) for _ in range(2))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        words = torch.randint(0, 20000, (300,), generator=generator).to(DEVICE)
+        (alone,) = torch.autograd.grad(net(words).square().sum(), [table])
+        brought += alone
+        net.zero_grad()
+        wrapped(words).square().sum().backward()
+        received += dist.get_world_size() * table.grad.double()
+    wrapped.verify_replicas()
+    kept = wrapped.lossy_state_dict()["rests"]["0.weight"].double().cpu()
+    wrapped.close()
+    return brought.cpu(), received.cpu(), kept
+
+
+def test_nothing_is_lost_where_several_workers_own_the_factors_of_a_matrix() -> None:
+    workers = run_ranks(_balance_of_a_table, 3)
+    brought, kept = (sum(worker[place] for worker in workers) for place in (0, 2))
+    torch.testing.assert_close(workers[0][1] + kept, brought, rtol=0, atol=1e-5)
+    # What is rounded off is far more than that.
+    assert float(brought.abs().max()) > 1.0
+
+
 def _train(mode: str, steps: int, folder: str = "", forgets: bool = False) -> tuple[int, dict[str, Tensor]]:
     wrapped, optimizer = make(mode, max_grad_norm=0.5) if mode == "distribute" else make(mode)
     begun = 0

@@ -37,7 +37,7 @@ from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.local import LOCAL, LocalPlan, LocalSchedule, cut_evenly, make_local_plan
+from poseidon.planning.local import LOCAL, LocalPlan, LocalSchedule, cut_fragments, make_local_plan
 from poseidon.routes.base import Context, LiveUnit
 from poseidon.routes.means import ExactMeans, LossyMeans, Means, find_codec, share_of
 from poseidon.team.mirror import mirror_all
@@ -372,7 +372,7 @@ def open_rounds(
 
     Without an ``engine`` the worker is alone.
     """
-    cuts = cut_evenly([unit.spec.size_bytes for unit in units], schedule.fragments)
+    cuts = cut_fragments([unit.spec for unit in units], schedule)
     parts = [{spec.name: p for unit in units[cut.start : cut.stop] for spec, p in _named(unit)} for cut in cuts]
     rounds = LocalRounds(parts, buffers, schedule, outer, kept)
     if engine is not None:

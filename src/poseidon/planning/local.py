@@ -104,6 +104,11 @@ def cut_evenly(sizes: Sequence[int], parts: int) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
+def cut_fragments(units: Sequence[Unit], schedule: LocalSchedule) -> list[range]:
+    """Return which units are exchanged at once."""
+    return cut_evenly([unit.size_bytes for unit in units], schedule.fragments) if units else []
+
+
 @dataclass(frozen=True)
 class LocalPlan(Plan):
     """The plan of a model whose workers take local steps; costs are those of one exchange, and of all its layers."""
@@ -113,6 +118,8 @@ class LocalPlan(Plan):
     """What one worker contributes to the exchanges of a round."""
     lossy: str = ""
     """How changes are compressed; empty: they are exact."""
+    fragments_s: tuple[float, ...] = ()
+    """Seconds that the exchange of each fragment takes; one with a large layer takes longer than its share."""
 
     @property
     def wire_bytes(self) -> float:
@@ -128,14 +135,6 @@ class LocalPlan(Plan):
     def round_s(self) -> float:
         """Seconds that all exchanges of a round take on the busiest link."""
         return sum(entry.cost.wire_s for entry in self.entries)
-
-    @property
-    def fragments_s(self) -> list[float]:
-        """Seconds that the exchange of each fragment takes; one with a large layer takes longer than its share."""
-        seconds = [entry.cost.wire_s for entry in self.entries]
-        sizes = [sum(math.prod(shape) for shape in entry.shape) for entry in self.entries]
-        cuts = cut_evenly(sizes, self.schedule.fragments)
-        return [sum(seconds[cut.start : cut.stop]) for cut in cuts]
 
     def step_s(self, compute_s: float) -> float:
         """Predict the mean time of a step whose computation takes ``compute_s``: what is not hidden is waited for."""
@@ -191,4 +190,13 @@ def make_local_plan(
         why = f"exchanged every {schedule.every or f'{schedule.every_s:g} s'}"
         entries.append(PlanEntry(unit.name, unit.kind, shape, None, LOCAL, why, {LOCAL: cost, "allreduce": full}))
     exchanged = math.ceil(sum(unit.size_bytes for unit in wide) * share) + extra_bytes
-    return LocalPlan(cluster, tuple(entries), LOCAL, schedule=schedule, exchanged_bytes=exchanged, lossy=lossy)
+    cuts = cut_fragments(units, schedule)
+    return LocalPlan(
+        cluster,
+        tuple(entries),
+        LOCAL,
+        schedule=schedule,
+        exchanged_bytes=exchanged,
+        lossy=lossy,
+        fragments_s=tuple(sum(entry.cost.wire_s for entry in entries[cut.start : cut.stop]) for cut in cuts),
+    )

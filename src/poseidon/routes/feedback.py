@@ -57,14 +57,13 @@ class Feedback:
         """Return what is kept of one parameter, to be changed in place."""
         return self._rests[parameter]
 
-    def bases_of(self, matrices: Sequence[tuple[nn.Parameter, int]], rank: int) -> Tensor:
+    def bases_of(self, matrices: Sequence[tuple[nn.Parameter, int]], rank: int, device: torch.device) -> Tensor:
         """Return the second factors of an item's matrices, one behind the other, from which the next step begins.
 
         Each has a row for each column of its matrix, and ``rank`` columns. At first all are random, alike everywhere.
         """
         key = (rank, *(id(parameter) for parameter, _ in matrices))
         flat = self._base_flats.get(key)
-        device = matrices[0][0].device if matrices else None
         if flat is not None and flat.device == device:
             return flat
         flat = torch.empty(rank * sum(columns for _, columns in matrices), dtype=torch.float32, device=device)

@@ -216,7 +216,8 @@ class LowRankRoute(LossyRoute):
                 legs=tuple(Leg(size) for size in sizes),
                 is_collective=False,
                 is_whole=True,
-                staged_bytes=sum(sizes) / 4,
+                # All in float32: the first ones out and in, the second ones out, and in with what they lack.
+                staged_bytes=there * (2 * first + 3 * 2 * second) / 4,
                 priority=item.priority,
                 messages=self.owners(conditions.cluster),
             )

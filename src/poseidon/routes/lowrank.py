@@ -14,6 +14,7 @@ the mean Q, so all that was sent and all that is kept add up to all gradients.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import threading
@@ -35,15 +36,17 @@ from poseidon.sums.events import Waiter, record
 from poseidon.sums.feedback import LossyAdder
 from poseidon.sums.host import host_adders
 from poseidon.sums.lossy import Bf16Codec
-from poseidon.sums.lowrank import host_digest, orthonormalize, split_bucket
-from poseidon.sums.lowrank_products import find_products
+from poseidon.sums.lowrank import host_digest, is_finite, orthonormalize, split_bucket, sum_of_sizes
+from poseidon.sums.lowrank_products import kernel_digest, make_products
 from poseidon.sums.server import SumServer
 from poseidon.sums.slots import Slot
 from poseidon.team.membership import PeerLostError
 from poseidon.team.team import CLOSE_S, Team
 from poseidon.team.wiring import connect_wire
-from poseidon.wire.formats import find_format
+from poseidon.wire.formats import Array, find_format
 from poseidon.wire.pool import Pool
+
+_log = logging.getLogger(__name__)
 
 FIRST_CHUNK_BYTES, SECOND_CHUNK_BYTES = 1 << 15, 1 << 17
 """Few bytes travel, in four hops that wait for each other, so even a short factor is dealt to all owners: one of 800 kB
@@ -59,6 +62,7 @@ class LowRankExchanger(Exchanger):
         team = self._team = context.team
         _check_alike(team)
         self._rank = rank
+        self._has_kernels = context.is_cuda and _have_kernels(team, rank)
         self._feedback = context.feedback
         self._transport = connect_wire(team, range(team.size), link=context.cluster.between, route="lowrank")
         self._server = SumServer(self._transport)
@@ -74,7 +78,10 @@ class LowRankExchanger(Exchanger):
         """Agree on two slots for each bucket: for the first factors, and for the second ones."""
         team = self._team
         self._narrow = {
-            item: _Narrow(item, self._rank, self._feedback, self._lanes_of(item.parameters[0].device)) for item in items
+            item: _Narrow(
+                item, self._rank, self._feedback, self._lanes_of(item.parameters[0].device), self._has_kernels
+            )
+            for item in items
         }
         narrow = list(self._narrow.values())
         lefts = fixed_slots(self._booked, items, [one.layout.left_size for one in narrow], team.size, FIRST_CHUNK_BYTES)
@@ -178,24 +185,19 @@ class _Narrow:
 
     slots: tuple[Slot, Slot]
 
-    def __init__(self, item: LiveItem, rank: int, feedback: Feedback, lanes: _Lanes | None) -> None:
+    def __init__(self, item: LiveItem, rank: int, feedback: Feedback, lanes: _Lanes | None, has_kernels: bool) -> None:
         parameters = item.parameters
         device = self.device = parameters[0].device
         shapes = [_dense_shape(parameter) for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         layout = self.layout = split_bucket(self._sizes, [as_matrix(shape, rank) for shape in shapes], rank)
-        self.products = find_products(layout, self._sizes, device)
+        self.products = make_products(layout, self._sizes, device, has_kernels)
         self.lanes = lanes
         self.left = torch.empty(layout.left_size, dtype=torch.float32, device=device)
         self.own, self.mean, self.lost = (
             torch.zeros(layout.right_size, dtype=torch.float32, device=device) for _ in range(3)
         )
         """The second factors: this worker's, everybody's mean, and what the sum lacks of this worker's."""
-        self.settled = threading.Event()
-        """That the next step can begin."""
-        self.settled.set()
-        self.based: torch.cuda.Event | None = None
-        """When it can, on the device."""
         there = self.left, self.mean, self.lost
         held = [torch.zeros_like(one, device="cpu", pin_memory=True) if lanes else one for one in there]
         self.host_left, self.host_right, self.host_lost = (one.numpy() for one in held)
@@ -203,7 +205,7 @@ class _Narrow:
         # Made once: in a step every call of Python counts, on a thread that has a device to feed.
         self.rest = feedback.flat_of(item, device)
         self.whole_rests = self.whole_of(self.rest)
-        self.base = feedback.bases_of([(parameters[one.place], one.columns) for one in layout.matrices], rank)
+        self.base = feedback.bases_of([(parameters[one.place], one.columns) for one in layout.matrices], rank, device)
         """Q of the step before, of each matrix; alike on all workers."""
         self.bases = self._split_right(self.base)
         self.means = self._split_right(self.mean)
@@ -258,9 +260,6 @@ class _LowRankExchange(Exchange):
     def begin(self, send: Callable[[], None]) -> None:
         """Add what was kept, make the first factors, and ``send`` them once they are in host memory."""
         narrow = self.narrow
-        narrow.settled.wait()
-        if narrow.based is not None:
-            torch.cuda.current_stream(narrow.device).wait_event(narrow.based)
         with torch.no_grad():
             narrow.products.make_left(self._flat, narrow.rest, narrow.base, narrow.left)
             if self._whole:
@@ -297,14 +296,12 @@ class _LowRankExchange(Exchange):
         narrow, lanes = self.narrow, self.narrow.lanes
         with self._aside():
             narrow.bring_right()
-            self._is_sound &= bool(np.isfinite(narrow.host_right).all())
-            narrow.settled.clear()
-            self._future.set_result(None if lanes is None else record(lanes.back))
-            # Whoever waits for the mean need not wait for this.
+            views = [narrow.host_right[one.right].reshape(one.columns, -1) for one in narrow.layout.matrices]
+            totals = [sum_of_sizes(view) for view in views]
+            self._is_sound &= all(map(is_finite, totals, views))
             if self._is_sound:
-                self._keep_bases()
-            narrow.based = None if lanes is None else record(lanes.back)
-            narrow.settled.set()
+                self._keep_bases(totals)
+            self._future.set_result(None if lanes is None else record(lanes.back))
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         """Put the products in place of the gradients, and keep what they lack."""
@@ -332,15 +329,14 @@ class _LowRankExchange(Exchange):
         if not self._future.done():
             self._future.set_exception(error)
 
-    def _keep_bases(self) -> None:
+    def _keep_bases(self, totals: Sequence[Array]) -> None:
         narrow = self.narrow
-        is_used = [narrow.host_right[one.right].reshape(one.columns, -1).any(0) for one in narrow.layout.matrices]
-        if all(columns.all() for columns in is_used):
+        if all(total.all() for total in totals):
             narrow.base.copy_(narrow.mean)
             return
         # A column of zeros would stay one: nothing would ever be sent along it.
-        for base, mean, columns in zip(narrow.bases, narrow.means, is_used, strict=True):
-            for column in np.flatnonzero(columns).tolist():
+        for base, mean, total in zip(narrow.bases, narrow.means, totals, strict=True):
+            for column in np.flatnonzero(total).tolist():
                 base[:, column].copy_(mean[:, column])
 
     def _aside(self) -> Any:
@@ -365,3 +361,22 @@ def _check_alike(team: Team) -> None:
             f"rank {odd} ({team.watch.hosts[odd]}) and rank 0 ({team.watch.hosts[0]}) round differently (another "
             'processor or library), so lossy="lowrank" would let replicas drift apart; use "int8" there'
         )
+
+
+def _have_kernels(team: Team, rank: int) -> bool:
+    """Return whether the GPUs of all workers make products by kernels, and alike. Collective.
+
+    A mean is one of these products, so where one worker used PyTorch's, its replica would drift away.
+    """
+    digests = [row[0] for row in team.gather_ints([kernel_digest(rank)], "the kernels of low rank")]
+    if 0 not in digests and len(set(digests)) == 1:
+        return True
+    odd = next(rank for rank, digest in enumerate(digests) if digest != digests[-1] or not digest)
+    if team.rank == 0:
+        _log.warning(
+            "low rank uses PyTorch's products, slower and in TF32 less exact: Triton's kernels do not work or round "
+            "differently on rank %d (%s)",
+            odd,
+            team.watch.hosts[odd],
+        )
+    return False

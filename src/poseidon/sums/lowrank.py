@@ -79,6 +79,18 @@ def orthonormalize(left: Array) -> bool:
     return True
 
 
+def sum_of_sizes(factor: Array) -> Array:
+    """Return the sum of the absolute values of each column; what it is for needs no digits, but little time."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        totals: Array = np.ones(len(factor), np.float32) @ np.abs(factor)
+    return totals
+
+
+def is_finite(totals: Array, factor: Array) -> bool:
+    """Return whether a factor is finite, given :func:`sum_of_sizes`, which may be infinite where no value is."""
+    return bool(np.isfinite(totals).all() or np.isfinite(factor).all())
+
+
 def host_digest() -> int:
     """Return a number that is equal on two workers if :func:`orthonormalize` gives the same bits there."""
     digest = hashlib.sha256()

@@ -7,6 +7,7 @@ do those that the next step begins from. ``sums/lowrank.py`` has the idea.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ _LONGEST, _PART = 4096, 1024
 """Values that one instance of a kernel adds up at most; and if there are more, that each of several does."""
 _WIDEST = 1 << 18
 """Columns with which an instance can count its values in 32 bits."""
+_LARGEST_RANK = 64
+"""With which kernels of unrolled loops make sense."""
 _SUMS = 1 << 13
 """Sums that an instance keeps in registers."""
 _LINE = 64
@@ -55,30 +58,47 @@ class Products(Protocol):
         """Put products with the mean in the matrices' places, and keep what those with this worker's own lack."""
 
 
-def find_products(layout: LowRankLayout, sizes: Sequence[int], device: torch.device) -> Products:
-    """Return what computes the products of tensors of these sizes on a device."""
-    widths = [_lies(one)[1] for one in layout.matrices]
-    if device.type == "cuda" and find_spec("triton") is not None and max(widths, default=0) <= _WIDEST:
-        try:
-            _try_out(layout.rank, device)
-            return KernelProducts(layout, sizes, device)
-        except Exception as error:
-            _log.warning("low rank is slower, and in TF32 less exact: Triton does not work here (%s)", error)
+def make_products(layout: LowRankLayout, sizes: Sequence[int], device: torch.device, has_kernels: bool) -> Products:
+    """Return what computes the products of tensors of these sizes on a device, the same on all workers."""
+    is_wide = any(_lies(one)[1] > _WIDEST for one in layout.matrices)
+    if has_kernels and device.type == "cuda" and not is_wide:
+        return KernelProducts(layout, sizes, device)
     return TorchProducts(layout, sizes)
 
 
 @functools.cache
-def _try_out(rank: int, device: torch.device) -> None:
-    """Compile all kernels now: a thread that needs one later must not wait for that in the middle of a step."""
-    sizes = [6, 6]
-    layout = split_bucket(sizes, [(2, 3), (3, 2)], rank)
+def kernel_digest(rank: int) -> int:
+    """Return a number that is equal on two workers if the kernels give the same bits there; 0 if they do not work.
+
+    That compiles all of them: a thread that needs one later must not wait for that in the middle of a step.
+    """
+    if find_spec("triton") is None or rank > _LARGEST_RANK:
+        return 0
+    digest = hashlib.sha256()
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        for shapes in ([(2, 3), (3, 2)], [(64, 96), (96, 64)]):
+            for one in _one_step(shapes, rank, device):
+                digest.update(one.cpu().numpy().tobytes())
+    except Exception as error:
+        _log.warning("Triton does not work here: %s", error)
+        return 0
+    return int.from_bytes(digest.digest()[:7], "little") or 1
+
+
+def _one_step(shapes: Sequence[tuple[int, int]], rank: int, device: torch.device) -> list[Tensor]:
+    """Return all that kernels make of some values."""
+    sizes = [math.prod(shape) for shape in shapes]
+    layout = split_bucket(sizes, shapes, rank)
     products = KernelProducts(layout, sizes, device)
-    flat, rest = (torch.zeros(sum(sizes), dtype=torch.float32, device=device) for _ in range(2))
-    left = torch.zeros(layout.left_size, dtype=torch.float32, device=device)
-    right = torch.zeros(layout.right_size, dtype=torch.float32, device=device)
+    generator = torch.Generator("cpu").manual_seed(20190530)
+    lengths = sum(sizes), sum(sizes), layout.left_size, layout.right_size, layout.right_size
+    drawn = [torch.randn(length, generator=generator, dtype=torch.float32, device="cpu") for length in lengths]
+    flat, rest, left, right, mean = (one.to(device) for one in drawn)
     products.make_left(flat, rest, right, left)
     products.make_right(flat, left, right)
-    products.restore(flat, rest, left, right, right)
+    products.restore(flat, rest, left, right, mean)
+    return [left, right, flat, rest]
 
 
 class TorchProducts:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from poseidon.sums.lowrank import host_digest, orthonormalize, split_bucket
+from poseidon.sums.lowrank import host_digest, is_finite, orthonormalize, split_bucket, sum_of_sizes
 
 
 def test_a_bucket_is_split_without_gaps() -> None:
@@ -52,3 +52,15 @@ def test_what_is_not_finite_is_so_as_a_whole(bad: float) -> None:
 
 def test_the_same_machine_rounds_alike() -> None:
     assert host_digest() == host_digest()
+
+
+def test_columns_of_zeros_and_what_is_not_finite_are_found() -> None:
+    factor = np.full((40, 3), -1e-42, np.float32)
+    factor[:, 1] = 0
+    assert sum_of_sizes(factor).astype(bool).tolist() == [True, False, True]
+    assert is_finite(sum_of_sizes(factor), factor)
+    factor[7, 2] = np.nan
+    assert not is_finite(sum_of_sizes(factor), factor)
+    large = np.full((40, 2), 3e38, np.float32)
+    assert np.isinf(sum_of_sizes(large)).all()
+    assert is_finite(sum_of_sizes(large), large)
