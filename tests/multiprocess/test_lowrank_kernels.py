@@ -57,6 +57,16 @@ def _main() -> None:
             torch.testing.assert_close(mine, exact.float(), rtol=1e-5, atol=1e-5)
 
 
+def _digest() -> None:
+    """Kernels that work have a digest, the same each time and another one for each rank; others have none."""
+    device = torch.device(DEVICE)
+    digests = [lowrank_products.kernel_digest(rank, device) for rank in (1, 2, 65)]
+    assert digests[0] != digests[1]
+    assert [digest > 0 for digest in digests] == [True, True, False]
+    lowrank_products.kernel_digest.cache_clear()
+    assert lowrank_products.kernel_digest(2, device) == digests[1]
+
+
 def _compile() -> None:
     """What Triton's interpreter accepts, its compiler may not; that needs no GPU."""
     from triton import compiler
@@ -79,6 +89,10 @@ def _compile() -> None:
 
 def test_kernels_multiply_add_and_keep_like_plain_products_and_alike_each_time() -> None:
     run_apart(__file__, "_main", interpreted=DEVICE != "cuda")
+
+
+def test_kernels_have_a_digest() -> None:
+    run_apart(__file__, "_digest", interpreted=DEVICE != "cuda")
 
 
 def test_kernels_compile() -> None:

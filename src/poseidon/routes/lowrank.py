@@ -368,7 +368,8 @@ def _have_kernels(team: Team, rank: int) -> bool:
 
     A mean is one of these products, so where one worker used PyTorch's, its replica would drift away.
     """
-    digests = [row[0] for row in team.gather_ints([kernel_digest(rank)], "the kernels of low rank")]
+    mine = kernel_digest(rank, torch.device("cuda", torch.cuda.current_device()))
+    digests = [row[0] for row in team.gather_ints([mine], "the kernels of low rank")]
     if 0 not in digests and len(set(digests)) == 1:
         return True
     odd = next(rank for rank, digest in enumerate(digests) if digest != digests[-1] or not digest)

@@ -67,7 +67,7 @@ def make_products(layout: LowRankLayout, sizes: Sequence[int], device: torch.dev
 
 
 @functools.cache
-def kernel_digest(rank: int) -> int:
+def kernel_digest(rank: int, device: torch.device) -> int:
     """Return a number that is equal on two workers if the kernels give the same bits there; 0 if they do not work.
 
     That compiles all of them: a thread that needs one later must not wait for that in the middle of a step.
@@ -76,7 +76,6 @@ def kernel_digest(rank: int) -> int:
         return 0
     digest = hashlib.sha256()
     try:
-        device = torch.device("cuda", torch.cuda.current_device())
         for shapes in ([(2, 3), (3, 2)], [(64, 96), (96, 64)]):
             for one in _one_step(shapes, rank, device):
                 digest.update(one.cpu().numpy().tobytes())
