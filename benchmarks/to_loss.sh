@@ -8,6 +8,7 @@ source "$(dirname "$0")/common.sh"
 models=(text digits clicks stalls)
 read_arguments "$@"
 failed=0
+lockstep=ddp,ddp-powersgd,poseidon,lowrank,local  # ssp trains in real time, at the speed of the link: see stalls
 part() {  # name, time limit in seconds, options
     local name=$1 limit=$2
     shift 2
@@ -19,9 +20,9 @@ part() {  # name, time limit in seconds, options
 }
 for model in "${models[@]}"; do
     case $model in
-        text) part text 5400 --to-loss text ;;
-        digits) part digits 1800 --to-loss digits ;;
-        clicks) part clicks 3600 --to-loss clicks ;;
+        text) part text 5400 --to-loss text --more 3 ;;
+        digits) part digits 1800 --to-loss digits --paced 5:10 --dilate 6 --against "$lockstep" ;;
+        clicks) part clicks 3600 --to-loss clicks --against "$lockstep" ;;
         stalls) part stalls 1800 --to-loss digits --rate 1gbit --stalls 0.2:3 --every 5 \
             --against ddp,poseidon-distribute,ssp:staleness=0,ssp:staleness=8,ssp ;;
         *) echo "to_loss.sh: $model is none of text, digits, clicks, stalls" >&2; exit 2 ;;
