@@ -372,7 +372,7 @@ def _have_kernels(team: Team, rank: int) -> bool:
     digests = [row[0] for row in team.gather_ints([mine], "the kernels of low rank")]
     if 0 not in digests and len(set(digests)) == 1:
         return True
-    odd = next(rank for rank, digest in enumerate(digests) if digest != digests[-1] or not digest)
+    odd = next(place for place, digest in enumerate(digests) if digest != digests[-1] or not digest)
     if team.rank == 0:
         _log.warning(
             "low rank uses PyTorch's products, slower and in TF32 less exact: Triton's kernels do not work or round "
