@@ -15,6 +15,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _take(values_at, rests_at, is_here, adds: tl.constexpr):
+    """Return values; with ``adds``, what was kept of them is added to them there first."""
+    values = tl.load(values_at, is_here, 0.0)
+    if adds:
+        values += tl.load(rests_at, is_here, 0.0)
+        tl.store(values_at, values, is_here)
+    return values
+
+
+@triton.jit
 def narrow(
     flat,
     rest,
@@ -54,10 +64,7 @@ def narrow(
             is_column = columns < last_column - first_column
             where = start + (rows[:, None] * width + columns[None, :])
             is_here = is_row[:, None] & is_column[None, :]
-            values = tl.load(flat + where, is_here, 0.0)
-            if adds:
-                values += tl.load(rest + where, is_here, 0.0)
-                tl.store(flat + where, values, is_here)
+            values = _take(flat + where, rest + where, is_here, adds)
             places = (first_column + columns)[:, None] * rank + ranks[None, :]
             others = tl.load(base + places, is_column[:, None] & is_rank[None, :], 0.0)
             total += values[:, :, None] * others[None, :, :]
@@ -71,10 +78,7 @@ def narrow(
             is_row = rows < last_row - first_row
             where = start + (rows[:, None] * width + columns[None, :])
             is_here = is_row[:, None] & is_column[None, :]
-            values = tl.load(flat + where, is_here, 0.0)
-            if adds:
-                values += tl.load(rest + where, is_here, 0.0)
-                tl.store(flat + where, values, is_here)
+            values = _take(flat + where, rest + where, is_here, adds)
             places = (first_row + rows)[:, None] * rank + ranks[None, :]
             others = tl.load(base + places, is_row[:, None] & is_rank[None, :], 0.0)
             total += values[:, :, None] * others[:, None, :]
