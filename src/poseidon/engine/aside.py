@@ -24,6 +24,13 @@ def aside() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def in_private() -> Iterator[None]:
+    """Touch parameters unwatched, and without the caller's context."""
+    with aside(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+@contextlib.contextmanager
 def _away() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():

@@ -25,8 +25,9 @@ from poseidon.checkpoints.shards import (
     plan_parts,
     take_parts,
 )
+from poseidon.engine.aside import in_private
 from poseidon.engine.engine import Engine
-from poseidon.engine.served import ServedUpdates, in_private
+from poseidon.engine.served import ServedUpdates
 from poseidon.errors import UnsupportedError
 from poseidon.routes.shard import Piece, flat_memory
 from poseidon.team.mail import Tag

@@ -25,7 +25,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-from poseidon.engine.aside import aside, in_order
+from poseidon.engine.aside import in_order, in_private
 from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
@@ -484,13 +484,6 @@ class ServedUpdates(TakenSteps):
         except BaseException as error:
             self.engine.fail(error)
             raise
-
-
-@contextlib.contextmanager
-def in_private() -> Iterator[None]:
-    """Touch parameters unwatched, and without the caller's context."""
-    with aside(), torch._C.DisableTorchFunctionSubclass():
-        yield
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
