@@ -7,8 +7,9 @@ a route for each (``planning/planner.py``), and a simulator can make them from a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 Kind = Literal["dense", "linear", "embedding", "tied"]
 
@@ -65,6 +66,10 @@ class Unit:
         return rows, columns
 
 
+_FINE = 1 << 20
+"""Shares are whole numbers of this part on the wire."""
+
+
 @dataclass(frozen=True)
 class Load:
     """A unit's work in one training step on one worker."""
@@ -77,12 +82,26 @@ class Load:
     """Tied: distinct rows touched."""
     bags: float = 0.0
     """Embedding: bags of rows, where the rows of each have one gradient in common; 0: every row has its own."""
+    filled: float = 1.0
+    """Linear: share of the factors' values that are not zero, as far as it is known."""
+    WORDS: ClassVar[int] = 4
+
+    def words(self) -> list[int]:
+        """Encode for the wire, without bags."""
+        return [round(self.rows), self.value_bytes, round(self.touched), round(self.filled * _FINE)]
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Load:
+        """Decode what :meth:`words` returned on another worker."""
+        rows, value_bytes, touched, filled = words
+        return cls(rows, value_bytes, touched, filled=filled / _FINE)
 
     def plus(self, other: Load) -> Load:
         """Return the load of this and other calls."""
-        value_bytes = max(self.value_bytes, other.value_bytes)
-        return Load(self.rows + other.rows, value_bytes, self.touched + other.touched, self.bags + other.bags)
+        rows, value_bytes = self.rows + other.rows, max(self.value_bytes, other.value_bytes)
+        filled = (self.rows * self.filled + other.rows * other.filled) / rows if rows else 1.0
+        return Load(rows, value_bytes, self.touched + other.touched, self.bags + other.bags, filled)
 
     def scaled(self, ratio: float) -> Load:
         """Return the load expected for a batch that is ``ratio`` times as large."""
-        return Load(self.rows * ratio, self.value_bytes, self.touched * ratio, self.bags * ratio)
+        return Load(self.rows * ratio, self.value_bytes, self.touched * ratio, self.bags * ratio, self.filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 import nightly
 import poseidon
 from poseidon.planning.cluster import Cluster, Link, parse_rate
+from poseidon.routes import gather
+from poseidon.routes.room import Room
 from poseidon.routes.rows import RowsExchanger
 from ranks import run_ranks
-from twins import wrap
+from twins import seed_of_rank, slow_cluster, wrap
 
 
 def _mean_gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -132,6 +135,39 @@ def _shared_messages(seed: int, packs_aside: bool) -> None:
     wrapped.close()
 
 
+def _train_gathered(defers: bool, dtype: torch.dtype, least_s: float) -> tuple[list[Tensor], list[Room], int]:
+    """Train while the share of zeros changes, left out if that saves ``least_s``; return weights, rooms, bytes sent."""
+    gather.LEAST_SAVED_S = least_s  # type: ignore[attr-defined]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 33), nn.ReLU(), nn.Linear(33, 24), nn.ReLU(), nn.Linear(24, 5)).to(dtype)
+    options: Any = {"cluster": slow_cluster(), "routes": {"*": "factors"}, "gather_factors": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    wrapped: Any = poseidon.distribute(model, optimizer, **options)[0] if defers else wrap(model, **options)
+    for number in range(10):
+        x = torch.randn(9 if number == 6 else 6, 40, generator=seed_of_rank(number)).to(dtype).relu()
+        if number in (3, 7) and dist.get_rank() == dist.get_world_size() - 1:
+            x = x + 1  # no zeros here: on this worker they do not fit
+        optimizer.zero_grad()
+        wrapped(x).square().sum().backward()
+        optimizer.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    exchanger = wrapped._engine._schedules._exchangers["factors"]
+    wrapped.close()
+    return weights, list(exchanger._rooms.values()), exchanger.sent_by_route()["factors"]
+
+
+def _without_zeros(defers: bool, dtype: torch.dtype) -> None:
+    weights, rooms, sent = _train_gathered(defers, dtype, 0.0)
+    assert any(room.values for room in rooms), rooms
+    assert max(room.overflows for room in rooms) > 0, rooms
+    assert max(room.misfits for room in rooms) > 0, rooms
+    plain_weights, plain_rooms, plain_sent = _train_gathered(defers, dtype, math.inf)
+    assert not any(room.values for room in plain_rooms), plain_rooms
+    assert sent < plain_sent
+    for one, other in zip(weights, plain_weights, strict=True):
+        assert torch.equal(one, other)
+
+
 ROUTES = [
     (_random_linears, "factors", {}),
     (_random_linears, "factors", {"gather_factors": True}),
@@ -152,6 +188,12 @@ def test_route_gives_the_mean(draws: Any, route: str, options: dict[str, Any], l
     ranks = max(2, len(layout))
     machines = [{"POSEIDON_MACHINE": layout[rank % len(layout)]} for rank in range(ranks)]
     run_ranks(draws, ranks, len(layout) + ord(layout[-1]), route, options, env=machines)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("defers", [False, True], ids=["wrapper", "distribute"])
+def test_an_all_gather_without_zeros_gives_the_same_bits(defers: bool, dtype: torch.dtype) -> None:
+    run_ranks(_without_zeros, 3, defers, dtype)
 
 
 @pytest.mark.parametrize(("layout", "packs_aside"), [("abc", False), ("aab", True)])

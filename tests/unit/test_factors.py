@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from poseidon.engine.discover import find_units
 from poseidon.routes.base import LiveUnit
 from poseidon.routes.factors import Factors, rebuild, row_dtype
-from poseidon.routes.gather import Room
 from poseidon.routes.parcels import Gathered
+from poseidon.routes.room import Room
 from poseidon.routes.table_groups import _means
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32

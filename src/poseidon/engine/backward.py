@@ -69,6 +69,8 @@ class Backward:
         """Records when items become complete; None if nobody needs the times."""
         self._team = team
         self._exchanges: dict[int, Exchange] = {}
+        self._flagged_late: list[int] = []
+        """Items whose flags are not known yet."""
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
         self._used: PendingGather | None = None
@@ -103,6 +105,8 @@ class Backward:
         """Start all remaining items; return the parameters that fell short (:meth:`Step.close`)."""
         actions, forgotten = self.step.close()
         self._perform(actions)
+        for number in self._flagged_late:
+            self._perform(self.step.flag(number, self._exchanges[number].flags))
         self._perform(self.step.tell())
         return forgotten
 
@@ -188,6 +192,9 @@ class Backward:
         self._exchanges[number] = exchange
         if self.stopwatch is not None:
             self.stopwatch.mark_landed(number, exchange.join_stream)
+        if exchange.has_late_flags:
+            self._flagged_late.append(number)
+            return self.step.started(number, None)
         return self.step.started(number, exchange.flags)
 
 

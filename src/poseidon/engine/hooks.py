@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from poseidon.engine.watched import use_in_linear
 from poseidon.errors import UnsupportedError
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
+from poseidon.routes.room import share_filled
 from poseidon.units import Load
 
 _LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[AutogradFrontEnd], int]] = weakref.WeakKeyDictionary()
@@ -369,18 +371,19 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
         return out
 
 
-def _observe(out: Tensor, found: tuple[AutogradFrontEnd, LiveUnit], load: Load) -> None:
+def _observe(out: Tensor, found: tuple[AutogradFrontEnd, LiveUnit], load: Load, x: Tensor | None = None) -> None:
     """Record the load of one forward of a layer when its backward runs, if that exchanges gradients.
 
-    Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows.
+    Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows. ``x``: a linear layer's input.
     """
     front_end, unit = found
 
-    def observe(*_: Any) -> None:
+    def observe(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
         if front_end.exchanges and front_end.will_accumulate(unit.weight):
             front_end.begin()
         if front_end.engine.is_observing and front_end.engine.in_backward:
-            front_end.engine.observe(unit, load)
+            factors = [] if x is None else [x, *(g for g in gradients if g is not None)]
+            front_end.engine.observe(unit, replace(load, filled=share_filled(*factors)) if factors else load)
 
     if out.grad_fn is not None:
         # After the node, and so after the hooks on the model's outputs, of which this may be one.
@@ -409,7 +412,7 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
         return out
     out = plain(x)
     if front_end.engine.is_observing:
-        _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize))
+        _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize), x.detach())
     return out
 
 

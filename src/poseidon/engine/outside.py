@@ -31,6 +31,7 @@ from poseidon.errors import ConfigError, MismatchError, UnsupportedError
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
+from poseidon.routes.room import share_filled
 from poseidon.team.agree import check_same_model
 from poseidon.team.mail import Tag
 from poseidon.team.mirror import mirror_all
@@ -208,7 +209,8 @@ class OutsideFrontEnd:
             elif weight != 1.0:
                 gradient = gradient * weight
             if self._engine.is_observing:
-                self._engine.observe(unit, Load(rows.shape[0], rows.element_size()))
+                filled = share_filled(rows, gradient)
+                self._engine.observe(unit, Load(rows.shape[0], rows.element_size(), filled=filled))
             if is_short:
                 # The kernel is inputs x outputs, the transpose of the engine's layout, so the factors swap.
                 self._engine.give(unit, gradient, rows)

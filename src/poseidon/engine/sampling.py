@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from poseidon.planning.cluster import Cluster
@@ -46,6 +48,42 @@ def plan(
     forced = {} if choice is None else choice.forced(specs, known)
     loads = sample_loads(model, units, sample_inputs)
     return make_plan(specs, loads, cluster, known, {**forced, **(routes or {})})
+
+
+def sample_filled(units: Sequence[LiveUnit], loads: Mapping[str, Load], train: Callable[[], object]) -> dict[str, Load]:
+    """Return the loads with the share of factors that are not zero, as ``train``, a forward and backward, shows it."""
+    import torch
+
+    filled: dict[str, Tensor] = {}
+    sizes: Counter[str] = Counter()
+
+    def count(unit: LiveUnit, factor: Tensor) -> None:
+        # Not the tensors themselves: all together they may not fit into the device's memory.
+        filled[unit.name] = torch.count_nonzero(factor) + filled.get(unit.name, 0)
+        sizes[unit.name] += factor.numel()
+
+    def record(unit: LiveUnit, x: Tensor, out: Any) -> None:
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            count(unit, x)
+            out.register_hook(lambda g: count(unit, g))
+
+    handles = [
+        unit.module.register_forward_hook(
+            lambda _, inputs, named, out, unit=unit: record(unit, inputs[0] if inputs else named["input"], out),
+            with_kwargs=True,
+        )
+        for unit in units
+        if unit.spec.kind == "linear" and unit.module is not None
+    ]
+    try:
+        train()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {
+        name: replace(load, filled=int(filled[name]) / max(sizes[name], 1)) if name in filled else load
+        for name, load in loads.items()
+    }
 
 
 def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) -> dict[str, Load]:

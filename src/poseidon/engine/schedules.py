@@ -275,11 +275,11 @@ class Schedules:
         """
         special = [unit for unit in self._units if unit.spec.kind != "dense"]
         mine = [self._planning.loads.get(unit.name, Load(0)) for unit in special]
-        words = [word for load in mine for word in (round(load.rows), load.value_bytes, round(load.touched))]
-        everybody = self._team.gather_ints(words)
+        everybody = self._team.gather_ints([word for load in mine for word in load.words()])
         loads = {}
         for i, unit in enumerate(special):
-            seen = [Load(*words[3 * i : 3 * i + 3]) for words in everybody if words[3 * i] or words[3 * i + 2]]
+            each = (Load.from_words(words[Load.WORDS * i : Load.WORDS * (i + 1)]) for words in everybody)
+            seen = [load for load in each if load.rows or load.touched]
             if seen:
                 loads[unit.name] = reduce(Load.plus, seen).scaled(1 / self._team.size)
         return loads

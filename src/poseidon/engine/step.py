@@ -217,15 +217,20 @@ class Step:
             return []
         return [Tell(tuple(number in self._used for number in range(len(self.schedule.model.parameters))))]
 
-    def started(self, item: int, flags: int = 0) -> list[Action]:
-        """Record that an item has started, with its flags.
-
-        The last flagged item triggers the comparison of flags, long before the result is needed: at the end of backward
-        a message would queue behind all the gradients still under way.
-        """
+    def started(self, item: int, flags: int | None = 0) -> list[Action]:
+        """Record that an item has started, with its flags; None: they follow (:meth:`flag`)."""
         assert item not in self._under_way, f"item {item} was started twice"
         assert item not in self._landed, f"item {item} was started again after it had landed"
         self._under_way.add(item)
+        # Asked here, too: to call a function takes as long as to start a small item.
+        return [] if flags is None or item not in self._unflagged else self.flag(item, flags)
+
+    def flag(self, item: int, flags: int) -> list[Action]:
+        """Record the flags of an item that has started.
+
+        Those of the last flagged item trigger their comparison, long before the result is needed if they are known by
+        then: at the end of backward a message would queue behind all the gradients still under way.
+        """
         if item not in self._unflagged:
             return []
         self._flags[item] = flags

@@ -26,6 +26,7 @@ from poseidon.keras.taps import Tap, find_short_layers, tap
 from poseidon.planning.planner import Plan, check_overrides
 from poseidon.routes import standard_routes
 from poseidon.routes.base import LiveUnit
+from poseidon.routes.room import share_filled
 from poseidon.units import Kind, Load, ParameterSpec, Unit
 
 log = logging.getLogger("poseidon.keras")
@@ -235,7 +236,7 @@ class _Product(torch.autograd.Function):
             if front.exchanges:
                 front.begin()
             if engine.is_observing and engine.in_backward:
-                engine.observe(unit, Load(rows_x.shape[0], x.element_size()))
+                engine.observe(unit, Load(rows_x.shape[0], x.element_size(), filled=share_filled(x, g)))
             # Under create_graph the caller wants to differentiate once more, which factors cannot do.
             if engine.collects(unit) and not torch.is_grad_enabled():
                 # The kernel is the transpose of what the engine takes: the factors swap.

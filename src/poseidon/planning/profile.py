@@ -206,6 +206,7 @@ def _unit_from_dict(data: dict[str, Any]) -> UnitProfile:
     if load is not None:
         for name in ("rows", "touched", "bags"):
             _check_count(f"{name} of {where}", getattr(load, name))
+        _check_count(f"filled of {where}", load.filled, most=1)
         _check_whole(f"value_bytes of {where}", load.value_bytes, 1, _MOST_ITEM_BYTES)
     return UnitProfile(
         Unit(str(unit["name"]), kind, parameters, bool(unit["is_sparse"])), load, data["forward_s"], data["backward_s"]
@@ -227,6 +228,6 @@ def _check_whole(what: str, value: Any, least: int, most: int) -> None:
         raise ConfigError(f"{what} is {value!r}, expected a whole number from {least} to {most}")
 
 
-def _check_count(what: str, value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_VALUES:
-        raise ConfigError(f"{what} is {value!r}, expected a number from 0 to {_MOST_VALUES}")
+def _check_count(what: str, value: Any, most: int = _MOST_VALUES) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ConfigError(f"{what} is {value!r}, expected a number from 0 to {most}")

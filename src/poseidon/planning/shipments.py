@@ -14,10 +14,22 @@ from poseidon.planning.packing import LARGEST_BUCKET_BYTES
 
 SLOW_BYTES_PER_S = 2e8
 """Links up to this speed are worth the work of leaving out repeated rows and zeros (``routes/shortening.py``)."""
+LEAST_SAVED = 0.2
+"""Share of the bytes that must be saved by that; for less, the receivers' work is not worth it."""
+LEAST_SAVED_S = 5e-4
+"""On a faster link, where a device leaves zeros out: less is not worth its work, nor that the host waits for it."""
+SLACK = 1.05
+"""There, room for values that are not zero: how many there are varies a little from step to step."""
 PLACE_BYTES = 4
 """Says for a row which of the distinct ones it is."""
 TRIFLE_S = 2e-3
 """Units join until they take so long on the wire together: what they wait for each other may go unhidden."""
+
+
+def share_without_zeros(filled: float, value_bytes: int) -> float:
+    """Return which share of the bytes of factors is sent if zeros are left out; 1 if that would save too little."""
+    share = filled + 1 / (8 * value_bytes)
+    return share if share <= 1 - LEAST_SAVED else 1.0
 
 
 @dataclass(frozen=True)

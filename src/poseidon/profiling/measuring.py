@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from poseidon.engine.sampling import sample_loads
+from poseidon.engine.sampling import sample_filled, sample_loads
 from poseidon.errors import ConfigError
 from poseidon.planning.profile import Profile, UnitProfile
 
@@ -61,7 +61,7 @@ def profile_model(
         loads = sample_loads(model, units, inputs)
     watch = _Watch(model, units, inputs, loss or _mean, update, around)
     with watch:
-        watch.run()
+        loads = sample_filled(units, loads, watch.run)
         runs = [watch.run() for _ in range(repetitions)]
     middle = sorted(runs, key=lambda run: run.total_s)[len(runs) // 2]
     return _assemble(name, str(watch.device), batch, units, loads, middle, runs, watch.memory_bytes())

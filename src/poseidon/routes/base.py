@@ -208,7 +208,9 @@ class Exchange(ABC):
     """
 
     flags = Flag(0)
-    """Flags of this worker's part, known once it has started."""
+    """Flags of this worker's part, known once it has started..."""
+    has_late_flags = False
+    """... or later, equal on all workers: to read them waits until the device has come so far."""
 
     def heed(self, flags: Sequence[int]) -> None:  # noqa: B027 - a no-op for most
         """Receive all workers' flags for the item; called before :meth:`finish` where flags are compared."""

@@ -23,7 +23,7 @@ from poseidon.planning.costs import (
 from poseidon.planning.packing import limit_served
 from poseidon.planning.route import Route, Routes
 from poseidon.planning.schedule import Item
-from poseidon.planning.shipments import PLACE_BYTES, SLOW_BYTES_PER_S
+from poseidon.planning.shipments import LEAST_SAVED_S, PLACE_BYTES, SLACK, SLOW_BYTES_PER_S, share_without_zeros
 from poseidon.planning.transfers import Conditions, Leg, Transfer
 from poseidon.routes.bits import change_bits, gradient_bits, rounded_share
 from poseidon.sums.chunks import Chunk
@@ -303,6 +303,17 @@ class FactorsRoute(BroadcastRoute):
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
         """Count both factors to all workers, and one product of everyone's factors."""
         return None if load is None or load.rows <= 0 else factors_cost(unit, load, cluster)
+
+    def _sent_share(self, item: Item, cluster: Cluster) -> float:
+        """Zeros stay at home on slow links, and where a device can leave them out and that saves time."""
+        load, rate = item.load, cluster.between.bytes_per_s
+        if load is None or (not self.gathers and rate > SLOW_BYTES_PER_S):
+            return 1.0
+        if not self.gathers:
+            return share_without_zeros(load.filled, load.value_bytes)
+        share = share_without_zeros(SLACK * load.filled, load.value_bytes)
+        cost = factors_cost(item.specs[0], load, cluster)
+        return share if (1 - share) * cost.wire_bytes / rate >= LEAST_SAVED_S else 1.0
 
     def open(self, context: Context) -> Exchanger:
         """See ``factors.py`` and ``gather.py``."""

@@ -23,6 +23,7 @@ from poseidon.planning.shipments import SLOW_BYTES_PER_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
 from poseidon.routes.parcels import Gathered, Parcel
+from poseidon.routes.room import count_values
 from poseidon.team.team import Team
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -41,14 +42,16 @@ class FactorsExchanger(Exchanger):
         self._is_slow = context.cluster.between.bytes_per_s <= SLOW_BYTES_PER_S
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> FactorsExchange:
-        """Send this worker's factors; they are freed once sent."""
+    def start(
+        self, item: LiveItem, brought: Sequence[Brought], step: int, counts_values: bool = False
+    ) -> FactorsExchange:
+        """Send this worker's factors; they are freed once sent. ``counts_values``: of those that come."""
         unit, mine = item.unit, brought[0]
         pieces = mine.take_pieces()
         dtype = row_dtype(unit, pieces)
         shape = (count_rows(pieces), sum(unit.weight.shape))
         host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=unit.weight.is_cuda)
-        exchange = FactorsExchange(self._team, unit, self._side_stream(unit.weight))
+        exchange = FactorsExchange(self._team, unit, self._side_stream(unit.weight), counts_values)
         settle = exchange.fill(host, pieces)
         exchange.flags = Flag.HAS_DENSE if mine.has_dense else Flag(0)
         word = exchange.flags | _DTYPES.index(dtype) << _DTYPE_SHIFT
@@ -86,9 +89,11 @@ class Factors:
     """Rows per rank."""
     has_dense: bool
     """Whether some worker has a full gradient too."""
+    values: int = 0
+    """The most values of any worker that are not zero, if they were counted."""
 
     @classmethod
-    def of(cls, gathered: Gathered, unit: LiveUnit) -> Factors:
+    def of(cls, gathered: Gathered, unit: LiveUnit, counts_values: bool = False) -> Factors:
         """Read what arrived; without a copy, if all rows have one type."""
         width = sum(unit.weight.shape)
         dtypes = [_DTYPES[word >> _DTYPE_SHIFT] for word in gathered.flags]
@@ -101,7 +106,9 @@ class Factors:
             # Copied first: a part may begin where its type cannot be read.
             data = torch.cat([part.clone().view(each).to(dtype) for part, each in parts])
         has_dense = any(word & Flag.HAS_DENSE for word in gathered.flags)
-        return cls(data.view(dtype).view(-1, width), tuple(counts), has_dense)
+        rows = data.view(dtype).view(-1, width)
+        values = max(map(count_values, rows.split(counts))) if counts_values else 0
+        return cls(rows, tuple(counts), has_dense, values)
 
 
 class FactorsExchange(Exchange):
@@ -109,10 +116,11 @@ class FactorsExchange(Exchange):
 
     future: Future[tuple[Factors, list[Tensor], torch.cuda.Event | None]]
 
-    def __init__(self, team: Team, unit: LiveUnit, side: torch.cuda.Stream | None) -> None:
+    def __init__(self, team: Team, unit: LiveUnit, side: torch.cuda.Stream | None, counts_values: bool = False) -> None:
         self._team = team
         self._unit = unit
         self._side = side
+        self._counts_values = counts_values
 
     def fill(self, host: Tensor, pieces: Sequence[FactorPair]) -> Callable[[], None] | None:
         """Copy the factors side by side into rows (X | G); the returned function, if any, waits for the copy."""
@@ -134,7 +142,7 @@ class FactorsExchange(Exchange):
 
     def land(self, gathered: Gathered) -> tuple[Factors, list[Tensor], torch.cuda.Event | None]:
         """Rebuild the mean gradients on the side stream. On the CPU, :meth:`finish` does it: see there."""
-        factors = Factors.of(gathered, self._unit)
+        factors = Factors.of(gathered, self._unit, self._counts_values)
         if self._side is None:
             return factors, [], None
         with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):

@@ -3,22 +3,22 @@
 NCCL alone uses a link better than several transports that compete for it, and nothing crosses into host memory. In
 return, a collective needs one size, one type and one order on all workers. A unit's first exchange under a plan goes by
 direct messages, which have no such limits and tell all workers how many rows each of them has; from then on there is
-room for that many (missing rows are zeros, which add nothing to a product). A worker with more rows, or rows of a wider
-type, sets its flags; the unit then travels again by messages, and gets more room. Where the workers' rows are too
-uneven for one size, as those of a mixture's experts often are, messages remain.
+room for that many (missing rows are zeros, which add nothing to a product), or for their values that are not zero
+(``room.py``). A worker with more rows, more of such values, or rows of a wider type, sets its flags; the unit then
+travels again by messages, and gets more room. Where the workers' rows are too uneven for one size, as those of a
+mixture's experts often are, messages remain.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from poseidon.planning.shipments import LEAST_SAVED_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem
 from poseidon.routes.factors import (
@@ -31,45 +31,11 @@ from poseidon.routes.factors import (
     rebuild,
     row_dtype,
 )
+from poseidon.routes.room import Room
 from poseidon.team.team import Team
 
 # Renamed in torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_SPARE = 1.25
-"""Room for rows, once a unit has had more than expected."""
-_EMPTIEST = 0.5
-"""Share of the room that must be filled on average; with less, messages carry fewer bytes."""
-_MISFITS = 3
-"""After so many under one plan, a unit stays with messages."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """How many rows of one unit each worker may bring to an all-gather, and of which type; equal on all workers."""
-
-    rows: int
-    """Zero: the unit travels by messages."""
-    dtype: torch.dtype
-    misfits: int = 0
-
-    @classmethod
-    def after(cls, before: Room | None, counts: Sequence[int], dtype: torch.dtype) -> Room | None:
-        """Return the room after an exchange by messages of so many rows per worker; None: not known yet."""
-        most = max(counts)
-        if before is None:
-            if most == 0:
-                return None
-            rows, misfits = most, 0
-        else:
-            rows, misfits = math.ceil(most * _SPARE), before.misfits + 1
-        if misfits == _MISFITS or sum(counts) < _EMPTIEST * rows * len(counts):
-            rows = 0
-        return cls(rows, dtype, misfits)
-
-    def holds(self, count: int, dtype: torch.dtype) -> bool:
-        """Return whether a worker's rows fit."""
-        return count == 0 or (count <= self.rows and torch.promote_types(dtype, self.dtype) is self.dtype)
 
 
 class GatherExchanger(Exchanger):
@@ -78,6 +44,9 @@ class GatherExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._messages = FactorsExchanger(context)
+        peers = max(context.cluster.machines - 1, 1) * context.cluster.workers_per_machine
+        self._least_saved = LEAST_SAVED_S * context.cluster.between.bytes_per_s / peers
+        """Bytes of each worker's rows."""
         self._rooms: dict[int, Room | None] = {}
         """By unit."""
         self._sent_bytes = 0
@@ -91,24 +60,28 @@ class GatherExchanger(Exchanger):
         """Send the rows of factors: in the room there is for them, or by messages."""
         room = self._rooms.get(item.unit.index)
         if room is not None and room.rows:
-            width = sum(item.unit.weight.shape) * room.dtype.itemsize
-            self._sent_bytes += room.rows * width * (self._team.size - 1)
-            return _GatherExchange(self._team, self, room, item, brought[0], step)
-        exchange = self.start_messages(item, brought[0], step)
-        return exchange if room is not None else _FirstExchange(self, item, exchange)
+            exchange = _GatherExchange(self._team, self, room, item, brought[0], step)
+            self._sent_bytes += exchange.sent_bytes * (self._team.size - 1)
+            return exchange
+        if room is not None:
+            return self._messages.start(item, brought, step)
+        return _FirstExchange(self, item, self.start_messages(item, brought[0], step))
 
     def sent_by_route(self) -> dict[str, int]:
         """Return the bytes sent so far by all-gathers, room that is not used included."""
         return {"factors": self._sent_bytes}
 
     def start_messages(self, item: LiveItem, brought: Brought, step: int) -> FactorsExchange:
-        """Send any number of rows."""
-        return self._messages.start(item, [brought], step)
+        """Send any number of rows, and count what comes, for :meth:`learn`."""
+        return self._messages.start(item, [brought], step, counts_values=True)
 
     def learn(self, item: LiveItem, factors: Factors) -> None:
         """Make room for what all workers brought; called for the same exchanges on all workers."""
         unit = item.unit.index
-        self._rooms[unit] = Room.after(self._rooms.get(unit), factors.counts, factors.rows.dtype)
+        room = Room.after(self._rooms.get(unit), factors.counts, factors.rows.dtype, factors.values)
+        if room is not None and room.values:
+            room = room.unless_useless(sum(item.unit.weight.shape), self._least_saved)
+        self._rooms[unit] = room
 
 
 class _FirstExchange(Exchange):
@@ -136,17 +109,38 @@ class _GatherExchange(Exchange):
         self._step = step
         unit = item.unit
         self._count = count_rows(brought.pieces)
-        fits = self._fits = room.holds(self._count, row_dtype(unit, brought.pieces))
-        self.flags = (Flag.HAS_DENSE if brought.has_dense else Flag(0)) | (Flag(0) if fits else Flag.MISFIT)
+        fits = room.holds(self._count, row_dtype(unit, brought.pieces))
+        self._known_flags = Flag.HAS_DENSE if brought.has_dense else Flag(0)
+        if not fits:
+            self._known_flags |= Flag.MISFIT
         # Kept until the exchange is over: torch forgets what a collective reads with the first wait for it, whichever
-        # stream waits.
-        self._mine = mine = torch.zeros(room.rows, sum(unit.weight.shape), dtype=room.dtype, device=unit.weight.device)
+        # stream waits. And some worker's rows may not fit; then these travel again.
+        self._rows = rows = torch.zeros(room.rows, self._width, dtype=room.dtype, device=unit.weight.device)
+        self._fits = fits
         if fits:
-            fill_rows(mine, brought.take_pieces())
-        self._everybody = torch.empty(team.size * mine.shape[0], mine.shape[1], dtype=mine.dtype, device=mine.device)
+            fill_rows(rows, brought.take_pieces())
+        self._mine, self._overflows = rows.view(-1).view(torch.uint8), None
+        if room.values:
+            self._mine, filled = room.layout(self._width).drop_zeros(rows)
+            self._overflows = _later(filled)
+        self.sent_bytes = self._mine.nbytes
         # As bytes: not every backend knows every type.
-        theirs, ours = self._everybody.view(torch.uint8), mine.view(torch.uint8)
-        self._work = _all_gather(theirs, ours, group=team.group, async_op=True)
+        self._everybody = self._mine.new_empty(team.size * self._mine.numel())
+        self._work = _all_gather(self._everybody, self._mine, group=team.group, async_op=True)
+
+    @property
+    def _width(self) -> int:
+        return sum(self._item.unit.weight.shape)
+
+    @property
+    def has_late_flags(self) -> bool:  # type: ignore[override]
+        return self._overflows is not None
+
+    @property
+    def flags(self) -> Flag:  # type: ignore[override]
+        if self._overflows is not None and self._overflows() > self._room.values:
+            return self._known_flags | Flag.MISFIT
+        return self._known_flags
 
     def heed(self, flags: Sequence[int]) -> None:
         self._has_dense = any(flag & Flag.HAS_DENSE for flag in flags)
@@ -157,9 +151,11 @@ class _GatherExchange(Exchange):
         self._team.wait_for(self._work, self._everybody, unit.name)
         if self._everybody.is_cuda:
             # Made on the stream of a hook, and read on this one.
-            self._everybody.record_stream(torch.cuda.current_stream(self._everybody.device))
+            for tensor in (self._everybody, self._rows):
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if self._is_misfit:
-            self._rescue_pieces()
+            if self._fits and self._count:
+                self._give_again()
             exchange = self._exchanger.start_messages(self._item, self._brought, self._step)
             self._exchanger.learn(self._item, exchange.finish_factors(is_used))
             return
@@ -167,16 +163,35 @@ class _GatherExchange(Exchange):
             return
         if self._has_dense:
             average_now(self._team, unit.parameters, unit.name)
-        add_gradients(unit, rebuild(self._team, unit, self._everybody))
+        add_gradients(unit, rebuild(self._team, unit, self._all_rows()))
 
     def join_stream(self) -> None:
         if self._everybody.is_cuda:
             self._work.wait()
 
-    def _rescue_pieces(self) -> None:
-        """Read this worker's own rows back, if they were released on the assumption that all workers' rows fit."""
-        if self._fits and self._count:
-            first = self._team.rank * self._room.rows
-            rows: Tensor = self._everybody[first : first + self._count]
-            inputs = self._item.unit.weight.shape[1]
-            self._brought.give(rows[:, :inputs], rows[:, inputs:])
+    def _all_rows(self) -> Tensor:
+        if self._room.values:
+            return self._room.layout(self._width).restore_zeros(self._everybody)
+        return self._everybody.view(self._room.dtype).view(-1, self._width)
+
+    def _give_again(self) -> None:
+        """Bring this worker's own rows, which were taken on the assumption that all workers' rows fit."""
+        inputs = self._item.unit.weight.shape[1]
+        rows = self._rows[: self._count]
+        self._brought.give(rows[:, :inputs], rows[:, inputs:])
+
+
+def _later(count: Tensor) -> Callable[[], int]:
+    """Return what waits for the device, if any, and returns the number that it has computed."""
+    if not count.is_cuda:
+        return lambda: int(count)
+    host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
+    host.copy_(count, non_blocking=True)
+    done = torch.cuda.Event(blocking=True)
+    done.record()
+
+    def wait() -> int:
+        done.synchronize()
+        return int(host)
+
+    return wait

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LEAST_SAVED = 0.2
-"""Share of the bytes that must be saved; for less, the receivers' work is not worth it."""
+from poseidon.planning.shipments import LEAST_SAVED
+
 _MIXER = np.random.default_rng(2015).integers(1, 2**62, 64, dtype=np.int64) * 2 + 1
 _WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 ITEMSIZES = frozenset(_WORDS)
@@ -34,7 +34,7 @@ def find_repeats(values: Tensor) -> tuple[Tensor, Tensor] | None:
     _, first, which = np.unique(mixed, return_index=True, return_inverse=True)
     which = which.reshape(-1).astype(np.int32)  # NumPy 2.0 has another shape
     saved = (len(words) - len(first)) * row_bytes - which.nbytes
-    if saved < _LEAST_SAVED * words.nbytes:
+    if saved < LEAST_SAVED * words.nbytes:
         return None
     distinct = words[first]
     if not np.array_equal(distinct[which], words):  # two rows were mixed to the same number
@@ -51,7 +51,7 @@ def drop_zeros(data: Tensor, itemsize: int) -> Tensor | None:
         return None
     values = data.numpy().view(_WORDS[itemsize])
     count = int(np.count_nonzero(values))
-    if count * itemsize + _mask_bytes(values.size) > (1 - _LEAST_SAVED) * values.nbytes:
+    if count * itemsize + _mask_bytes(values.size) > (1 - LEAST_SAVED) * values.nbytes:
         return None
     mask = values != 0
     # By their places: to select by a mask takes five times as long.

@@ -122,6 +122,14 @@ def test_flags_are_compared_once_as_soon_as_the_last_flagged_item_has_left() -> 
         assert told[-1] == [Compare(tuple(item + 1 for item in MIXED.flagged))]
 
 
+def test_flags_that_are_known_late_delay_their_comparison() -> None:
+    first, *others = MIXED.flagged
+    step = make(MIXED)
+    assert step.started(first, None) == []
+    assert [step.started(item, flags=item + 1) for item in others] == [[], []]
+    assert step.flag(first, first + 1) == [Compare(tuple(item + 1 for item in MIXED.flagged))]
+
+
 def test_flags_travel_with_the_message_where_nobody_need_know_before() -> None:
     assert schedule([FC, HEAD], ["factors", "factors"]).flagged == ()
     assert len(GATHERED.flagged) == 2

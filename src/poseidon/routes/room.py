@@ -1,0 +1,146 @@
+"""The room that an all-gather has for a unit's rows of factors, and how rows lie in it without their zeros. Pure.
+
+A collective needs one size on all workers, so that is fixed from what an exchange by messages has shown. Behind a ReLU
+half of the values are zero, with dropout three quarters. Where that saves enough time on the wire, there is room only
+for the others: a bit for each value, then those that are not zero, in their order. ``shortening.py`` does the same on
+the host, in messages of any size. A device cannot tell the host at once whether its values fit: that is known a little
+later (:attr:`~poseidon.routes.base.Exchange.has_late_flags`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from poseidon.planning.shipments import LEAST_SAVED, SLACK
+
+_SPARE = 1.25
+"""Room for rows, or values, once a unit has had more than expected."""
+_EMPTIEST = 0.5
+"""Share of the room that must be filled on average; with less, messages carry fewer bytes."""
+_MISFITS = 3
+"""After so many under one plan, a unit stays with messages, or its zeros travel too."""
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""As which the bits of a value are read, by its bytes."""
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many rows of one unit each worker may bring to an all-gather, and of which type; equal on all workers."""
+
+    rows: int
+    """Zero: the unit travels by messages."""
+    dtype: torch.dtype
+    misfits: int = 0
+    values: int = 0
+    """How many values of these rows need not be zero; 0: zeros travel, too."""
+    overflows: int = 0
+
+    @classmethod
+    def after(cls, before: Room | None, counts: Sequence[int], dtype: torch.dtype, values: int = 0) -> Room | None:
+        """Return the room after an exchange by messages of so many rows per worker; None: not known yet.
+
+        ``values``: the most that any worker had which are not zero; 0: zeros shall travel, too.
+        """
+        most = max(counts)
+        if before is None:
+            if most == 0:
+                return None
+            return cls(most, dtype, values=math.ceil(values * SLACK))._unless_empty(counts)
+        if before.values and before.holds(most, dtype):
+            more = replace(before, overflows=before.overflows + 1)
+            return replace(more, values=math.ceil(values * _SPARE) if more.overflows < _MISFITS else 0)
+        more = replace(before, rows=math.ceil(most * _SPARE), dtype=dtype, misfits=before.misfits + 1)
+        return replace(more, values=math.ceil(values * _SPARE) if before.values else 0)._unless_empty(counts)
+
+    def _unless_empty(self, counts: Sequence[int]) -> Room:
+        is_hopeless = self.misfits == _MISFITS or sum(counts) < _EMPTIEST * self.rows * len(counts)
+        return replace(self, rows=0, values=0) if is_hopeless else self
+
+    def holds(self, count: int, dtype: torch.dtype) -> bool:
+        """Return whether a worker's rows fit, whatever their values."""
+        return count == 0 or (count <= self.rows and torch.promote_types(dtype, self.dtype) is self.dtype)
+
+    def unless_useless(self, width: int, least_bytes: float) -> Room:
+        """Return a room for zeros, too, unless leaving them out saves a fair share, and ``least_bytes`` a worker."""
+        plain = self.rows * width * self.dtype.itemsize
+        saved = plain - self.layout(width).size_bytes
+        return self if saved >= max(LEAST_SAVED * plain, least_bytes) else replace(self, values=0)
+
+    def layout(self, width: int) -> Layout:
+        """Return how rows of ``width`` values lie without their zeros."""
+        return Layout(self.rows, width, self.values, self.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One worker's rows without their zeros, as bytes: a bit for each value, then ``values`` of these and a spare."""
+
+    rows: int
+    width: int
+    values: int
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole."""
+        return self._values_at + _align((self.values + 1) * self.dtype.itemsize)
+
+    @property
+    def _bitmap_bytes(self) -> int:
+        return -(-self.rows * self.width // 8)
+
+    @property
+    def _values_at(self) -> int:
+        return _align(self._bitmap_bytes)
+
+    def drop_zeros(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bytes of these rows, and how many values are not zero: more than fit, if the bytes are useless.
+
+        A negative zero is not zero: it has a bit. Nothing here waits for a device.
+        """
+        integers = rows.view(INTEGERS[self.dtype.itemsize]).view(-1)
+        mask = integers != 0
+        places = mask.cumsum(0)
+        data = torch.empty(self.size_bytes, dtype=torch.uint8, device=rows.device)
+        padded = F.pad(mask, (0, -mask.numel() % 8)).view(-1, 8)
+        data[: self._bitmap_bytes] = (padded << _shifts(rows.device)).sum(1, dtype=torch.uint8)
+        # The spare one is for all that has no place.
+        target = torch.where(mask, places - 1, self.values).clamp_(max=self.values)
+        data[self._values_at :].view(integers.dtype).scatter_(0, target, integers)
+        return data, places[-1]
+
+    def restore_zeros(self, data: Tensor) -> Tensor:
+        """Return the rows of all workers, given what :meth:`drop_zeros` returned on each, one after the other."""
+        parts = data.view(-1, self.size_bytes)
+        bits = parts[:, : self._bitmap_bytes].unsqueeze(2) >> _shifts(data.device) & 1
+        mask = bits.view(len(parts), -1)[:, : self.rows * self.width].bool()
+        places = mask.cumsum(1).sub_(1).clamp_(0, self.values)
+        values = parts[:, self._values_at :].view(INTEGERS[self.dtype.itemsize])
+        integers = values.gather(1, places).masked_fill_(~mask, 0)
+        return integers.view(self.dtype).view(-1, self.width)
+
+
+def count_values(rows: Tensor) -> int:
+    """Return how many values are not zero; a negative zero counts."""
+    return int(torch.count_nonzero(rows.view(INTEGERS[rows.element_size()])))
+
+
+def share_filled(*factors: Tensor) -> float:
+    """Return which share of the values of all these tensors is not zero; waits for a device."""
+    count = sum(int(torch.count_nonzero(each)) for each in factors)
+    return count / max(sum(each.numel() for each in factors), 1)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _align(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
