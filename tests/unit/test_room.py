@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from poseidon.routes.room import INTEGERS, Layout, Room, count_values, share_fil
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DTYPES = [BF16, torch.float16, F32, F64]
+DEVICE = os.environ.get("POSEIDON_TEST_DEVICE", "cpu")
 
 
 def draw_rows(rows: int, width: int, dtype: torch.dtype, filled: float, seed: int) -> torch.Tensor:
@@ -19,7 +22,7 @@ def draw_rows(rows: int, width: int, dtype: torch.dtype, filled: float, seed: in
     integers = torch.randint(-(2**15), 2**15, (rows, width), generator=generator).to(INTEGERS[dtype.itemsize])
     integers <<= 8 * dtype.itemsize - 16
     mask = torch.rand(rows, width, generator=generator) < filled
-    return torch.where(mask, integers, 0).view(dtype)
+    return torch.where(mask, integers, 0).view(dtype).to(DEVICE)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -48,7 +51,7 @@ def test_rows_come_back_with_the_same_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_negative_zero_is_not_left_out(dtype: torch.dtype) -> None:
-    rows = torch.tensor([[0.0, -0.0, 1.0]], dtype=dtype)
+    rows = torch.tensor([[0.0, -0.0, 1.0]], dtype=dtype, device=DEVICE)
     layout = Layout(1, 3, 2, dtype)
     data, count = layout.drop_zeros(rows)
     assert int(count) == 2
