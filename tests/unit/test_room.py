@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poseidon.routes.room import INTEGERS, Layout, Room, count_values, share_filled
+from poseidon.routes.room import INTEGERS, Layout, Room, count_filled, share_filled
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DTYPES = [BF16, torch.float16, F32, F64]
@@ -29,6 +29,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(INTEGERS[one.element_size()]), other.view(INTEGERS[other.element_size()]))
 
 
+def count(rows: torch.Tensor) -> int:
+    return int(count_filled(rows))
+
+
 @settings(deadline=None)
 @given(
     st.integers(1, 9),
@@ -42,9 +46,9 @@ def test_rows_come_back_with_the_same_bits(
     rows: int, width: int, dtype: torch.dtype, filled: float, spare: int, workers: int
 ) -> None:
     each = [draw_rows(rows, width, dtype, filled, seed) for seed in range(workers)]
-    layout = Layout(rows, width, max(map(count_values, each)) + spare, dtype)
+    layout = Layout(rows, width, max(map(count, each)) + spare, dtype)
     sent, counts = zip(*map(layout.drop_zeros, each), strict=True)
-    assert [int(count) for count in counts] == list(map(count_values, each))
+    assert list(map(int, counts)) == list(map(count, each))
     assert {data.numel() for data in sent} == {layout.size_bytes}
     assert same_bits(layout.restore_zeros(torch.cat(sent)), torch.cat(each))
 
@@ -53,16 +57,16 @@ def test_rows_come_back_with_the_same_bits(
 def test_a_negative_zero_is_not_left_out(dtype: torch.dtype) -> None:
     rows = torch.tensor([[0.0, -0.0, 1.0]], dtype=dtype, device=DEVICE)
     layout = Layout(1, 3, 2, dtype)
-    data, count = layout.drop_zeros(rows)
-    assert int(count) == 2
+    data, filled = layout.drop_zeros(rows)
+    assert int(filled) == 2
     assert same_bits(layout.restore_zeros(data), rows)
 
 
 def test_more_values_than_fit_are_counted_and_harm_no_other_worker() -> None:
     many, few = draw_rows(4, 9, F32, 1.0, 1), draw_rows(4, 9, F32, 0.3, 2)
-    layout = Layout(4, 9, count_values(few), F32)
-    data, count = layout.drop_zeros(many)
-    assert int(count) == count_values(many) > layout.values
+    layout = Layout(4, 9, count(few), F32)
+    data, filled = layout.drop_zeros(many)
+    assert int(filled) == count(many) > layout.values
     restored = layout.restore_zeros(torch.cat([data, layout.drop_zeros(few)[0]]))
     assert same_bits(restored[4:], few)
 
@@ -100,3 +104,11 @@ def test_zeros_are_left_out_only_where_that_saves_enough() -> None:
 def test_the_share_that_is_filled_counts_both_factors() -> None:
     assert share_filled(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 3.0], [0.0, 0.0]])) == 0.5
     assert share_filled(torch.empty(0, 3)) == 0.0
+    assert share_filled(torch.tensor([0.0, -0.0])) == 0.5
+
+
+def test_values_that_cannot_be_counted_count_as_filled() -> None:
+    sparse = torch.tensor([[0.0, 1.0], [0.0, 0.0]]).to_sparse()
+    assert count(sparse) == 4
+    assert count(torch.zeros(3, dtype=torch.complex64)) == 3
+    assert count(torch.zeros(2, 5)[:, ::2]) == 0

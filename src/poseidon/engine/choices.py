@@ -25,6 +25,10 @@ _LOAD_STEP, _RATE_STEP = 1.25, 2.0
 """Loads and measured link speeds that differ by less than about these factors count as equal."""
 
 
+_FILLED_STEPS = 4
+"""So many steps there are from factors that are all zero to factors without a zero."""
+
+
 def cache_folder() -> Path:
     """Return where choices are kept."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -40,7 +44,10 @@ def describe_job(units: Sequence[Unit], loads: Mapping[str, Load], cluster: Clus
     """Return a digest of everything that a choice depends on; ``others`` is plain data, such as versions."""
     words = {
         "units": [(u.name, u.kind, u.is_sparse, [(p.shape, p.itemsize) for p in u.parameters]) for u in units],
-        "loads": {name: (_coarse(load.rows, _LOAD_STEP), load.value_bytes) for name, load in sorted(loads.items())},
+        "loads": {
+            name: (_coarse(load.rows, _LOAD_STEP), load.value_bytes, round(_FILLED_STEPS * load.filled))
+            for name, load in sorted(loads.items())
+        },
         "cluster": [cluster.machines, cluster.workers_per_machine],
         "links": [
             _coarse(link.bits_per_s, _RATE_STEP) for link in (cluster.between, cluster.inside, cluster.combining)

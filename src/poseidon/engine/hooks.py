@@ -28,7 +28,7 @@ from poseidon.engine.watched import use_in_linear
 from poseidon.errors import UnsupportedError
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
-from poseidon.routes.room import share_filled
+from poseidon.routes.room import count_filled
 from poseidon.units import Load
 
 _LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[AutogradFrontEnd], int]] = weakref.WeakKeyDictionary()
@@ -377,17 +377,25 @@ def _observe(out: Tensor, found: tuple[AutogradFrontEnd, LiveUnit], load: Load, 
     Not in forward: a checkpoint runs it twice, and under no_sync() no exchange follows. ``x``: a linear layer's input.
     """
     front_end, unit = found
+    # Not the input itself, which a checkpoint, for example, does not keep.
+    filled, size = (None, 0) if x is None else (count_filled(x), x.numel())
 
     def observe(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
         if front_end.exchanges and front_end.will_accumulate(unit.weight):
             front_end.begin()
         if front_end.engine.is_observing and front_end.engine.in_backward:
-            factors = [] if x is None else [x, *(g for g in gradients if g is not None)]
-            front_end.engine.observe(unit, replace(load, filled=share_filled(*factors)) if factors else load)
+            front_end.engine.observe(unit, load if filled is None else _with_filled(load, filled, size, gradients))
 
     if out.grad_fn is not None:
         # After the node, and so after the hooks on the model's outputs, of which this may be one.
         out.grad_fn.register_hook(observe)
+
+
+def _with_filled(load: Load, filled: Tensor, size: int, gradients: Iterable[Tensor | None]) -> Load:
+    """Return a load with the share of values that are not zero, given their count in X, X's size, and G."""
+    present = [g for g in gradients if g is not None]
+    count = int(filled) + sum(int(count_filled(g)) for g in present)
+    return replace(load, filled=count / max(size + sum(g.numel() for g in present), 1))
 
 
 def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
@@ -412,7 +420,7 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
         return out
     out = plain(x)
     if front_end.engine.is_observing:
-        _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize), x.detach())
+        _observe(out, found, Load(x.numel() // max(x.shape[-1], 1), dtype.itemsize), x)
     return out
 
 

@@ -54,12 +54,14 @@ def sample_filled(units: Sequence[LiveUnit], loads: Mapping[str, Load], train: C
     """Return the loads with the share of factors that are not zero, as ``train``, a forward and backward, shows it."""
     import torch
 
+    from poseidon.routes.room import count_filled
+
     filled: dict[str, Tensor] = {}
     sizes: Counter[str] = Counter()
 
     def count(unit: LiveUnit, factor: Tensor) -> None:
         # Not the tensors themselves: all together they may not fit into the device's memory.
-        filled[unit.name] = torch.count_nonzero(factor) + filled.get(unit.name, 0)
+        filled[unit.name] = count_filled(factor) + filled.get(unit.name, 0)
         sizes[unit.name] += factor.numel()
 
     def record(unit: LiveUnit, x: Tensor, out: Any) -> None:

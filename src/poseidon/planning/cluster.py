@@ -96,6 +96,11 @@ class Cluster:
             raise ConfigError(f"the device's matrix rate is {self.flops} flop/s; it must be positive and finite")
 
     @property
+    def crossing(self) -> Link:
+        """The slowest link between two workers: between machines, or inside the only one."""
+        return self.between if self.machines > 1 else self.inside
+
+    @property
     def combining(self) -> Link:
         """What sums of whole gradients use inside a machine."""
         return self.inside if self.shared is None else self.shared

@@ -216,9 +216,8 @@ def _with_shipments(
     """Note which items share messages."""
     sent = [item for item in items if routes[item.route].shares_messages]
     sendings = [_sending(item, place[item.units[0]], routes[item.route], cluster) for item in sent]
-    link = cluster.between if cluster.machines > 1 else cluster.inside
     shipment_of = {}
-    for group in share_messages(sendings, link.bytes_per_s):
+    for group in share_messages(sendings, cluster.crossing.bytes_per_s):
         units = tuple(unit for index in group for unit in sent[index].units)
         shipment_of.update({sent[index].number: units for index in group if len(group) > 1})
     return tuple(replace(item, shipment=shipment_of.get(item.number, ())) for item in items)

@@ -260,7 +260,8 @@ class BroadcastRoute(Route):
         """Return one leg, with about the bytes that the planner counts."""
         machines = conditions.cluster.machines
         cost = self.cost(item.specs[0], item.load, conditions.cluster)
-        wire_bytes = 0.0 if cost is None else cost.wire_bytes * self._sent_share(item, conditions.cluster)
+        full_bytes = 0.0 if cost is None else cost.wire_bytes
+        wire_bytes = full_bytes * self._sent_share(item, conditions.cluster)
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
         peers = 0 if self.is_collective else conditions.cluster.workers - 1
@@ -272,7 +273,8 @@ class BroadcastRoute(Route):
                 route=self.name,
                 legs=(Leg(wire_bytes if machines > 1 else 0.0),),
                 is_collective=self.is_collective,
-                staged_bytes=0.0 if self.is_collective else own * machines,
+                # A device copies everything; the host leaves out what need not travel.
+                staged_bytes=0.0 if self.is_collective else full_bytes / max(machines - 1, 1) * machines,
                 hops=machines - 1 if self.is_collective else 1,
                 inside_s=conditions.relay_s(own) + message_s,
                 message_s=message_s,
@@ -306,7 +308,7 @@ class FactorsRoute(BroadcastRoute):
 
     def _sent_share(self, item: Item, cluster: Cluster) -> float:
         """Zeros stay at home on slow links, and where a device can leave them out and that saves time."""
-        load, rate = item.load, cluster.between.bytes_per_s
+        load, rate = item.load, cluster.crossing.bytes_per_s
         if load is None or (not self.gathers and rate > SLOW_BYTES_PER_S):
             return 1.0
         if not self.gathers:
@@ -344,7 +346,7 @@ class RowsRoute(BroadcastRoute):
     def _sent_share(self, item: Item, cluster: Cluster) -> float:
         """On slow links rows that repeat each other, as those of a bag do, travel once; all with their places."""
         load = item.load
-        if load is None or not 0 < load.bags < load.rows or cluster.between.bytes_per_s > SLOW_BYTES_PER_S:
+        if load is None or not 0 < load.bags < load.rows or cluster.crossing.bytes_per_s > SLOW_BYTES_PER_S:
             return 1.0
         width = item.specs[0].matrix[1] * item.itemsize
         sent = load.bags * width + load.rows * (INDEX_BYTES + PLACE_BYTES)

@@ -23,7 +23,7 @@ from poseidon.planning.shipments import SLOW_BYTES_PER_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, FactorPair, Flag, LiveItem, LiveUnit
 from poseidon.routes.parcels import Gathered, Parcel
-from poseidon.routes.room import count_values
+from poseidon.routes.room import count_filled
 from poseidon.team.team import Team
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ class FactorsExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._pairs = context.pairs
-        self._is_slow = context.cluster.between.bytes_per_s <= SLOW_BYTES_PER_S
+        self._is_slow = context.cluster.crossing.bytes_per_s <= SLOW_BYTES_PER_S
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(
@@ -107,7 +107,7 @@ class Factors:
             data = torch.cat([part.clone().view(each).to(dtype) for part, each in parts])
         has_dense = any(word & Flag.HAS_DENSE for word in gathered.flags)
         rows = data.view(dtype).view(-1, width)
-        values = max(map(count_values, rows.split(counts))) if counts_values else 0
+        values = max(int(count_filled(part)) for part in rows.split(counts)) if counts_values else 0
         return cls(rows, tuple(counts), has_dense, values)
 
 

@@ -44,9 +44,10 @@ class GatherExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._messages = FactorsExchanger(context)
-        peers = max(context.cluster.machines - 1, 1) * context.cluster.workers_per_machine
-        self._least_saved = LEAST_SAVED_S * context.cluster.between.bytes_per_s / peers
-        """Bytes of each worker's rows."""
+        cluster = context.cluster
+        crossings = cluster.workers_per_machine * (cluster.machines - 1) or cluster.workers - 1
+        self._least_saved = LEAST_SAVED_S * cluster.crossing.bytes_per_s / max(crossings, 1)
+        """How many bytes of each worker's rows must be saved for zeros to be left out."""
         self._rooms: dict[int, Room | None] = {}
         """By unit."""
         self._sent_bytes = 0
@@ -119,10 +120,11 @@ class _GatherExchange(Exchange):
         self._fits = fits
         if fits:
             fill_rows(rows, brought.take_pieces())
-        self._mine, self._overflows = rows.view(-1).view(torch.uint8), None
+        self._mine = rows.view(-1).view(torch.uint8)
+        self.has_late_flags = bool(room.values)
         if room.values:
             self._mine, filled = room.layout(self._width).drop_zeros(rows)
-            self._overflows = _later(filled)
+            self._filled = _later(filled)
         self.sent_bytes = self._mine.nbytes
         # As bytes: not every backend knows every type.
         self._everybody = self._mine.new_empty(team.size * self._mine.numel())
@@ -133,12 +135,8 @@ class _GatherExchange(Exchange):
         return sum(self._item.unit.weight.shape)
 
     @property
-    def has_late_flags(self) -> bool:  # type: ignore[override]
-        return self._overflows is not None
-
-    @property
     def flags(self) -> Flag:  # type: ignore[override]
-        if self._overflows is not None and self._overflows() > self._room.values:
+        if self.has_late_flags and self._filled() > self._room.values:
             return self._known_flags | Flag.MISFIT
         return self._known_flags
 
@@ -151,7 +149,7 @@ class _GatherExchange(Exchange):
         self._team.wait_for(self._work, self._everybody, unit.name)
         if self._everybody.is_cuda:
             # Made on the stream of a hook, and read on this one.
-            for tensor in (self._everybody, self._rows):
+            for tensor in (self._everybody, self._mine, self._rows):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if self._is_misfit:
             if self._fits and self._count:
@@ -188,7 +186,8 @@ def _later(count: Tensor) -> Callable[[], int]:
     host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
     host.copy_(count, non_blocking=True)
     done = torch.cuda.Event(blocking=True)
-    done.record()
+    # Not on the current device's: a backward of several devices starts what another one of them computes.
+    done.record(torch.cuda.current_stream(count.device))
 
     def wait() -> int:
         done.synchronize()

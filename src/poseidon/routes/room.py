@@ -107,34 +107,51 @@ class Layout:
         """
         integers = rows.view(INTEGERS[self.dtype.itemsize]).view(-1)
         mask = integers != 0
-        places = mask.cumsum(0)
+        counts = mask.cumsum(0, dtype=self._index(integers))
         data = torch.empty(self.size_bytes, dtype=torch.uint8, device=rows.device)
         padded = F.pad(mask, (0, -mask.numel() % 8)).view(-1, 8)
         data[: self._bitmap_bytes] = (padded << _shifts(rows.device)).sum(1, dtype=torch.uint8)
-        # The spare one is for all that has no place.
-        target = torch.where(mask, places - 1, self.values).clamp_(max=self.values)
-        data[self._values_at :].view(integers.dtype).scatter_(0, target, integers)
-        return data, places[-1]
+        # By asking where the count reaches each number: to scatter values would be slow where torch is to be
+        # deterministic. Behind the last one there is a zero, which the spare place gets if all fit.
+        numbers = torch.arange(1, self.values + 2, dtype=counts.dtype, device=rows.device)
+        sources = torch.searchsorted(counts, numbers, out_int32=counts.dtype is torch.int32)
+        values = F.pad(integers, (0, 1)).index_select(0, sources)
+        data[self._values_at :].view(integers.dtype)[: self.values + 1] = values
+        return data, counts[-1]
 
     def restore_zeros(self, data: Tensor) -> Tensor:
         """Return the rows of all workers, given what :meth:`drop_zeros` returned on each, one after the other."""
         parts = data.view(-1, self.size_bytes)
         bits = parts[:, : self._bitmap_bytes].unsqueeze(2) >> _shifts(data.device) & 1
-        mask = bits.view(len(parts), -1)[:, : self.rows * self.width].bool()
-        places = mask.cumsum(1).sub_(1).clamp_(0, self.values)
-        values = parts[:, self._values_at :].view(INTEGERS[self.dtype.itemsize])
-        integers = values.gather(1, places).masked_fill_(~mask, 0)
-        return integers.view(self.dtype).view(-1, self.width)
+        mask = bits.view(len(parts), -1)[:, : self.rows * self.width] != 0
+        integers, itemsize = data.view(INTEGERS[self.dtype.itemsize]), self.dtype.itemsize
+        index = self._index(integers)
+        places = mask.cumsum(1, dtype=index).sub_(1).clamp_(max=self.values)
+        places.masked_fill_(mask.logical_not_(), self.values)  # the spare place, which is zero
+        first, stride = self._values_at // itemsize, self.size_bytes // itemsize
+        places += torch.arange(first, integers.numel(), stride, dtype=index, device=data.device).unsqueeze(1)
+        return integers.index_select(0, places.view(-1)).view(self.dtype).view(-1, self.width)
+
+    @staticmethod
+    def _index(integers: Tensor) -> torch.dtype:
+        """Return a type that holds any place; the shorter one is half the traffic, and there is little else here."""
+        return torch.int32 if integers.numel() < torch.iinfo(torch.int32).max else torch.int64
 
 
-def count_values(rows: Tensor) -> int:
-    """Return how many values are not zero; a negative zero counts."""
-    return int(torch.count_nonzero(rows.view(INTEGERS[rows.element_size()])))
+def count_filled(factor: Tensor) -> Tensor:
+    """Return how many values are not zero, on the device, which need not have come so far.
+
+    A negative zero counts, and so does every value of an odd type.
+    """
+    integer = INTEGERS.get(factor.element_size())
+    if integer is None or factor.layout is not torch.strided or factor.is_nested or factor.is_complex():
+        return torch.tensor(factor.numel(), device=factor.device)
+    return torch.count_nonzero(factor.detach().view(integer))
 
 
 def share_filled(*factors: Tensor) -> float:
     """Return which share of the values of all these tensors is not zero; waits for a device."""
-    count = sum(int(torch.count_nonzero(each)) for each in factors)
+    count = sum(int(count_filled(each)) for each in factors)
     return count / max(sum(each.numel() for each in factors), 1)
 
 

@@ -42,7 +42,7 @@ class RowsExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._pairs = context.pairs
-        self._is_slow = context.cluster.between.bytes_per_s <= SLOW_BYTES_PER_S
+        self._is_slow = context.cluster.crossing.bytes_per_s <= SLOW_BYTES_PER_S
         self._packs_aside = context.is_cuda
         self._room = Pool(0)
         self._waiting: dict[tuple[int, tuple[int, ...]], dict[int, _Table]] = {}
