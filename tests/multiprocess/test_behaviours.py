@@ -70,6 +70,41 @@ def gathered_factors_with_growing_batches() -> dict[str, str]:
     return compare_twins(Mlp, step, torch_options={}, gather_factors=True)
 
 
+def sparse_inputs() -> dict[str, str]:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = batch(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.relu().to_sparse()), y).backward()
+        optimizer.step()
+
+    return compare_twins(Mlp, step)
+
+
+class Ragged(nn.Module):
+    """Layers on sequences of different lengths, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 12)
+        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(self.embedding(tokens)))
+        return self.second(torch.stack([part.mean(0) for part in hidden.unbind()]))
+
+
+def nested_inputs() -> dict[str, str]:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        generator = seed_of_rank(number)
+        rows = [torch.randint(0, 30, (1 + length,), generator=generator) for length in range(4)]
+        optimizer.zero_grad()
+        tokens = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        F.cross_entropy(model(tokens), torch.arange(4)).backward()
+        optimizer.step()
+
+    return compare_twins(Ragged, step)
+
+
 def uneven_batches() -> dict[str, str]:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         x, y = batch(number, size=2 + (number + dist.get_rank()) % 4)
@@ -800,6 +835,8 @@ SIDE_BY_SIDE = {
     gathered_factors: {"factors", "allreduce"},
     gathered_factors_with_growing_batches: {"factors"},
     uneven_batches: {"factors"},
+    sparse_inputs: {"allreduce", "factors"},
+    nested_inputs: {"allreduce"},
     empty_batch_on_one_rank: {"factors"},
     accumulation_with_no_sync: {"factors"},
     several_backwards_without_zero_grad: {"factors"},

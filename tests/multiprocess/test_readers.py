@@ -144,6 +144,38 @@ def _observed() -> nn.Sequential:
     return net
 
 
+class Passing(Tensor):
+    """A tensor of a class that sees every operation first, and looks at nothing else, as nested ones do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Shifted(nn.Module):
+    """Adds a parameter to such a tensor: nothing is kept for backward that could tell an old value from a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.body = small_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x.as_subclass(Passing) + self.shift  # type: ignore[arg-type]
+        out: Tensor = self.body(shifted.as_subclass(Tensor))  # type: ignore[arg-type]
+        return out
+
+
+def _beside_others(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Let tensors of another class be the first arguments beside parameters after a step."""
+    _plain(model, module, optimizer, x, y, seen)
+    ones: Any = torch.ones(2, 8).as_subclass(Passing)  # type: ignore[arg-type]
+    with torch.no_grad():
+        seen.append((ones + module.shift).as_subclass(Tensor))
+        seen.append(F.linear(ones, module.body[0].weight).as_subclass(Tensor))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "a scripted model": (lambda: torch.jit.script(small_net()), _plain),
     "a traced part": (_traced_part, _plain),
@@ -162,6 +194,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "torch.func's gradients": (small_net, _by_gradients),
     "torch.func's batches": (small_net, _by_batches),
     "inside torch.func": (small_net, _by_captures),
+    "parameters beside tensors of another class": (Shifted, _beside_others),
 }
 
 
@@ -186,7 +219,14 @@ def _train(case: str, update: str, routes: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("routes", ["factors", "sharded", "allreduce"])
-@pytest.mark.parametrize("case", ["gradients kept after the step", "parameters with a class of their own"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gradients kept after the step",
+        "parameters with a class of their own",
+        "parameters beside tensors of another class",
+    ],
+)
 def test_readers_see_the_same_by_every_route(case: str, routes: str) -> None:
     run_ranks(_train, 2, case, "worker", routes)
 

@@ -1,7 +1,9 @@
 """A parameter's class, replaced for a while by one that sees what happens to it: for ``pending.py`` and ``watched.py``.
 
-The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it. Transforms of
-``torch.func`` do not ask: they wrap a tensor before anything is done with it, and are told here to put it in place.
+The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it. Two kinds of
+code do not ask, and are told here to let ours go first: transforms of ``torch.func``, which wrap a tensor before
+anything is done with it, and other classes of tensors that see operations, as nested ones do. PyTorch asks the class
+of the first argument, which is a layer's input more often than its weight.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
+from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 
 
@@ -38,6 +41,36 @@ def mixed(mixin: type, plain: type) -> type:
     Whoever swaps classes does so in line: it happens for each parameter in each step, where every call counts.
     """
     return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
+
+
+_YIELDS = "_poseidon_yields"
+yielding = 0
+"""Number of direct subclasses of tensors when :func:`make_others_yield` was called; if there are others, call it."""
+
+
+def make_others_yield() -> None:
+    """Have tensors of other classes leave an operation to a replaced parameter first."""
+    global yielding
+    kinds = Tensor.__subclasses__()
+    yielding = len(kinds)
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        seeing: Any = kind.__dict__.get("__torch_function__")
+        is_theirs = isinstance(seeing, classmethod) and not issubclass(kind, Replacement)
+        if is_theirs and not hasattr(seeing.__func__, _YIELDS):
+            setattr(kind, "__torch_function__", _yielding(seeing))  # noqa: B010 - mypy takes it for a method
+
+
+def _yielding(seeing: Any) -> Any:
+    @wraps(seeing.__func__)
+    def see(kind: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, Replacement) for each in types):
+            return NotImplemented  # then PyTorch asks the next argument's class
+        return seeing.__get__(None, kind)(func, types, args, kwargs)
+
+    setattr(see, _YIELDS, True)
+    return classmethod(see)
 
 
 def _opening(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from poseidon.engine.watched import use_in_linear
 from poseidon.errors import UnsupportedError
 from poseidon.planning.planner import Plan
 from poseidon.routes.base import LiveUnit
-from poseidon.routes.room import count_filled
+from poseidon.routes.room import count_filled, is_plain
 from poseidon.units import Load
 
 _LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[AutogradFrontEnd], int]] = weakref.WeakKeyDictionary()
@@ -351,7 +351,7 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
         self._module = module
         self._indices = indices
-        found = _find(module) if torch.is_grad_enabled() and not _has_hooks(module) else None
+        found = _find(module) if torch.is_grad_enabled() and is_plain(indices) and not _has_hooks(module) else None
         self._found = found if found is not None and _is_own(module, found[1]) else None
         self._is_on = self._found is not None and self._found[0].engine.makes_rows(self._found[1])
 
@@ -402,7 +402,7 @@ def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a linear layer: with a backward that hands over factors, if the engine wants them."""
     weight, bias = module.weight, module.bias
     found = _find(module) if torch.is_grad_enabled() and weight.requires_grad and not _has_hooks(module) else None
-    if found is None or not _is_own(module, found[1]):
+    if found is None or not _is_own(module, found[1]) or not is_plain(x):
         return plain(x)
     # What the engine wants depends on the last step. And the function below saves the weight without touching it.
     land(weight, bias)

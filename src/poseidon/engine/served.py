@@ -113,8 +113,7 @@ class ServedUpdates(TakenSteps):
         if is_opaque and asks:
             self._compiled.take_over(module)  # for whoever calls a part of the model by itself
         if self._rounding.is_open and asks and not is_opaque:
-            for parameter in self.engine.parameters:
-                watch(parameter, self)
+            watch(self.engine.parameters, self)
         if not asks or is_opaque:
             self.finish()
             with self._lock, self._broken_by_errors():
@@ -143,8 +142,7 @@ class ServedUpdates(TakenSteps):
         falls_short = self.engine.close_backward()
         with self._lock:
             self._lazy, self._coefficient = dict.fromkeys(self.engine.parameters), None
-            for parameter in self.engine.parameters:
-                watch(parameter, self)
+            watch(self.engine.parameters, self)
             with in_private():
                 for parameter in self.engine.parameters:
                     # Sent, so its memory is free. What is here later was added by a backward without an exchange.
@@ -383,8 +381,7 @@ class ServedUpdates(TakenSteps):
         exchanger.order(Order(update, in_hand, self._coefficient, weights, state))
         self._due = set(exchanger.items)
         self._rounding.rounded.clear()
-        for parameter in self._item_of:
-            watch(parameter, self)
+        watch(self._item_of, self)
 
     def _check_layouts(self) -> None:
         for parameter, layout in self._layout_of.items():

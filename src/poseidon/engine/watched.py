@@ -6,7 +6,7 @@ may stay watched: a rounded weight serves a layer under autocast, which rounds i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from poseidon.engine import classes
 from poseidon.engine.classes import Replacement, mixed
 from poseidon.engine.pending import HARMLESS
 
@@ -131,11 +132,14 @@ def is_rounding(device_type: str) -> bool:
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.bfloat16
 
 
-def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
-    """Let ``watcher`` prepare a parameter for whatever touches it."""
-    if not isinstance(parameter, Watched):
-        parameter.__class__ = mixed(Watched, type(parameter))
-    parameter._poseidon_watcher = watcher  # type: ignore[attr-defined]
+def watch(parameters: Iterable[nn.Parameter], watcher: Watcher) -> None:
+    """Let ``watcher`` prepare each of these parameters for whatever touches it."""
+    if len(Tensor.__subclasses__()) != classes.yielding:  # in line, as it is asked in every step
+        classes.make_others_yield()
+    for parameter in parameters:
+        if not isinstance(parameter, Watched):
+            parameter.__class__ = mixed(Watched, type(parameter))
+        parameter._poseidon_watcher = watcher  # type: ignore[attr-defined]
 
 
 def unwatch(parameter: nn.Parameter) -> None:

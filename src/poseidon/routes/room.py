@@ -138,13 +138,18 @@ class Layout:
         return torch.int32 if integers.numel() < torch.iinfo(torch.int32).max else torch.int64
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has rows that can be sent: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def count_filled(factor: Tensor) -> Tensor:
     """Return how many values are not zero, on the device, which need not have come so far.
 
     A negative zero counts, and so does every value of an odd type.
     """
     integer = INTEGERS.get(factor.element_size())
-    if integer is None or factor.layout is not torch.strided or factor.is_nested or factor.is_complex():
+    if integer is None or not is_plain(factor) or factor.is_complex():
         return torch.tensor(factor.numel(), device=factor.device)
     return torch.count_nonzero(factor.detach().view(integer))
 

@@ -64,7 +64,7 @@ class Listener:
 
 def _watched(shape: tuple[int, ...]) -> tuple[nn.Parameter, Listener]:
     parameter, listener = nn.Parameter(torch.randn(shape)), Listener()
-    watch(parameter, listener)
+    watch([parameter], listener)
     return parameter, listener
 
 
@@ -101,7 +101,7 @@ def test_attention_rounds_all_but_the_biases_that_it_appends() -> None:
     listeners = {}
     for name, parameter in attention.named_parameters():
         listeners[name] = Listener()
-        watch(parameter, listeners[name])
+        watch([parameter], listeners[name])
     x = torch.randn(4, 1, 8)
     with torch.autocast("cpu", torch.bfloat16):
         attention(x, x, x)
