@@ -144,13 +144,17 @@ def _observed() -> nn.Sequential:
     return net
 
 
-class Passing(Tensor):
-    """A tensor of a class that sees every operation first, and looks at nothing else, as nested ones do."""
+class Seeing:
+    """Sees every operation first, and looks at nothing else, as nested tensors do; with a default of its own."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = {}) -> Any:  # noqa: B006
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+
+
+class Passing(Seeing, Tensor):
+    """A tensor that does."""
 
 
 class Shifted(nn.Module):

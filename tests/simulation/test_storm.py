@@ -20,7 +20,7 @@ FOUND_BY: dict[str, int] = {
     "one accept that fails ends the door": 7,
     "nothing limits the silence of a connection": 0,
     "a broken connection is blamed on the slowest worker": 0,
-    "the launcher names the first to complain": 16,
+    "the launcher names the first to complain": 0,
     "a table in lockstep goes on without a worker that was lost before": 31,
     "nobody tells a worker that it was given up": 12,
     "who gives up tells it only after its connections have ended": 111,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poseidon.routes.room import INTEGERS, Layout, Room, count_filled, share_filled
+from poseidon.routes.room import INTEGERS, Room, RoomLayout, count_filled, share_filled
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DTYPES = [BF16, torch.float16, F32, F64]
@@ -46,7 +46,7 @@ def test_rows_come_back_with_the_same_bits(
     rows: int, width: int, dtype: torch.dtype, filled: float, spare: int, workers: int
 ) -> None:
     each = [draw_rows(rows, width, dtype, filled, seed) for seed in range(workers)]
-    layout = Layout(rows, width, max(map(count, each)) + spare, dtype)
+    layout = RoomLayout(rows, width, max(map(count, each)) + spare, dtype)
     sent, counts = zip(*map(layout.drop_zeros, each), strict=True)
     assert list(map(int, counts)) == list(map(count, each))
     assert {data.numel() for data in sent} == {layout.size_bytes}
@@ -56,7 +56,7 @@ def test_rows_come_back_with_the_same_bits(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_negative_zero_is_not_left_out(dtype: torch.dtype) -> None:
     rows = torch.tensor([[0.0, -0.0, 1.0]], dtype=dtype, device=DEVICE)
-    layout = Layout(1, 3, 2, dtype)
+    layout = RoomLayout(1, 3, 2, dtype)
     data, filled = layout.drop_zeros(rows)
     assert int(filled) == 2
     assert same_bits(layout.restore_zeros(data), rows)
@@ -64,7 +64,7 @@ def test_a_negative_zero_is_not_left_out(dtype: torch.dtype) -> None:
 
 def test_more_values_than_fit_are_counted_and_harm_no_other_worker() -> None:
     many, few = draw_rows(4, 9, F32, 1.0, 1), draw_rows(4, 9, F32, 0.3, 2)
-    layout = Layout(4, 9, count(few), F32)
+    layout = RoomLayout(4, 9, count(few), F32)
     data, filled = layout.drop_zeros(many)
     assert int(filled) == count(many) > layout.values
     restored = layout.restore_zeros(torch.cat([data, layout.drop_zeros(few)[0]]))

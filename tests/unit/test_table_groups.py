@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from poseidon.engine.discover import find_units
+from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.schedule import Item
 from poseidon.routes.base import Brought, LiveItem, LiveUnit
 from poseidon.routes.parcels import Parcel, join_opened, open_message, write_message
@@ -68,7 +69,7 @@ class Worker:
     def __init__(self, tables: list[nn.Module], desk: Desk, bytes_per_s: float, aside: bool) -> None:
         self.units: list[LiveUnit] = list(find_units(copy.deepcopy(nn.ModuleList(tables))))
         team = SimpleNamespace(size=SIZE, result=lambda future, *_, **__: future.result(0))
-        cluster = SimpleNamespace(between=SimpleNamespace(bytes_per_s=bytes_per_s))
+        cluster = Cluster(machines=SIZE, between=Link(8 * bytes_per_s, 1e-6))
         context: Any = SimpleNamespace(team=team, pairs=desk, cluster=cluster, is_cuda=aside)
         self._exchanger = RowsExchanger(context)
         shipment = tuple(unit.index for unit in self.units) if len(self.units) > 1 else ()

@@ -26,7 +26,7 @@ _LOAD_STEP, _RATE_STEP = 1.25, 2.0
 
 
 _FILLED_STEPS = 4
-"""So many steps there are from factors that are all zero to factors without a zero."""
+"""Between factors that are all zero and factors without a zero."""
 
 
 def cache_folder() -> Path:

@@ -9,6 +9,7 @@ of the first argument, which is a layer's input more often than its weight.
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache, wraps
@@ -44,30 +45,39 @@ def mixed(mixin: type, plain: type) -> type:
 
 
 _YIELDS = "_poseidon_yields"
-yielding = 0
-"""Number of direct subclasses of tensors when :func:`make_others_yield` was called; if there are others, call it."""
+kinds_seen = 0
+"""Number of direct subclasses of tensors when :func:`make_others_yield` was called; if there are others, call it.
+
+Classes that are derived from one of these later are not noticed, unless they use what they inherit.
+"""
 
 
 def make_others_yield() -> None:
     """Have tensors of other classes leave an operation to a replaced parameter first."""
-    global yielding
+    global kinds_seen
     kinds = Tensor.__subclasses__()
-    yielding = len(kinds)
+    kinds_seen = len(kinds)
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        seeing: Any = kind.__dict__.get("__torch_function__")
-        is_theirs = isinstance(seeing, classmethod) and not issubclass(kind, Replacement)
-        if is_theirs and not hasattr(seeing.__func__, _YIELDS):
-            setattr(kind, "__torch_function__", _yielding(seeing))  # noqa: B010 - mypy takes it for a method
+        # Not only its own: it may come from a class that is no tensor.
+        seeing = inspect.getattr_static(kind, "__torch_function__", None)
+        is_theirs = isinstance(seeing, classmethod | staticmethod) and not issubclass(kind, Replacement)
+        if is_theirs and seeing is not _PLAIN and not hasattr(seeing.__func__, _YIELDS):
+            setattr(kind, "__torch_function__", _yielding(seeing.__func__, isinstance(seeing, classmethod)))  # noqa: B010 - mypy takes it for a method
 
 
-def _yielding(seeing: Any) -> Any:
-    @wraps(seeing.__func__)
-    def see(kind: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+_PLAIN = inspect.getattr_static(Tensor, "__torch_function__")
+"""Leaves operations to other classes by itself."""
+
+
+def _yielding(function: Callable[..., Any], takes_class: bool) -> Any:
+    @wraps(function)
+    def see(kind: type, func: Any, types: Any, *rest: Any, **named: Any) -> Any:
         if any(issubclass(each, Replacement) for each in types):
             return NotImplemented  # then PyTorch asks the next argument's class
-        return seeing.__get__(None, kind)(func, types, args, kwargs)
+        # What is left out stays so: a class may have a default of its own for it.
+        return function(kind, func, types, *rest, **named) if takes_class else function(func, types, *rest, **named)
 
     setattr(see, _YIELDS, True)
     return classmethod(see)

@@ -160,8 +160,8 @@ class LocalPlan(Plan):
                 f"one machine sends {format_bytes(self.round_bytes)} per exchange, about {self.round_s:.3g} s on the "
                 f"wire; with the gradients of every step it would be {format_bytes(self.allreduce_bytes)} per step"
             )
-            if schedule.every > 1 and not schedule.overlap:
-                lines.append("all workers wait for it; with fragments=4, parts of the model travel while they train")
+            if schedule.every > 1 and schedule.fragments == 1 and not schedule.overlap:
+                lines.append("all workers wait for it; with fragments, parts of the model travel while they train")
         else:
             lines.append("one worker: nothing is exchanged")
         return "\n".join([*lines, f"cluster: {self.cluster}"])

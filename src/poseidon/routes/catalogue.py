@@ -309,7 +309,7 @@ class FactorsRoute(BroadcastRoute):
     def _sent_share(self, item: Item, cluster: Cluster) -> float:
         """Zeros stay at home on slow links, and where a device can leave them out and that saves time."""
         load, rate = item.load, cluster.crossing.bytes_per_s
-        if load is None or (not self.gathers and rate > SLOW_BYTES_PER_S):
+        if load is None or (cluster.machines == 1 if self.gathers else rate > SLOW_BYTES_PER_S):
             return 1.0
         if not self.gathers:
             return share_without_zeros(load.filled, load.value_bytes)

@@ -11,6 +11,7 @@ mixture's experts often are, messages remain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,8 +46,9 @@ class GatherExchanger(Exchanger):
         self._team = context.team
         self._messages = FactorsExchanger(context)
         cluster = context.cluster
-        crossings = cluster.workers_per_machine * (cluster.machines - 1) or cluster.workers - 1
-        self._least_saved = LEAST_SAVED_S * cluster.crossing.bytes_per_s / max(crossings, 1)
+        crossings = cluster.workers_per_machine * (cluster.machines - 1)
+        # Devices of one machine may have links of their own, faster than any that was measured.
+        self._least_saved = LEAST_SAVED_S * cluster.between.bytes_per_s / crossings if crossings else math.inf
         """How many bytes of each worker's rows must be saved for zeros to be left out."""
         self._rooms: dict[int, Room | None] = {}
         """By unit."""

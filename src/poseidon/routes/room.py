@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from poseidon.planning.shipments import LEAST_SAVED, SLACK
 
@@ -73,13 +73,13 @@ class Room:
         saved = plain - self.layout(width).size_bytes
         return self if saved >= max(LEAST_SAVED * plain, least_bytes) else replace(self, values=0)
 
-    def layout(self, width: int) -> Layout:
+    def layout(self, width: int) -> RoomLayout:
         """Return how rows of ``width`` values lie without their zeros."""
-        return Layout(self.rows, width, self.values, self.dtype)
+        return RoomLayout(self.rows, width, self.values, self.dtype)
 
 
 @dataclass(frozen=True)
-class Layout:
+class RoomLayout:
     """One worker's rows without their zeros, as bytes: a bit for each value, then ``values`` of these and a spare."""
 
     rows: int
@@ -149,7 +149,8 @@ def count_filled(factor: Tensor) -> Tensor:
     A negative zero counts, and so does every value of an odd type.
     """
     integer = INTEGERS.get(factor.element_size())
-    if integer is None or not is_plain(factor) or factor.is_complex():
+    is_odd = not is_plain(factor) or factor.is_complex() or factor.is_neg()
+    if integer is None or is_odd or type(factor) not in (Tensor, nn.Parameter):
         return torch.tensor(factor.numel(), device=factor.device)
     return torch.count_nonzero(factor.detach().view(integer))
 
