@@ -20,9 +20,10 @@ from poseidon.engine.backward import Backward, Flight, LiveSchedule
 from poseidon.engine.options import Options
 from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
-from poseidon.engine.scaling import Gradients, copy_gradients, scale_to_active
+from poseidon.engine.scaling import Gradients, copy_gradients, gradients_aside, scale_to_active
 from poseidon.engine.schedules import Schedules
-from poseidon.engine.shortfalls import Shortfalls, changed_error, forgotten_error
+from poseidon.engine.shortfalls import Shortfalls
+from poseidon.engine.static_graph import StaticGraph
 from poseidon.engine.step import Phase, Step, Verdict
 from poseidon.engine.telling import PlanTelling
 from poseidon.errors import MismatchError, UnsupportedError
@@ -90,10 +91,7 @@ class Engine:
         self._compared: Sequence[nn.Parameter] = self.parameters
         """Parameters of which all workers hold the same bits."""
         self._replicas = ReplicaCheck(self._compared, options.check_interval)
-        self._static_used: tuple[bool, ...] = ()
-        """By parameter of a static graph: whether any worker uses it. Empty before the first backward."""
-        self._static_additions: tuple[int, ...] | None = None
-        """Likewise: how often its gradient accumulates here. None before this worker's first backward."""
+        self._static = StaticGraph()
         self.local: set[int] = set()
         """Parameters into whose gradients a backward without an exchange has accumulated since the last exchange."""
         self.is_bypassed = False
@@ -305,9 +303,9 @@ class Engine:
                     taken=self.taken,
                 ),
                 is_static,
-                None if is_joined else self._static_additions,
+                None if is_joined else self._static.additions,
                 takes_times=stopwatch is not None,
-                tells_used=not self._static_used if is_static else self.options.allow_unused,
+                tells_used=not self._static.used if is_static else self.options.allow_unused,
                 kept=self.local,
             )
             if self.divide_by_active:
@@ -370,7 +368,7 @@ class Engine:
         self.compares_flags = bool(backward.live.schedule.flagged)
         self.local.clear()
         self.is_bypassed = False
-        is_excused = self.options.static_graph and self._static_additions is None
+        is_excused = self.options.static_graph and self._static.additions is None
         if backward.step.call.is_joined or is_excused or (self.options.allow_unused and not self.options.static_graph):
             forgotten = []
         if forgotten:
@@ -391,9 +389,9 @@ class Engine:
         """
         backward = self._backward
         assert backward is not None
-        verdict = backward.hear(self._static_used)
+        verdict = backward.hear(self._static.used)
         if self.options.static_graph:
-            self._learn_static(backward.step)
+            self._static.learn(backward.step)
         if verdict.differing:
             self._explain(verdict)
         if not verdict.is_unanimous or verdict.calls[0].asks:
@@ -419,18 +417,13 @@ class Engine:
 
         Its own gradients stay what they were: the others' means are for the others' next update.
         """
-        kept = [parameter.grad for parameter in self.parameters]
-        if self.options.keep_views:  # the exchange writes into the buckets that they are parts of
-            kept = [None if gradient is None else gradient.clone() for gradient in kept]
-        for parameter in self.parameters:
-            parameter.grad = None
         local = set(self.local)
         self.local.clear()
-        self.begin_backward(unused=self.parameters, is_dense=is_dense, is_joined=True)
-        self.end_backward()
+        # The exchange writes into the buckets that views are parts of.
+        with gradients_aside(self.parameters, clones=self.options.keep_views):
+            self.begin_backward(unused=self.parameters, is_dense=is_dense, is_joined=True)
+            self.end_backward()
         self.local = local
-        for parameter, gradient in zip(self.parameters, kept, strict=True):
-            parameter.grad = gradient
 
     def use_only(self, route: Route) -> None:
         """Exchange everything by one route from now on, which divides by itself. Collective, between steps."""
@@ -481,13 +474,6 @@ class Engine:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 
-    def _learn_static(self, step: Step) -> None:
-        """Record what the first backward of a static graph showed."""
-        assert step.verdict is not None
-        self._static_used = step.verdict.used
-        if self._static_additions is None and not step.call.is_joined:
-            self._static_additions = tuple(step.additions[number] for number in range(len(self.parameters)))
-
     def _rescale(self) -> None:
         assert self._backward is not None
         verdict = self._backward.step.verdict
@@ -507,9 +493,7 @@ class Engine:
         raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
 
     def _complain(self) -> None:
-        forgotten, self._shortfalls.forgotten = self._shortfalls.forgotten or (), None
-        names = {number: self._schedules.model.parameters[number].name for number in forgotten}
-        make = changed_error if self.options.static_graph else forgotten_error
-        error = make(names, self.team.rank, self.step - 1)
+        names = [parameter.name for parameter in self._schedules.model.parameters]
+        error = self._shortfalls.take_error(names, self.options.static_graph, self.team.rank, self.step - 1)
         self.last_error = str(error)
         raise error

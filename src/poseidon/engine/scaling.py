@@ -1,8 +1,9 @@
-"""Under ``join()``: means over the workers that still have input, made from means over all."""
+"""Under ``join()``: means over the workers that still have input, made from means over all; and those without it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -37,3 +38,16 @@ def scale_to_active(
                 parameter.grad.mul_(factor)
             else:
                 parameter.grad.sub_(old).mul_(factor).add_(old)
+
+
+@contextlib.contextmanager
+def gradients_aside(parameters: Sequence[nn.Parameter], clones: bool) -> Iterator[None]:
+    """Take all gradients away, and put them back; ``clones``: somebody may write to the memory of those in place."""
+    kept = [parameter.grad for parameter in parameters]
+    if clones:
+        kept = [None if gradient is None else gradient.clone() for gradient in kept]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        parameter.grad = gradient

@@ -5,7 +5,7 @@ People look these sentences up, and programs match them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from poseidon.errors import UnsupportedError
 
@@ -23,8 +23,14 @@ class Shortfalls:
         """Note which parameters got none in a backward; outputs of one forward may have a backward each."""
         self.forgotten = frozenset(forgotten) if self.forgotten is None else self.forgotten & frozenset(forgotten)
 
+    def take_error(self, names: Sequence[str], is_static: bool, rank: int, step: int) -> UnsupportedError:
+        """Return the error for what was noted, which is forgotten with it; ``names`` are those of all parameters."""
+        forgotten, self.forgotten = self.forgotten or (), None
+        make = _changed_error if is_static else _forgotten_error
+        return make({number: names[number] for number in forgotten}, rank, step)
 
-def forgotten_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
+
+def _forgotten_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
     """Return the error for parameters, by number, that got no gradient in a step."""
     return UnsupportedError(
         f"{_BEGINNING} {len(names)} parameter(s) got no gradient in step {step}. Either some outputs of forward() "
@@ -35,7 +41,7 @@ def forgotten_error(names: Mapping[int, str], rank: int, step: int) -> Unsupport
     )
 
 
-def changed_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
+def _changed_error(names: Mapping[int, str], rank: int, step: int) -> UnsupportedError:
     """Return the error for parameters of a static graph that got fewer gradients than in the first step."""
     return UnsupportedError(
         f"{_BEGINNING} This error "

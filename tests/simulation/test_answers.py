@@ -2,7 +2,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from sim_settings import dense, linear, profile, setting, small
 
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
@@ -11,6 +10,7 @@ from poseidon.sim import paper
 from poseidon.sim.advice import explain, format_explanation
 from poseidon.sim.cells import Bench, predict_ms
 from poseidon.sim.steps import simulate
+from sim_settings import dense, linear, profile, setting, small
 
 
 def changes(explanation):
