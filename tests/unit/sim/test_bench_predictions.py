@@ -2,7 +2,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from sim_settings import dense, profile, small
 
 from poseidon.lab.bench import RankEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
@@ -10,6 +9,7 @@ from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.results import cells_from_json, cells_to_json, format_table
 from poseidon.lab.spec import make_spec
 from poseidon.sim.cells import Bench, predict_ms
+from sim_settings import dense, profile, small
 
 WORKER = WorkerSettings("lenet", ("linear", "ddp", "ddp-powersgd"), 8, 5, 2, 2, 1, "cpu")
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from sim_settings import dense, linear, profile
 
 from poseidon.planning.candidates import Candidate
 from poseidon.planning.cluster import Cluster, Link
@@ -11,6 +10,7 @@ from poseidon.planning.transfers import SentBits
 from poseidon.routes import standard_routes
 from poseidon.sim.ranking import Equipment, predict_s
 from poseidon.units import Load
+from sim_settings import dense, linear, profile
 
 
 def predict(route: str, value_bytes: int, compacts: bool, sent_bits: SentBits | None = None) -> float:

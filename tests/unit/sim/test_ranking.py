@@ -1,7 +1,6 @@
 import time
 
 import pytest
-from sim_settings import dense, linear, profile
 
 from poseidon.planning.candidates import AS_TORCH, AT_ONCE, Candidate, make_candidates, shortlist
 from poseidon.planning.cluster import Cluster, Link
@@ -9,6 +8,7 @@ from poseidon.planning.planner import LAYER_BY_LAYER, make_plan
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.routes import standard_routes
 from poseidon.sim.ranking import Equipment, observed_profile, predict_s
+from sim_settings import dense, linear, profile
 
 
 def ranked(given, gbit=10.0, machines=8, defers=False, offers=False, **changes):

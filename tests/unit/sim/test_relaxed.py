@@ -1,11 +1,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_settings import setting, small
 
 from poseidon.errors import ConfigError
 from poseidon.sim.relaxed import simulate_relaxed
 from poseidon.sim.steps import simulate
+from sim_settings import setting, small
 
 
 def relaxed(bound, **changes):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from sim_settings import dense, profile, setting
 
 from poseidon.planning.profile import UnitProfile
 from poseidon.routes.bits import change_bits, gradient_bits, is_rounded, rounded_share
@@ -12,6 +11,7 @@ from poseidon.sim.media import ADD_S, COMPACT_S, MEDIA, RESTORE_S
 from poseidon.sim.steps import simulate
 from poseidon.sums.compact import EMPTY_BITS, compacted_bits
 from poseidon.units import Load, ParameterSpec, Unit
+from sim_settings import dense, profile, setting
 
 
 def unit(name, kind, *shapes):

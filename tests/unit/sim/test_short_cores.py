@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from sim_settings import dense, profile, setting
 
 from poseidon.sim.cells import Bench, predict_ms
 from poseidon.sim.media import MEDIA, STALL_S_PER_BYTE, contention_on, transports_of
 from poseidon.sim.steps import simulate
+from sim_settings import dense, profile, setting
 
 MEASURED = {
     2: (610, {"ddp": 1119, "poseidon": 1042, "poseidon-distribute": 849}),

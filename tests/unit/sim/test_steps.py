@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_settings import dense, linear, profile, setting, small
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster, Link
@@ -17,6 +16,7 @@ from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS, find_system
 from poseidon.sim.workload import make_workload
 from poseidon.units import Load, ParameterSpec, Unit
+from sim_settings import dense, linear, profile, setting, small
 
 EXCHANGING = [name for name in SYSTEMS if name != "linear"]
 
