@@ -39,7 +39,7 @@ from poseidon.team.calibrate import measure_flops
 T = TypeVar("T")
 
 MARK = "@bench "
-PROFILED_STEPS = 2
+PROFILED_STEPS = 3
 COMPARED_STEPS = 14
 """Losses are compared after so many steps at most: where training is about to diverge, rounding alone tells systems
 apart some steps later."""
@@ -161,6 +161,7 @@ def _profile(settings: WorkerSettings, original: zoo.Network, device: torch.devi
         loss=lambda outputs: network.loss(outputs, targets),
         update=optimizer.step,
         around=lambda: autocast(settings.precision, device),
+        meet=lambda: settle(device),
         repetitions=PROFILED_STEPS,
     )
     settle(device)

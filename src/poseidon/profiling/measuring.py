@@ -35,6 +35,10 @@ MEMORY_PER_FLOP = 0.08
 TF32 has about 0.01, a Titan X 0.055, a server's core 0.1-0.2."""
 
 
+def _alone() -> None:
+    """Meet nobody: the device is this process's own."""
+
+
 def profile_model(
     model: nn.Module,
     inputs: Any,
@@ -44,6 +48,7 @@ def profile_model(
     loss: Callable[[Any], torch.Tensor] | None = None,
     update: Callable[[], object] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    meet: Callable[[], object] = _alone,
     repetitions: int = 3,
 ) -> Profile:
     """Measure forward and backward of every unit on the model's device, in ``repetitions`` passes after a warm-up.
@@ -52,6 +57,8 @@ def profile_model(
     after each backward; without it the traffic of plain SGD is timed and the weights do not change. ``around`` makes
     the context of each forward and its loss, such as autocast. (Around several steps autocast would keep the first
     step's copies of the weights: their gradients, older in the graph than all else, would be ready only at the end.)
+    ``meet`` waits for this device and for others that profile on it, before each step and before each update: a short
+    update beside another's long backward would be timed as a long one.
     Running statistics (BatchNorm) change as in any training forward. Gradients are dropped.
     """
     from poseidon.engine.discover import find_units
@@ -59,7 +66,7 @@ def profile_model(
     units = find_units(model)
     with around():
         loads = sample_loads(model, units, inputs)
-    watch = _Watch(model, units, inputs, loss or _mean, update, around)
+    watch = _Watch(model, units, inputs, loss or _mean, update, around, meet)
     with watch:
         loads = sample_filled(units, loads, watch.run)
         runs = [watch.run() for _ in range(repetitions)]
@@ -95,10 +102,11 @@ class _Watch:
         loss: Any,
         update: Callable[[], object] | None,
         around: Callable[[], AbstractContextManager[Any]],
+        meet: Callable[[], object],
     ) -> None:
         self.device: torch.device = next(model.parameters()).device
         self._model, self._units, self._inputs, self._loss, self._update = model, units, inputs, loss, update
-        self._around = around
+        self._around, self._meet = around, meet
         self._used: dict[int, Any] = {}
         self._ready: dict[int, Any] = {}
         self._stack = ExitStack()
@@ -121,6 +129,7 @@ class _Watch:
         self._used, self._ready = {}, {}
         self._model.zero_grad(set_to_none=True)
         self._settle()
+        self._meet()
         start = self._mark()
         began_s = time.perf_counter()
         with self._around():
@@ -129,6 +138,8 @@ class _Watch:
         forward = self._mark()
         value.backward()
         backward = self._mark()
+        self._meet()
+        rested = self._mark()
         if self._update is not None:
             self._update()
         end = self._mark()
@@ -138,7 +149,7 @@ class _Watch:
             self._between(start, forward),
             {i: self._between(start, mark) for i, mark in self._ready.items()},
             self._between(start, backward),
-            self._between(backward, end) if self._update is not None else self._plain_update_s(),
+            self._between(rested, end) if self._update is not None else self._plain_update_s(),
             issue_s,
         )
 

@@ -61,6 +61,34 @@ def test_measuring_changes_no_weight():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_those_who_share_a_device_meet_before_each_step_and_each_update():
+    model = nn.Linear(4, 2)
+    events = []
+    model.register_forward_hook(lambda *_: events.append("forward"))
+    meet, update = (lambda: events.append("meet")), (lambda: events.append("update"))
+    profile_model(model, torch.randn(3, 4), name="m", batch=3, update=update, meet=meet, repetitions=2)
+    timed = events[events.index("meet") :]
+    assert timed == ["meet", "forward", "meet", "update"] * (len(timed) // 4)
+
+
+def test_the_wait_for_others_counts_neither_as_backward_nor_as_update(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("poseidon.profiling.measuring.time.perf_counter", lambda: now_s[0])
+
+    def pass_s(seconds):
+        now_s[0] += seconds
+
+    profile = profile_model(
+        nn.Linear(4, 2),
+        torch.randn(3, 4),
+        name="m",
+        batch=3,
+        update=lambda: pass_s(2.0),
+        meet=lambda: pass_s(60.0),
+    )
+    assert profile.step_s == profile.update_s == 2.0
+
+
 def test_under_autocast_gradients_are_ready_one_after_the_other():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     gradients = []
