@@ -199,6 +199,7 @@ class DistributedDataParallel(Forwarding):
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
         """Let workers with fewer batches take part until all are done; wrap the training loop in it."""
+        self._connect_copy()
         if self._engine is None:
             return contextlib.nullcontext()
         return Join(
@@ -210,6 +211,7 @@ class DistributedDataParallel(Forwarding):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Part of torch's generic join protocol."""
+        self._connect_copy()
         if self._engine is None:  # one worker has nobody to wait for
             return JoinHook()
         self._engine.divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
@@ -278,6 +280,7 @@ class DistributedDataParallel(Forwarding):
 
     def verify_replicas(self) -> None:
         """Raise :class:`~poseidon.errors.MismatchError` unless all workers hold the same bits. Collective."""
+        self._connect_copy()
         if self._team is not None:
             named = [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
             check_same_bits(self._team, named)
@@ -287,6 +290,7 @@ class DistributedDataParallel(Forwarding):
 
         Also runs when the wrapper is garbage-collected.
         """
+        self._is_loose = False
         if self._release is not None:
             self._release()
             self._engine = self._front_end = self._team = self._buffer_sync = None

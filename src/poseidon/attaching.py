@@ -73,6 +73,8 @@ class Attachable(TorchSurface):
         self._hook_name = ""
         self._steps_in_backward: list[nn.Parameter] | None = None
         """Parameters with an optimizer of their own that runs in backward; None before the first forward."""
+        self._is_loose = False
+        """This is a copy that nobody has trained yet, and so not connected."""
 
     @property
     def is_lossy(self) -> bool:
@@ -180,7 +182,7 @@ class Attachable(TorchSurface):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit process-local state: the copy creates its own, collectively, on the default group."""
+        """Omit process-local state: a copy that is trained creates its own, on the default group."""
         if not self._policy.is_copyable:
             raise UnsupportedError(
                 "a distributed model cannot be copied with its optimizer; copy model.module, or save model.state_dict()"
@@ -205,6 +207,14 @@ class Attachable(TorchSurface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
+        # One worker alone may make a copy, to evaluate averaged weights or to save it, so this waits for nobody.
+        self._is_loose = True
+
+    def _connect_copy(self) -> None:
+        """Connect a copy to those of the other workers, unless it is connected. Collective."""
+        if not self._is_loose:
+            return
+        self._is_loose = False
         self._connect(None, init_sync=True)
         hooks, self._comm_hooks = self._comm_hooks, []
         for hook, hook_state in hooks:

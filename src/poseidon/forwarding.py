@@ -35,6 +35,8 @@ class Forwarding(Attachable):
         # Asked first: to leave a graph that is not being made takes as long as a small layer.
         if torch.compiler.is_compiling():
             return self._forward_in_graph(inputs, kwargs)
+        if self._is_loose:
+            self._connect_if_trained()
         if self._engine is None or self._is_recomputing():
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
@@ -45,6 +47,8 @@ class Forwarding(Attachable):
 
     def _forward_in_graph(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model while a graph of it is made, of which our own work is no part."""
+        if self._is_loose:
+            _apart(self._connect_if_trained)
         if self._engine is None or _apart(self._is_recomputing):
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
@@ -61,6 +65,11 @@ class Forwarding(Attachable):
         if self._engine is not None:
             self._engine.arm(True, self._engine.batch)
             self._watch(outputs)
+
+    def _connect_if_trained(self) -> None:
+        """Connect a copy whose backward may follow."""
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._module_parameters):
+            self._connect_copy()
 
     def _is_recomputing(self) -> bool:
         """Whether this forward only recomputes activations, in a backward of the model's own outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -651,6 +652,50 @@ def copies_and_state() -> None:
     assert type(model.module.second) is nn.Linear
 
 
+def one_worker_alone_copies() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = wrap(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plain_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        # As for averaged weights: evaluated, changed and saved where the others wait for nothing.
+        average = copy.deepcopy(model)
+        average.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            before = average(batch(1)[0])
+        for parameter in average.parameters():
+            parameter.requires_grad_(False)
+        assert torch.equal(average.eval()(batch(1)[0]), average.module(batch(1)[0]))
+        assert not before.requires_grad
+        buffer = io.BytesIO()
+        torch.save(average, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), model.parameters(), strict=True))
+        average.close()
+    plain_step(model, optimizer, 1)
+    model.verify_replicas()
+
+
+def copies_meet_when_trained(join: bool) -> None:
+    model = wrap(Mlp())
+    plain_step(model, torch.optim.SGD(model.parameters(), lr=0.05), 0)
+    twin = copy.deepcopy(model)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            twin.eval()(batch(1)[0])
+            twin.train()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
+    with twin.join() if join else contextlib.nullcontext():
+        for number in range(2 + (join and dist.get_rank() == 0)):
+            plain_step(twin, optimizer, number)
+    twin.verify_replicas()
+    assert twin.plan is not None
+    again = copy.deepcopy(twin)
+    again.verify_replicas()
+    twin.close()
+
+
 def replans_when_the_batch_changes() -> None:
     from poseidon.planning.cluster import Cluster, Link
 
@@ -939,6 +984,15 @@ def test_subgroup_of_workers() -> None:
 
 def _note_buffers(state: list[int], buffers: dict[str, torch.Tensor]) -> None:
     state.append(len(buffers))
+
+
+def test_one_worker_alone_copies() -> None:
+    run_ranks(one_worker_alone_copies, 2)
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_copies_meet_when_they_are_trained(join: bool) -> None:
+    run_ranks(copies_meet_when_trained, 2, join)
 
 
 def test_hooks_are_pickled_with_the_wrapper() -> None:
