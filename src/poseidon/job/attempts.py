@@ -7,6 +7,7 @@ any socket of its own. So in an elastic job these calls run on a thread of their
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -63,6 +64,11 @@ class Attempt(Generic[T]):
         return self._result[0]
 
     def _run(self) -> None:
+        # What ends a call that was left behind may come once the call has ended by itself, but before this has.
+        with contextlib.suppress(SystemExit):
+            self._finish()
+
+    def _finish(self) -> None:
         try:
             result = self._call()
             error: BaseException | None = None
@@ -87,4 +93,4 @@ class Attempt(Generic[T]):
 
 
 def _left_behind() -> Any:
-    return ctypes.py_object(SystemExit)  # the one that ends a thread without a word
+    return ctypes.py_object(SystemExit)

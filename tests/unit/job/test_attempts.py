@@ -118,6 +118,33 @@ def test_a_call_that_nothing_can_interrupt_ends_with_the_epoch_and_goes_no_furth
     assert not has_gone_on
 
 
+class LateLock:
+    """A lock that an attempt's thread gets only after it was left behind."""
+
+    def __init__(self) -> None:
+        self._was_left = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == "poseidon-attempt":
+            self._was_left.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._was_left.set()
+
+
+def test_a_call_that_has_ended_when_it_is_left_behind_says_nothing(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+    attempt = attempts.Attempt(launcher.end_epoch)
+    attempt._lock = LateLock()  # type: ignore[assignment]
+    with pytest.raises(WorkerLostError, match="the epoch is over"):
+        attempt.end_with(launcher.job, "nobody")
+    attempt._thread.join()
+    assert not complaints
+
+
 def test_a_call_in_an_epoch_that_is_over_already_ends_at_once(launcher: Launcher) -> None:
     launcher.job.leave()
     gate = threading.Lock()
