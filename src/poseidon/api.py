@@ -73,8 +73,8 @@ class DistributedDataParallel(Forwarding):
     all-gather (the default with NCCL) or by direct messages through host memory. ``lossy`` allows loss: ``"bf16"``,
     ``"int8"`` (in blocks of ``block_size``), ``"topk"`` (the share ``density`` of all values) or ``"lowrank"``
     (matrices of this ``rank``), for all layers or by pattern, as in ``{"h.*": "int8", "*": "exact"}``; what a step
-    loses the next one adds (``docs/lossy.md``). ``policy`` is for :func:`poseidon.distribute`. With one worker, or
-    without a process group, the model runs unchanged.
+    loses the next one adds, and in the first ``warmup_steps`` of a job nothing is lost (``docs/lossy.md``). ``policy``
+    is for :func:`poseidon.distribute`. With one worker, or without a process group, the model runs unchanged.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class DistributedDataParallel(Forwarding):
         rank: int | None = None,
         density: float | None = None,
         block_size: int | None = None,
+        warmup_steps: int | None = None,
         policy: Policy | None = None,
         **torch_only: Any,
     ) -> None:
@@ -139,7 +140,7 @@ class DistributedDataParallel(Forwarding):
                 f"routes is {routes!r}; give a dict of unit names or patterns to routes, such as {{'*': 'allreduce'}}"
             )
         self._routes = dict(routes or {})
-        self._lossy = read_lossy(lossy, rank, density, block_size)
+        self._lossy = read_lossy(lossy, rank, density, block_size, warmup_steps)
         self._feedback = None if self._lossy is None else Feedback()
         self._cluster = cluster
         self._gather_factors = gather_factors

@@ -64,7 +64,7 @@ class WrapperOptions(TypedDict, total=False):
     """Under local: what steps the shared parameters; None or "average", "nesterov", or a function of them that makes a
     torch optimizer."""
     warmup_steps: int
-    """Under local: exchange gradients exactly for so many steps first."""
+    """Under local, and with lossy: exchange gradients exactly for so many steps first."""
     fragments: int
     """Under local: exchange the model in so many parts, one after the other."""
     overlap: int
@@ -217,9 +217,12 @@ _LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix", "compr
 
 def _refuse_local_options(consistency: str, sync_every: object, options: Mapping[str, Any]) -> None:
     given = {"sync_every": sync_every, **{name: options.get(name) for name in _LOCAL_OPTIONS}}
+    if options.get("lossy") is not None:
+        del given["warmup_steps"]
     for name, value in given.items():
         if value is not None:
-            raise ConfigError(f'{name}={value!r} with consistency={consistency!r}: only "local" takes it')
+            takers = '"local" and lossy gradients take' if name == "warmup_steps" else '"local" takes'
+            raise ConfigError(f"{name}={value!r} with consistency={consistency!r}: only {takers} it")
 
 
 def _distribute_local(

@@ -166,7 +166,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-_OF_DISTRIBUTE = ("consistency", "staleness", "sync_every", "outer", "warmup_steps", "update", "max_grad_norm")
+_OF_DISTRIBUTE = ("consistency", "staleness", "sync_every", "outer", "update", "max_grad_norm")
 """Options that need the optimizer."""
 
 

@@ -32,7 +32,8 @@ class Replanning:
         self._units = units
         self._cluster = cluster
         self._routes = routes
-        self._overrides = overrides
+        self.overrides = overrides
+        """Routes by unit name or pattern, ahead of what would be cheapest."""
         self._planned_batch = 0.0
         self._after = REPLAN_AFTER
         self._odd_batches = 0
@@ -89,7 +90,7 @@ class Replanning:
         return {name: load.scaled(ratio) for name, load in self.loads.items()}
 
     def _best(self, loads: Mapping[str, Load]) -> Plan:
-        return make_plan(self._units, loads, self._cluster, self._routes, self._overrides)
+        return make_plan(self._units, loads, self._cluster, self._routes, self.overrides)
 
     def _is_near(self, batch: float, other: float) -> bool:
         return not other or 1 / REPLAN_RATIO <= batch / other <= REPLAN_RATIO

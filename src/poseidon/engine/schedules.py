@@ -21,6 +21,7 @@ from poseidon.engine.options import Options
 from poseidon.engine.replanning import Replanning
 from poseidon.engine.stopwatch import Stopwatch
 from poseidon.engine.trial import WARM_BACKWARDS
+from poseidon.engine.warm_up import WarmUp
 from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
@@ -88,9 +89,12 @@ class Schedules:
         self.routes = self._choose_routes(is_cuda) if routes is None else routes
         self._choosing = open_choosing(team, self.routes, options.tries, self._parameters[0].device)
         specs = [unit.spec for unit in units]
-        lossy = {} if options.lossy is None or routes is not None else options.lossy.forced(specs, self.routes)
-        self._forced: Mapping[str, str] = {**lossy, **(options.routes or {})}
-        """Routes by unit name or pattern, of which the first that matches counts."""
+        self._lossy: Mapping[str, str] = {}
+        """Lossy routes by unit name."""
+        self._warm_up = WarmUp(0, kept)
+        if options.lossy is not None and routes is None:
+            self._lossy = options.lossy.forced(specs, self.routes)
+            self._warm_up = WarmUp(options.lossy.warmup_steps if self._lossy else 0, kept)
         # A sparse gradient shares no bucket with others.
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
         kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
@@ -99,7 +103,7 @@ class Schedules:
             specs,
             cluster,
             served_routes() if options.serves else self.routes,
-            None if options.serves else self._forced,
+            None if options.serves else self._forced(),
         )
         self._order = list(reversed(range(len(units))))
         """Units in the order in which their gradients are expected to become final."""
@@ -109,8 +113,10 @@ class Schedules:
         """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
-        whole = [lossy.get(spec.name, self.routes.first_for(spec).name) for spec in specs]
-        self.dense = self._bind(self._pack(whole, self._packing))
+        if self._warm_up.is_under_way:
+            # What lossy routes keep has its place from the beginning, as a checkpoint may be loaded into it.
+            self._prepare(self._bind(self._pack(self._whole(self._lossy), self._packing)))
+        self.dense = self._bind(self._pack(self._whole(self._lossy_now), self._packing))
         """Full gradients only."""
         self._prepare(self.dense)
         self.planned: LiveSchedule | None = None
@@ -129,7 +135,7 @@ class Schedules:
     @property
     def is_choosing(self) -> bool:
         """Whether other plans may still be tried."""
-        return self._choosing.is_open
+        return self._warm_up.is_under_way or self._choosing.is_open
 
     @property
     def lands_at_once(self) -> bool:
@@ -138,7 +144,16 @@ class Schedules:
         So must one that is timed: what settles it is collective, and after backward some worker may touch a parameter
         (for a checkpoint, say) while the others wait for it elsewhere.
         """
-        return not self._packing.defers or self._is_timed or self._waits_for_landing or self._choosing.changes_next
+        is_last = self._waits_for_landing or self._warm_up.lasts_one_more or self._choosing.changes_next
+        return not self._packing.defers or self._is_timed or is_last
+
+    def for_backward(self, is_dense: bool) -> LiveSchedule:
+        """Return the schedule of the backward that begins now. Collective before the first one."""
+        if self._warm_up.agree(self._team):
+            self._lose()
+            self.dense = self._bind(self._pack(self._whole(self._lossy), self._packing))
+            self._prepare(self.dense)
+        return self.dense if is_dense or self.planned is None else self.planned
 
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
@@ -152,6 +167,7 @@ class Schedules:
         # Asked first: it was true when this backward ended only if it is now.
         has_landed = self.lands_at_once
         is_ranked = self._use_times(backward)
+        self._warm_up.count()
         if any(map(_is_joined, calls)):
             self._choosing.settled(is_regular=False)
             return
@@ -184,6 +200,23 @@ class Schedules:
         ]
         self.model = Model.of(self.model.units, kinds)
 
+    @property
+    def _lossy_now(self) -> Mapping[str, str]:
+        return {} if self._warm_up.is_under_way else self._lossy
+
+    def _forced(self) -> dict[str, str]:
+        """Return routes by unit name or pattern, of which the first that matches counts."""
+        return {**self._lossy_now, **(self._options.routes or {})}
+
+    def _whole(self, lossy: Mapping[str, str]) -> list[str]:
+        """Return the route of each unit's full gradients."""
+        return [lossy.get(unit.name, self.routes.first_for(unit.spec).name) for unit in self._units]
+
+    def _lose(self) -> None:
+        """Let the next plan have lossy routes: the warm-up is over."""
+        self._warm_up.end()
+        self._planning.overrides = self._forced()
+
     def _choose_routes(self, is_cuda: bool) -> Routes:
         if self._options.serves:
             # The first backward travels by the first route that accepts everything.
@@ -213,6 +246,13 @@ class Schedules:
 
         ``has_landed``: the backward lands at its end, so no forward is under way.
         """
+        if self._warm_up.is_due_to_end and has_landed:
+            self._lose()
+            if self.plan is not None:
+                self._plan(self._planning.scaled_loads(batch), batch)
+                # Exact routes that only the warm-up used.
+                self._choosing.has_losers = True
+                return True
         if self.plan is None:
             self._order = self._team.gather_ints(backward.step.ready_order, "the order of gradients")[0]
             self._plan(self._common_loads(), batch)
@@ -238,7 +278,7 @@ class Schedules:
         """Plan layer by layer, and begin to choose among this and other whole plans. Collective."""
         best = self._planning.make(loads, batch)
         first = Candidate(best, Packing(self._cluster, self._options.bucket_bytes, self._options.defers))
-        if not self._choosing.tries:
+        if not self._choosing.tries or self._warm_up.is_under_way:
             self._adopt(self._choosing.begin([first], ""))
             return
         candidates = self._make_candidates(first, loads)
@@ -251,7 +291,7 @@ class Schedules:
         forms = self._team.gather_ints([int(self.keeps_forms)], "the choice of a plan")
         keeps_forms = any(row[0] for row in forms)
         return make_candidates(
-            self.model, self._order, loads, self.routes, self._forced, first.plan, first.packing, known, keeps_forms
+            self.model, self._order, loads, self.routes, self._forced(), first.plan, first.packing, known, keeps_forms
         )
 
     def _describe(self, candidates: Sequence[Candidate], loads: dict[str, Load]) -> str:
@@ -294,8 +334,8 @@ class Schedules:
         self._adopted = schedule
         self.planned = self._bind(schedule)
         # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
-        route_of = self.dense.schedule.route_of
-        self.dense = self.planned if self._options.serves else self._bind(self._pack(route_of, candidate.packing))
+        serves = self._options.serves
+        self.dense = self.planned if serves else self._bind(self._pack(self._whole(self._lossy_now), candidate.packing))
         self._prepare(self.planned, *(() if self.dense is self.planned else (self.dense,)))
 
     def _release_losers(self) -> None:

@@ -126,7 +126,7 @@ def options_of(known: argparse.Namespace) -> AutoOptions:
         output=known.output,
         whole=_names(known.whole),
         deal=_names(known.deal),
-        lossy=read_lossy(known.lossy, known.rank, known.density, known.block_size),
+        lossy=read_lossy(known.lossy, known.rank, known.density, known.block_size, known.warmup_steps),
         timeout_s=known.timeout,
     )
 

@@ -66,6 +66,7 @@ AUTO_OPTIONS = (
     AutoOption("--rank", "with --lossy lowrank: columns of the factors (4)", type=int, metavar="R"),
     AutoOption("--density", "with --lossy topk: the share of values that travels (0.01)", type=float, metavar="D"),
     AutoOption("--block-size", "with --lossy int8: values that share a scale (256)", type=int, metavar="N"),
+    AutoOption("--warmup-steps", "with --lossy: exact steps at the beginning (0)", type=int, metavar="N"),
     AutoOption("--seed", "with --auto: seed of a script that sets none", type=int, metavar="N"),
     AutoOption("--whole", "with --auto: loaders to leave whole, separated by commas", "", metavar="NAMES"),
     AutoOption("--deal", "with --auto: loaders to deal out, separated by commas", "", metavar="NAMES"),

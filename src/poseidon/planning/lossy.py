@@ -34,6 +34,8 @@ class LossyChoice:
     rank: int = DEFAULT_RANK
     density: float = DEFAULT_DENSITY
     block_size: int = DEFAULT_BLOCK
+    warmup_steps: int = 0
+    """Steps at the beginning of a job in which nothing is lost."""
 
     def way_of(self, name: str) -> str:
         """Return how a unit may travel."""
@@ -58,7 +60,8 @@ class LossyChoice:
         return {unit.name: ways[unit.name] for unit in units if _carries(routes, ways[unit.name], unit)}
 
     def __str__(self) -> str:
-        return ", ".join(f"{pattern}: {way}" for pattern, way in self.patterns)
+        first = f", after {self.warmup_steps} exact steps" if self.warmup_steps else ""
+        return ", ".join(f"{pattern}: {way}" for pattern, way in self.patterns) + first
 
 
 def _carries(routes: Routes, way: str, unit: Unit) -> bool:
@@ -70,6 +73,7 @@ def read_lossy(
     rank: int | None = None,
     density: float | None = None,
     block_size: int | None = None,
+    warmup_steps: int | None = None,
 ) -> LossyChoice | None:
     """Return a user's choice, or None if everything is exact. Raises :class:`ConfigError` for one that cannot work."""
     if lossy is not None and not isinstance(lossy, str | Mapping):
@@ -84,13 +88,21 @@ def read_lossy(
     _check_option("density", density, "topk", used, is_share, "a share of all values, above 0 and at most 0.5")
     is_block = isinstance(block_size, int) and block_size >= _LEAST_BLOCK and block_size % 2 == 0
     _check_option("block_size", block_size, "int8", used, is_block, f"an even number of at least {_LEAST_BLOCK}")
+    if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 0):
+        raise ConfigError(f"warmup_steps is {warmup_steps!r}; expected a whole number of at least 0")
     if not used - {EXACT}:
+        if warmup_steps is not None:
+            raise ConfigError(
+                f"warmup_steps={warmup_steps!r} without lossy: exact steps come before lossy or local ones; add "
+                'lossy="lowrank", say, or drop warmup_steps'
+            )
         return None
     return LossyChoice(
         tuple(patterns.items()),
         DEFAULT_RANK if rank is None else rank,
         DEFAULT_DENSITY if density is None else float(density),
         DEFAULT_BLOCK if block_size is None else block_size,
+        warmup_steps or 0,
     )
 
 

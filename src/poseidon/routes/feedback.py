@@ -29,6 +29,8 @@ class Feedback:
         """By rank, and the ids of the parameters that are matrices of an item."""
         self._bases: dict[nn.Parameter, Tensor] = {}
         """Where low rank begins its search: views of these."""
+        self.exact_steps = 0
+        """Steps of the warm-up that were taken; nothing was lost in them."""
 
     def bind(self, units: Sequence[LiveUnit]) -> None:
         """Learn the names of the parameters."""
@@ -83,6 +85,7 @@ class Feedback:
         return {
             "rests": {self._names[parameter]: rest for parameter, rest in self._rests.items()},
             "bases": {self._names[parameter]: base for parameter, base in self._bases.items()},
+            "exact_steps": self.exact_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,6 +97,7 @@ class Feedback:
         for state in states:
             if not {"rests", "bases"} <= set(state):
                 raise ConfigError(f"a lossy state has {', '.join(map(str, state)) or 'nothing'}, not rests and bases")
+        self.exact_steps = max((state.get("exact_steps", 0) for state in states), default=0)
         for parameter, rest in self._rests.items():
             name = self._names[parameter]
             rest.zero_()

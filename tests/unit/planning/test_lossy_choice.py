@@ -77,6 +77,8 @@ def test_nothing_asked_for_is_nothing_lost(lossy: Any) -> None:
         ({"lossy": "lowrank", "rank": 0}, "rank=0 with lossy='lowrank': expected a whole number of at least 1"),
         ({"lossy": "topk", "density": 2}, "density=2 with lossy='topk': expected a share"),
         ({"lossy": "topk", "density": float("nan")}, "density=nan"),
+        ({"lossy": "int8", "warmup_steps": -1}, "warmup_steps is -1; expected a whole number of at least 0"),
+        ({"lossy": None, "warmup_steps": 5}, "warmup_steps=5 without lossy"),
         ({"lossy": "int8", "block_size": 33}, "block_size=33 with lossy='int8': expected an even number"),
     ],
 )
@@ -107,7 +109,7 @@ def test_one_worker_loses_nothing() -> None:
     assert wrapped.plan is None
     wrapped(torch.ones(1, 3)).sum().backward()
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
-    assert wrapped.lossy_state_dict() == {"rests": {}, "bases": {}}
+    assert wrapped.lossy_state_dict() == {"rests": {}, "bases": {}, "exact_steps": 0}
     assert "one worker" in str(plan_for("int8", Cluster(1)))
     assert not set(plan_for("int8", Cluster(1)).routes.values()) & set(LOSSY)
     assert list(model.state_dict()) == ["weight", "bias"]
