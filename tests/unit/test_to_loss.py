@@ -47,6 +47,7 @@ def test_a_lesson_brings_its_own_settings():
     assert parse("text", "--paced", "none").paced_ms is None
     assert not settings.is_timed("lowrank")
     assert settings.is_timed("ssp")
+    assert settings.is_timed("lowrank:warmup_steps=5")
     assert replace(settings, is_real=True).is_timed("ddp")
 
 

@@ -3,7 +3,8 @@
 Systems in lockstep are measured in two parts, because one machine cannot compute for several in real time. What a step
 does to the loss does not depend on how long it takes: the *curve* comes from training all workers for real, through
 the system itself, on links without limits. How long a step takes does not depend on the values it computes: the
-*tempo* comes from some steps on shaped links, with paced compute. Workers that drift apart are trained on the clock.
+*tempo* comes from some steps on shaped links, with paced compute. Workers that drift apart, and systems whose first
+steps take another time than the later ones, are trained on the clock.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class LossSettings:
 
     def is_timed(self, system: str) -> bool:
         """Return whether a system is trained on the clock."""
-        return self.is_real or traits_of(system).is_drifting
+        traits = traits_of(system)
+        return self.is_real or traits.is_drifting or traits.warms_up
 
     @property
     def dilated_ms(self) -> tuple[float, float] | None:

@@ -28,6 +28,8 @@ class SystemTraits:
     """Workers may be at different steps, so the loss depends on time."""
     period: int
     """Steps after which its traffic repeats."""
+    warms_up: bool
+    """Its first steps are exact, and take another time than the later ones."""
 
 
 def read_system(text: str) -> tuple[str, dict[str, Any]]:
@@ -57,4 +59,5 @@ def traits_of(text: str) -> SystemTraits:
     consistency = options.get("consistency", "bsp")
     is_lossy = name in ("ddp-bf16", "ddp-powersgd") or bool(options.get("lossy"))
     period = options.get("sync_every", 1) if consistency == "local" else 1
-    return SystemTraits(not is_lossy and consistency == "bsp", consistency in ("ssp", "asp"), int(period))
+    is_exact, is_drifting = not is_lossy and consistency == "bsp", consistency in ("ssp", "asp")
+    return SystemTraits(is_exact, is_drifting, int(period), bool(options.get("warmup_steps")))
