@@ -25,7 +25,7 @@ def test_a_module_and_its_arguments() -> None:
 def test_loss_is_asked_for_by_name() -> None:
     options, _ = parse(["--lossy", "lowrank", "--rank", "8", "--warmup-steps", "5", "train.py"])
     assert options.lossy == LossyChoice((("*", "lowrank"),), rank=8, warmup_steps=5)
-    assert "gradients are lossy, as asked for (*: lowrank)" in describe(2, options, 1)
+    assert "gradients are lossy, as asked for (*: lowrank, after 5 exact steps)" in describe(2, options, 1)
     assert "lossy" not in describe(2, AutoOptions(), 1)
     with pytest.raises(ConfigError, match="rank=8 is for lossy='lowrank', which is not asked for"):
         parse(["--rank", "8", "train.py"])
