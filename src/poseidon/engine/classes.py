@@ -13,6 +13,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache, wraps
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -45,42 +46,56 @@ def mixed(mixin: type, plain: type) -> type:
 
 
 _YIELDS = "_poseidon_yields"
-kinds_seen = 0
-"""Number of direct subclasses of tensors when :func:`make_others_yield` was called; if there are others, call it.
-
-Classes that are derived from one of these later are not noticed, unless they use what they inherit.
-"""
+others_yield = False
+"""Whether :func:`make_others_yield` was called."""
 
 
 def make_others_yield() -> None:
-    """Have tensors of other classes leave an operation to a replaced parameter first."""
-    global kinds_seen
+    """Have tensors of other classes leave an operation to a replaced parameter first; of classes to come, too.
+
+    Whoever replaces a class asks in line whether this was done: it does so in each step.
+    """
+    global others_yield
+    others_yield = True
+    # Not searched for in each step: a class may be defined, or imported, between an update and the first touch.
+    setattr(Tensor, "__init_subclass__", classmethod(_yield_from_birth))  # noqa: B010 - mypy takes it for a method
     kinds = Tensor.__subclasses__()
-    kinds_seen = len(kinds)
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        # Not only its own: it may come from a class that is no tensor.
-        seeing = inspect.getattr_static(kind, "__torch_function__", None)
-        is_theirs = isinstance(seeing, classmethod | staticmethod) and not issubclass(kind, Replacement)
-        if is_theirs and seeing is not _PLAIN and not hasattr(seeing.__func__, _YIELDS):
-            setattr(kind, "__torch_function__", _yielding(seeing.__func__, isinstance(seeing, classmethod)))  # noqa: B010 - mypy takes it for a method
+        _make_yield(kind)
+
+
+def _yield_from_birth(kind: type[Tensor], /, **named: Any) -> None:
+    super(Tensor, kind).__init_subclass__(**named)
+    _make_yield(kind)
+
+
+def _make_yield(kind: type) -> None:
+    # Not only its own: it may come from a class that is no tensor.
+    seeing = inspect.getattr_static(kind, "__torch_function__", None)
+    is_theirs = isinstance(seeing, classmethod | staticmethod | FunctionType) and not issubclass(kind, Replacement)
+    if is_theirs and seeing is not _PLAIN and not hasattr(getattr(seeing, "__func__", seeing), _YIELDS):
+        setattr(kind, "__torch_function__", _yielding(seeing))  # noqa: B010 - mypy takes it for a method
 
 
 _PLAIN = inspect.getattr_static(Tensor, "__torch_function__")
 """Leaves operations to other classes by itself."""
 
 
-def _yielding(function: Callable[..., Any], takes_class: bool) -> Any:
+def _yielding(seeing: Any) -> Any:
+    function, is_static = getattr(seeing, "__func__", seeing), isinstance(seeing, staticmethod)
+
     @wraps(function)
-    def see(kind: type, func: Any, types: Any, *rest: Any, **named: Any) -> Any:
+    def see(kind: Any, func: Any, types: Any, *rest: Any, **named: Any) -> Any:
         if any(issubclass(each, Replacement) for each in types):
             return NotImplemented  # then PyTorch asks the next argument's class
         # What is left out stays so: a class may have a default of its own for it.
-        return function(kind, func, types, *rest, **named) if takes_class else function(func, types, *rest, **named)
+        return function(func, types, *rest, **named) if is_static else function(kind, func, types, *rest, **named)
 
     setattr(see, _YIELDS, True)
-    return classmethod(see)
+    # PyTorch still takes a plain method, and complains of it: it shall find one.
+    return see if isinstance(seeing, FunctionType) else classmethod(see)
 
 
 def _opening(wrap: Callable[..., Any]) -> Callable[..., Any]:

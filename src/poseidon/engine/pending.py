@@ -78,7 +78,7 @@ def make_pending(parameters: Iterable[nn.Parameter], land_it: Land) -> None:
     Until then other threads that touch it call ``land_it`` too, and whatever lands it must do so under
     ``DisableTorchFunctionSubclass``, or return from a call within the call without having called it.
     """
-    if len(Tensor.__subclasses__()) != classes.kinds_seen:  # in line, as it is asked in every step
+    if not classes.others_yield:
         classes.make_others_yield()
     for parameter in parameters:
         parameter._poseidon_land = land_it  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,44 @@ def test_what_is_computed_while_it_lands_has_the_parameters_own_class() -> None:
     assert type(parameter) is plain
     assert type(made[0]) is plain
     assert float(made[0].sum()) == 2.0
+
+
+def _see(first: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """See an operation and hide it from others, as nested tensors do."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs or {})
+
+
+class Known(torch.Tensor):
+    """A class that is defined before anything is pending."""
+
+    __torch_function__ = classmethod(_see)  # type: ignore[assignment]
+
+
+class Marked:
+    """A class that is no tensor and looks at classes derived from it, with an option."""
+
+    mark = 0
+
+    def __init_subclass__(cls, mark: int = 0, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        cls.mark = mark
+
+
+@pytest.mark.filterwarnings("ignore:Defining your `__torch_function__` as a plain method")
+@pytest.mark.parametrize("parent", [torch.Tensor, Known])
+@pytest.mark.parametrize("form", [classmethod, staticmethod, lambda function: function])
+def test_classes_that_are_defined_while_an_update_is_pending_do_not_hide_a_touch(parent: type, form: Any) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+
+    def land_it(touched: nn.Parameter) -> None:
+        make_plain((touched,))
+        with torch.no_grad():
+            touched.add_(1)
+
+    make_pending([parameter], land_it)
+    see = (lambda *given: _see(None, *given)) if form is staticmethod else _see
+    kind: Any = type("Later", (parent, Marked), {"__torch_function__": form(see)}, mark=3)
+    assert kind.mark == 3
+    total = torch.zeros(2).as_subclass(kind) + parameter
+    assert total.as_subclass(torch.Tensor).tolist() == [1.0, 1.0]  # type: ignore[arg-type]
