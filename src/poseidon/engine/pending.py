@@ -59,10 +59,18 @@ class Pending(Replacement):
                 return func(*args, **kwargs)
         if land(*args, *kwargs.values()):
             return func(*args, **kwargs)
-        # This thread is landing one of them, and the parameter's own class wants to see the operation.
-        plain: Any = cls.__bases__[1]
-        kinds = tuple(kind.__bases__[1] if issubclass(kind, Pending) else kind for kind in types)
-        return plain.__torch_function__(func, kinds, args, kwargs)
+        # This thread is landing one of them. The parameter's own class wants to see the operation, and so do others, as
+        # they have left it to ours.
+        kinds: Any = tuple(kind.__bases__[1] if issubclass(kind, Pending) else kind for kind in types)
+        seeing = [kind for kind in kinds if kind.__torch_function__ is not torch._C._disabled_torch_function_impl]
+        if not seeing:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for kind in seeing:
+            result = kind.__torch_function__(func, kinds, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented
 
     def _poseidon_open(self) -> None:
         land(self)

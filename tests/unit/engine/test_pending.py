@@ -110,3 +110,31 @@ def test_classes_that_are_defined_while_an_update_is_pending_do_not_hide_a_touch
     assert kind.mark == 3
     total = torch.zeros(2).as_subclass(kind) + parameter
     assert total.as_subclass(torch.Tensor).tolist() == [1.0, 1.0]  # type: ignore[arg-type]
+
+
+class Doubled(torch.Tensor):
+    """An optimizer's state, say, to whose sums its class adds something."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs or {})
+            return 2 * found if func is torch.add else found
+
+
+@pytest.mark.parametrize("own", [torch.Tensor, Tagged])
+def test_what_is_computed_while_it_lands_is_seen_by_the_classes_of_all(own: Any) -> None:
+    parameter: Any = nn.Parameter(torch.ones(2).as_subclass(own))
+    state: Any = torch.zeros(2).as_subclass(Doubled)  # type: ignore[arg-type]
+    sums: list[Any] = []
+
+    def land_it(touched: nn.Parameter) -> None:
+        if not sums:
+            sums.append(None)
+            with torch.no_grad():
+                sums.extend((torch.add(state, touched), torch.add(touched, state)))
+            make_plain((touched,))
+
+    make_pending([parameter], land_it)
+    parameter.detach()
+    assert [each.tolist() for each in sums[1:]] == [[2.0, 2.0], [2.0, 2.0]]
