@@ -460,3 +460,8 @@ def _release(front_end: AutogradFrontEnd | None, turns: BackwardTurns) -> None:
     if front_end is not None:
         front_end.close()
     turns.close()
+
+
+# A class by its own right that answers isinstance as torch's does: distributed checkpoints then name parameters without
+# the wrapper, and pipelines accumulate before they exchange.
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from poseidon.attaching import Attachable
@@ -65,6 +65,11 @@ class Forwarding(Attachable):
         if self._engine is not None:
             self._engine.arm(True, self._engine.batch)
             self._watch(outputs)
+
+    @property
+    def reducer(self) -> Reducer:
+        """What code written for torch's class prepares a backward with."""
+        return Reducer(self)
 
     def _connect_if_trained(self) -> None:
         """Connect a copy whose backward may follow."""
@@ -144,6 +149,17 @@ class Forwarding(Attachable):
             return inputs, kwargs
         change = move_to(self.device)
         return map_tensors(inputs, change), map_tensors(kwargs, change)
+
+
+class Reducer:
+    """As much of torch's reducer as others call: pipelines and Accelerate before a backward that is to be exchanged."""
+
+    def __init__(self, wrapper: Forwarding) -> None:
+        self._wrapper = wrapper
+
+    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
+        """Have the next backward exchange gradients, though its forward ran under ``no_sync()``."""
+        self._wrapper.expect_backward(outputs)
 
 
 @uncompiled

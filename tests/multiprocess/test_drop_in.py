@@ -112,6 +112,35 @@ def outputs_with_a_backward_each() -> None:
     compare_twins(Two, step)
 
 
+def a_backward_that_is_prepared() -> None:
+    """As pipelines have it, whose forwards all run without an exchange; and as Accelerate, which names no outputs."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = batch(number)
+        optimizer.zero_grad()
+        with model.no_sync():
+            first, last = model(x[:2]), model(x[2:])
+            F.cross_entropy(first, y[:2]).backward()
+        model.reducer.prepare_for_backward([last] if number % 2 else [])
+        F.cross_entropy(last, y[2:]).backward()
+        optimizer.step()
+
+    compare_twins(Mlp, step)
+
+
+def a_wrapper_that_is_gone() -> None:
+    x, y = batch(0)
+    loss = F.cross_entropy(wrap(Mlp())(x), y)
+    with pytest.raises(UnsupportedError, match=r"wrapper was closed, or dropped.*Keep the wrapper"):
+        loss.backward()
+    model = wrap(Mlp())
+    loss = F.cross_entropy(model(x), y)
+    model.close()
+    with pytest.raises(UnsupportedError, match="wrapper was closed"):
+        loss.backward()
+    F.cross_entropy(model.module(x), y).backward()
+
+
 def forwards_that_use_different_parts() -> None:
     """Two forwards before one backward, and one whose output nobody uses."""
 
@@ -411,6 +440,7 @@ def ignored_tensors_are_not_compared() -> None:
 def what_torchs_class_has() -> None:
     model = wrap(Normed(), batched_grad_copy=True, skip_all_reduce_unused_params=True)
     theirs = wrap_torch(Normed())
+    assert isinstance(model, type(theirs))
     for name in ("device_type", "is_multi_device_module", "parameters_to_ignore", "_distributed_rank"):
         assert getattr(model, name) == getattr(theirs, name), name
     assert model.process_group is theirs.process_group
@@ -426,6 +456,22 @@ def what_torchs_class_has() -> None:
     assert other.process_group is group
     with pytest.raises(UnsupportedError, match="default process group"):
         copy.deepcopy(other)
+
+
+def names_in_distributed_checkpoints() -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, plain = wrap(Normed()), Normed()
+    optimizer, its = (torch.optim.Adam(one.parameters()) for one in (model, plain))
+    plain_step(model, optimizer, 0)
+    weights, state = get_state_dict(model, optimizer)
+    assert set(weights) == set(plain.state_dict())
+    assert set(state["state"]) == {name for name, _ in plain.named_parameters()}
+    set_state_dict(plain, its, model_state_dict=weights, optim_state_dict=state)
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in model.module.state_dict().items())
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    plain_step(model, optimizer, 1)
+    model.verify_replicas()
 
 
 def optimizers_in_backward() -> None:
@@ -540,6 +586,8 @@ ALONE = [
     layers_used_only_without_an_exchange,
     outputs_without_a_part_in_the_loss,
     outputs_with_a_backward_each,
+    a_backward_that_is_prepared,
+    a_wrapper_that_is_gone,
     forwards_that_use_different_parts,
     two_forwards_of_a_normalized_model,
     a_checkpointed_wrapper,
@@ -553,6 +601,7 @@ ALONE = [
     hooks_that_are_refused,
     ignored_tensors_are_not_compared,
     what_torchs_class_has,
+    names_in_distributed_checkpoints,
     optimizers_in_backward,
     distributed_autograd_is_refused,
     the_check_can_be_switched_off,

@@ -75,6 +75,7 @@ class AutogradFrontEnd:
         """There was a forward since the last backward."""
         self._followed: Plan | None = None
         self._is_end_queued = False
+        self._is_closed = False
         self._elsewhere: set[nn.Parameter] = set()
         """Parameters that the backward under way has reached, though it started elsewhere."""
         self._has_starts = True
@@ -162,6 +163,7 @@ class AutogradFrontEnd:
 
     def close(self) -> None:
         """Detach from the model and restore its layers and parameters."""
+        self._is_closed = True
         for handle in self._handles:
             handle.remove()
         for unit in self.engine.units:
@@ -224,6 +226,12 @@ class AutogradFrontEnd:
             self._end()
 
     def _output_gradient(self, _: Tensor) -> None:
+        if self._is_closed:
+            raise UnsupportedError(
+                f"rank {self.engine.team.rank}: backward of a model whose wrapper was closed, or dropped, after its "
+                "forward, so that the gradients would stay on this worker. Keep the wrapper in a variable until "
+                "backward() has returned"
+            )
         # The forward of this output was armed, and that decides; one under no_sync() may have followed it.
         self.engine.is_armed = True
         # Queued here, in the outermost backward: re-entrant checkpoints run nested ones, which end too early.
