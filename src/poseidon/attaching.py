@@ -111,6 +111,18 @@ class Attachable(TorchSurface):
         ``hook`` is called as torch's class calls it, with a :class:`~poseidon.routes.hooked.HookBucket`, and returns a
         ``torch.futures.Future`` of the bucket's new values. Collective; once, before the first backward.
         """
+        try:
+            self._check_hook(hook)
+            if self._engine is not None:
+                self._engine.use_only(HookedRoute(state, hook))
+        except Exception as error:
+            if self._engine is not None:
+                self._engine.last_error = str(error)
+            raise
+        self._comm_hooks.append((hook, state))
+        self._hook_name = name_of(hook)
+
+    def _check_hook(self, hook: Hook) -> None:
         check_hook(hook)
         if self._policy.takes_steps:
             raise UnsupportedError(
@@ -126,10 +138,6 @@ class Attachable(TorchSurface):
             raise ConfigError(f"routes={self._routes!r} with a communication hook: all gradients go through the hook")
         if self._feedback is not None:
             raise ConfigError("lossy with a communication hook: all gradients go through the hook; drop one of them")
-        if self._engine is not None:
-            self._engine.use_only(HookedRoute(state, hook))
-        self._comm_hooks.append((hook, state))
-        self._hook_name = name_of(hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

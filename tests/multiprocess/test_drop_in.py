@@ -386,6 +386,7 @@ def hooks_that_are_refused() -> None:
     model = wrap(Mlp())
     with pytest.raises(TypeError, match="must be callable"):
         model.register_comm_hook(None, 1)
+    assert "must be callable" in model._get_ddp_logging_data()["error"]
     with pytest.raises(ConfigError, match="bucket annotation should be"):
         model.register_comm_hook(None, _wrong_bucket)
     with pytest.raises(ConfigError, match="return annotation should be"):
