@@ -48,6 +48,8 @@ class Unit:
     """The weight first, except for dense units."""
     is_sparse: bool = False
     """The user asked for sparse gradients; only the rows route can carry them."""
+    is_served: bool = True
+    """The parameter server knows the type of its values; only collectives add up others, such as complex numbers."""
 
     @property
     def size_bytes(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import poseidon
-from poseidon.errors import UnsupportedError
+from poseidon.errors import ConfigError, UnsupportedError
 from ranks import run_ranks
 from small_net import batch_of, small_net
 
@@ -33,6 +33,19 @@ class Hiding(nn.Module):
     def forward(self, x: Tensor) -> tuple[Any, Tensor]:
         seen = torch.tanh(self.body(x))
         return SimpleNamespace(logits=self.policy(seen)), self.value(seen)
+
+
+class Scaling(nn.Module):
+    """Leaves a temperature, and the weight of the last layer, to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4, bias=False)
+        self.heat = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
 
 
 class Keeping(nn.Module):
@@ -68,6 +81,11 @@ def _kept(model: Any, module: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(module.logits, y).backward()
 
 
+def _scaled(model: Any, module: Any, x: Tensor, y: Tensor) -> None:
+    seen = model(x)
+    (F.cross_entropy(module.head(seen) * module.heat.exp(), y) + module.heat.square()).backward()
+
+
 def _penalised_first(model: Any, module: nn.Module, x: Tensor, y: Tensor) -> None:
     out = model(x)
     (0.1 * sum(value.square().sum() for value in module.parameters())).backward()
@@ -99,6 +117,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "outputs inside an object": (Hiding, _hidden),
     "a second loss from inside an object": (Hiding, _hidden_last),
     "a loss of what the model keeps": (Keeping, _kept),
+    "parameters that the loss uses beside the outputs": (Scaling, _scaled),
     "a penalty before the loss": (small_net, _penalised_first),
     "a penalty on some weights before the loss": (small_net, _penalised_in_part),
     "a forward under no_sync in between": (small_net, _attacked),
@@ -268,6 +287,21 @@ def _complex() -> None:
     alone(torch.cat(parts)).mean().backward()
     torch.testing.assert_close(net.w.grad, alone.w.grad)
     model.close()
+
+
+def _complex_beside_others() -> None:
+    net = nn.Sequential(Waves(), nn.Linear(8, 4))
+    with pytest.raises(ConfigError, match=r"'0' cannot take 'sharded': 0 is dense; it can take allreduce"):
+        poseidon.DistributedDataParallel(net, routes={"0": "sharded"})
+    model = poseidon.DistributedDataParallel(net, routes={"*": "sharded"})
+    model(batch_of(0, dist.get_rank())[0]).mean().backward()
+    assert model.plan is not None
+    assert model.plan.routes == {"0": "allreduce", "1": "sharded"}
+    model.close()
+
+
+def test_complex_parameters_do_not_travel_through_the_server() -> None:
+    run_ranks(_complex_beside_others, 2)
 
 
 def test_complex_parameters_between_machines() -> None:

@@ -11,7 +11,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from poseidon.errors import UnsupportedError
-from poseidon.routes.base import LiveUnit
+from poseidon.routes.base import LiveUnit, can_be_served
 from poseidon.units import Kind, ParameterSpec, Unit
 
 ROOT = "(root)"
@@ -85,8 +85,9 @@ def find_units(model: nn.Module, ignored: Collection[str] = ()) -> list[LiveUnit
             )
         # A compiled module holds the real one: a unit's name does not depend on that.
         name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
-        spec = Unit(name or ROOT, "embedding" if is_sparse else kind, specs, is_sparse)
         parameters = tuple(p for _, p in mine)
+        is_served = all(map(can_be_served, parameters))
+        spec = Unit(name or ROOT, "embedding" if is_sparse else kind, specs, is_sparse, is_served)
         units.append(LiveUnit(len(units), spec, module, parameters, head, is_conv1d(type(module))))
     return units
 

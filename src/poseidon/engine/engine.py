@@ -200,6 +200,10 @@ class Engine:
         """Record that a backward without an exchange accumulated into a parameter's gradient."""
         self.local.add(self._number_of[parameter])
 
+    def is_local(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient holds that of a backward without an exchange."""
+        return self._number_of[parameter] in self.local
+
     def forget_cleared(self) -> None:
         """Forget gradients of backwards without an exchange that somebody has cleared since."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending

@@ -76,8 +76,9 @@ class AutogradFrontEnd:
         self._followed: Plan | None = None
         self._is_end_queued = False
         self._is_closed = False
-        self._elsewhere: set[nn.Parameter] = set()
-        """Parameters that the backward under way has reached, though it started elsewhere."""
+        self._elsewhere: dict[nn.Parameter, bool] = {}
+        """Parameters that the backward under way has reached, though it has not passed through the model's outputs, or
+        not yet; and whether their gradients held those of an earlier backward without an exchange."""
         self._has_starts = True
         self._head_calls: dict[int, weakref.WeakSet[HeadCall]] = {}
         """By unit: forwards of its head whose backward may still come."""
@@ -107,8 +108,27 @@ class AutogradFrontEnd:
 
     def begin(self) -> None:
         """Start the exchange of this backward unless it has started, and schedule its end."""
-        self.turns.begin_backward(self._unused)
+        if self._elsewhere:
+            self._begin_with_early()
+        else:
+            self.turns.begin_backward(self._unused)
         self._queue_end()
+
+    def _begin_with_early(self) -> None:
+        """Start the exchange with gradients that came before this backward passed through the model's outputs.
+
+        A loss may use a parameter beside them, such as a temperature. It will not come again.
+        """
+        reached, self._elsewhere = self._elsewhere, {}
+        self.engine.forget_local(parameter for parameter, was_local in reached.items() if not was_local)
+        self._unused = self._unused - set(reached)
+        self.turns.begin_backward(self._unused)
+        self._report(reached)
+
+    def _report(self, reached: Collection[nn.Parameter]) -> None:
+        """Report gradients that came before the exchange began, in one order on all workers."""
+        for parameter in reversed([one for one in self._nodes if one in reached]):
+            self.engine.parameter_ready(parameter, is_dense=True)
 
     @property
     def is_in_backward(self) -> bool:
@@ -195,9 +215,9 @@ class AutogradFrontEnd:
             if engine.is_armed and self._is_end_queued and engine.gradient_ready(number, is_dense):
                 return
             if not self.exchanges:
-                engine.local_gradient(parameter)
                 if engine.is_armed and self._is_due:
                     self._note_elsewhere(parameter)
+                engine.local_gradient(parameter)
                 return
             self.begin()
             engine.parameter_ready(parameter, is_dense)
@@ -208,7 +228,7 @@ class AutogradFrontEnd:
         """Note a gradient of a backward that has not passed through the outputs of the last forward."""
         if not self._elsewhere:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_elsewhere)
-        self._elsewhere.add(parameter)
+        self._elsewhere.setdefault(parameter, self.engine.is_local(parameter))
 
     def _end_elsewhere(self) -> None:
         """Exchange the gradients of such a backward if it reached all parameters, as one of the model's own does.
@@ -216,13 +236,11 @@ class AutogradFrontEnd:
         So it is if the loss is computed from what the model keeps besides its outputs. A penalty on all weights is
         exchanged then too, which changes nothing; one on some of them leaves with the next backward.
         """
-        reached, self._elsewhere = self._elsewhere, set()
+        reached, self._elsewhere = self._elsewhere, {}
         expected = {parameter for parameter in self._nodes if parameter.requires_grad} - self._unused
-        if self._is_due and self.engine.is_armed and not self.is_in_backward and reached >= expected:
+        if self._is_due and self.engine.is_armed and not self.is_in_backward and reached.keys() >= expected:
             self.turns.begin_backward(self._unused)
-            # In one order on all workers, which a set does not have.
-            for parameter in reversed([one for one in self._nodes if one in reached]):
-                self.engine.parameter_ready(parameter, is_dense=True)
+            self._report(reached)
             self._end()
 
     def _output_gradient(self, _: Tensor) -> None:

@@ -208,9 +208,8 @@ def _unit_from_dict(data: dict[str, Any]) -> UnitProfile:
             _check_count(f"{name} of {where}", getattr(load, name))
         _check_count(f"filled of {where}", load.filled, most=1)
         _check_whole(f"value_bytes of {where}", load.value_bytes, 1, _MOST_ITEM_BYTES)
-    return UnitProfile(
-        Unit(str(unit["name"]), kind, parameters, bool(unit["is_sparse"])), load, data["forward_s"], data["backward_s"]
-    )
+    made = Unit(str(unit["name"]), kind, parameters, bool(unit["is_sparse"]), bool(unit.get("is_served", True)))
+    return UnitProfile(made, load, data["forward_s"], data["backward_s"])
 
 
 def _parameter_from_dict(data: dict[str, Any], where: str) -> ParameterSpec:

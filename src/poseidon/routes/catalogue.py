@@ -113,8 +113,8 @@ class ShardedRoute(Route):
         return COMBINED if self.combines_first else None
 
     def accepts(self, unit: Unit) -> bool:
-        """Return true for everything but sparse gradients."""
-        return not unit.is_sparse
+        """Return true for everything but sparse gradients and types that the server does not know."""
+        return not unit.is_sparse and unit.is_served
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost | None:
         """Count the bytes of a ring, in two hops."""

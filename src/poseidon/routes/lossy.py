@@ -46,7 +46,7 @@ class LossyRoute(ShardedRoute):
 
     def accepts(self, unit: Unit) -> bool:
         """Return true for everything in float32 or shorter but sparse gradients."""
-        return not unit.is_sparse and all(parameter.itemsize <= 4 for parameter in unit.parameters)
+        return not unit.is_sparse and unit.is_served and all(parameter.itemsize <= 4 for parameter in unit.parameters)
 
     def is_offered(self, cluster: Cluster) -> bool:  # noqa: ARG002 - as in the contract
         """Return false: the planner never chooses loss."""
