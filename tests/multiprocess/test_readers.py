@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -107,6 +108,23 @@ def _evaluates_a_part(model: Any, module: Any, optimizer: Any, x: Tensor, y: Ten
         seen.append(module[0](torch.ones(ROWS, 8)))
 
 
+def _made_anew(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Make parameters and buffers of parameters."""
+    _plain(model, module, optimizer, x, y, seen)
+    seen.append(nn.Parameter(module[0].weight).detach().clone())
+    seen.append(nn.Parameter(module[2].weight, requires_grad=False).clone())
+    seen.append(nn.Buffer(module[2].bias).detach().clone())
+
+
+def _recorded(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Record the module for other programs, with gradients switched on."""
+    _plain(model, module, optimizer, x, y, seen)
+    traced = torch.jit.trace(module, torch.zeros(2, 8))
+    torch.jit.save(traced, io.BytesIO())
+    seen.append(traced(torch.ones(2, 8)).detach().clone())
+    seen.append(torch.fx.symbolic_trace(module)(torch.ones(2, 8)).detach().clone())
+
+
 def _compiled_in_place() -> nn.Sequential:
     net = small_net()
     net.compile(backend="eager")
@@ -199,6 +217,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "torch.func's batches": (small_net, _by_batches),
     "inside torch.func": (small_net, _by_captures),
     "parameters beside tensors of another class": (Shifted, _beside_others),
+    "parameters made of parameters": (small_net, _made_anew),
+    "a model that is recorded": (small_net, _recorded),
 }
 
 
@@ -229,6 +249,7 @@ def _train(case: str, update: str, routes: str | None = None) -> None:
         "gradients kept after the step",
         "parameters with a class of their own",
         "parameters beside tensors of another class",
+        "a model that is recorded",
     ],
 )
 def test_readers_see_the_same_by_every_route(case: str, routes: str) -> None:

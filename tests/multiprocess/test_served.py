@@ -818,6 +818,45 @@ def test_weights_used_under_autocast_only_are_rounded_and_exact_when_looked_at()
     run_ranks(_rounded, 2)
 
 
+class _PartlyMapped(nn.Module):
+    """Uses layers under autocast, some for each sample by itself: autocast leaves their biases as they are then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mapped, self.plain = nn.Embedding(50, 48), nn.Linear(48, 64), nn.Linear(64, 48)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.func.vmap(self.mapped)(torch.func.vmap(self.table)(tokens))
+        return nn.functional.linear(self.plain(torch.tanh(x)), self.table.weight)
+
+
+def _partly_rounding() -> None:
+    """Use weights where autocast does not round them: in a transform, and in functions that fill a tensor."""
+    found = []
+    for update in ("worker", "server"):
+        torch.manual_seed(5)
+        model = _PartlyMapped()
+        wrapped, optimizer = _distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), update)
+        seen = []
+        for number in range(6):
+            tokens = torch.randint(0, 50, (8,), generator=twins.seed_of_rank(number))
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = wrapped(tokens).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                seen += [loss.detach(), torch.mm(model.plain.weight, torch.eye(64), out=torch.empty(48, 64))]
+        wrapped.close()
+        found.append([*seen, *(value.detach().clone() for value in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_are_exact_where_autocast_does_not_round_them() -> None:
+    run_ranks(_partly_rounding, 2)
+
+
 def _often() -> None:
     """A weight that is looked at step after step is sent exactly after a while."""
     torch.manual_seed(5)

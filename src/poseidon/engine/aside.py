@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _DEVICE_TYPES = ("cpu", "cuda")
+_TRACER: Any = torch._C
+"""Its types do not tell of all that it has."""
 
 
 def aside() -> contextlib.AbstractContextManager[Any]:
@@ -28,6 +32,23 @@ def in_private() -> Iterator[None]:
     """Touch parameters unwatched, and without the caller's context."""
     with aside(), torch._C.DisableTorchFunctionSubclass():
         yield
+
+
+def is_followed() -> bool:
+    """Whether somebody follows the operations of this thread: a transform of ``torch.func``, or ``torch.jit.trace``."""
+    return peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+
+
+@contextlib.contextmanager
+def unfollowed() -> Iterator[None]:
+    """Run the body unseen by those: a transform allows no change of what it has not made, a trace would repeat it."""
+    state = torch._C._get_tracing_state()
+    _TRACER._set_tracing_state(None)
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        _TRACER._set_tracing_state(state)
 
 
 @contextlib.contextmanager

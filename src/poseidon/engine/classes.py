@@ -1,9 +1,10 @@
 """A parameter's class, replaced for a while by one that sees what happens to it: for ``pending.py`` and ``watched.py``.
 
-The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it. Two kinds of
-code do not ask, and are told here to let ours go first: transforms of ``torch.func``, which wrap a tensor before
-anything is done with it, and other classes of tensors that see operations, as nested ones do. PyTorch asks the class
-of the first argument, which is a layer's input more often than its weight.
+The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it. Some code
+does not ask, and is told here to let ours go first: transforms of ``torch.func``, which wrap a tensor before anything
+is done with it; ``nn.Parameter``, which wants the exact class of what it is made of; ``torch.jit.trace``, which
+records what is done meanwhile; and other classes of tensors that see operations, as nested ones do. PyTorch asks the
+class of the first argument, which is a layer's input more often than its weight.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from functools import cache, wraps
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
+from torch.jit import _trace
 
 
 class Replacement:
@@ -108,6 +111,29 @@ def _opening(wrap: Callable[..., Any]) -> Callable[..., Any]:
     return opened
 
 
+def _opening_new(make: Callable[..., Any]) -> Any:
+    @wraps(make)
+    def opened(kind: type, data: Any = None, *arguments: Any, **named: Any) -> Any:
+        if isinstance(data, Replacement):  # a parameter made of one asks for its class before anything else
+            data._poseidon_open()
+        return make(kind, data, *arguments, **named)
+
+    return staticmethod(opened)
+
+
+def _opening_module(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(trace)
+    def opened(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+        for parameter in module.parameters():  # what a replacement calls would be a part of the record
+            if isinstance(parameter, Replacement):
+                parameter._poseidon_open()
+        return trace(module, *arguments, **named)
+
+    return opened
+
+
+setattr(nn.Parameter, "__new__", _opening_new(nn.Parameter.__new__))  # noqa: B010 - mypy takes it for a method
+_trace.trace_module = torch.jit.trace_module = _opening_module(torch.jit.trace_module)
 for _module, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
     if hasattr(_module, _name):
         setattr(_module, _name, _opening(getattr(_module, _name)))

@@ -330,6 +330,11 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters(recurse=False))
 
 
+def _is_traced(tensor: Any) -> bool:
+    """Whether a layer is recorded, by ``torch.fx`` or ``torch.jit.trace``: for others, who shall find it plain."""
+    return not isinstance(tensor, Tensor) or torch._C._get_tracing_state() is not None
+
+
 class RowsEmbedding(_PlainOutside, nn.Embedding):
     """An embedding whose gradient can come as touched rows."""
 
@@ -377,7 +382,8 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, indices: Tensor) -> None:
         self._module = module
         self._indices = indices
-        found = _find(module) if torch.is_grad_enabled() and is_plain(indices) and not _has_hooks(module) else None
+        is_run = torch.is_grad_enabled() and not _is_traced(indices)
+        found = _find(module) if is_run and is_plain(indices) and not _has_hooks(module) else None
         self._found = found if found is not None and _is_own(module, found[1]) else None
         self._is_on = self._found is not None and self._found[0].engine.makes_rows(self._found[1])
 
@@ -427,7 +433,8 @@ def _with_filled(load: Load, filled: Tensor, size: int, gradients: Iterable[Tens
 def _apply(module: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a linear layer: with a backward that hands over factors, if the engine wants them."""
     weight, bias = module.weight, module.bias
-    found = _find(module) if torch.is_grad_enabled() and weight.requires_grad and not _has_hooks(module) else None
+    is_run = torch.is_grad_enabled() and not _is_traced(weight)
+    found = _find(module) if is_run and weight.requires_grad and not _has_hooks(module) else None
     if found is None or not _is_own(module, found[1]) or not is_plain(x):
         return plain(x)
     # What the engine wants depends on the last step. And the function below saves the weight without touching it.

@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-from poseidon.engine.aside import in_order, in_private
+from poseidon.engine.aside import in_order, in_private, is_followed, unfollowed
 from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
@@ -168,9 +166,8 @@ class ServedUpdates(TakenSteps):
 
     def touch(self, parameter: nn.Parameter, touch: Touch) -> None:
         """Put in place what an operation needs."""
-        if peek_interpreter_stack() is not None:
-            # Inside a transform of torch.func, which allows no change of what it has not made.
-            with temporarily_clear_interpreter_stack():
+        if is_followed():
+            with unfollowed():
                 self.touch(parameter, touch)
             return
         with self._lock, self._broken_by_errors():

@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-from poseidon.engine.aside import aside, in_order
+from poseidon.engine.aside import aside, in_order, is_followed, unfollowed
 from poseidon.engine.backward import Flight
 from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_scripted_parts
@@ -154,9 +152,8 @@ class DeferredUpdates(TakenSteps):
                     self._touch(parameter)
 
     def _touch(self, parameter: nn.Parameter) -> None:
-        if peek_interpreter_stack() is not None:
-            # Inside a transform of torch.func, which allows no change of what it has not made.
-            with temporarily_clear_interpreter_stack():
+        if is_followed():
+            with unfollowed():
                 self._touch(parameter)
             return
         with self._lock:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from poseidon.engine import classes
+from poseidon.engine.aside import is_followed
 from poseidon.engine.classes import Replacement, mixed
 from poseidon.engine.pending import HARMLESS
 
@@ -107,10 +108,10 @@ def _kind(func: Callable[..., Any], parameter: Any, args: Sequence[Any], kwargs:
         return Touch.GRADIENT
     if func in _WRITES:
         return Touch.NEW_GRADIENT
-    if func in _ROUNDING:
+    if func in _ROUNDING and kwargs.get("out") is None:  # autocast leaves functions alone that write into a tensor
         return Touch.ROUNDED if is_rounding(parameter.device.type) else Touch.VALUES
     if func is F.embedding:
-        is_table = len(args) > 1 and args[1] is parameter and args[0] is not parameter
+        is_table = len(args) > 1 and args[1] is parameter and args[0] is not parameter and not is_followed()
         # With a largest norm, a look-up changes the rows.
         return Touch.ROWS if is_table and kwargs.get("max_norm") is None and len(args) == 2 else Touch.VALUES
     if func is _ATTENTION:
@@ -128,8 +129,10 @@ def use_in_linear(parameter: nn.Parameter) -> None:
 
 
 def is_rounding(device_type: str) -> bool:
-    """Return whether autocast rounds to bf16 at present."""
-    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.bfloat16
+    """Return whether autocast rounds to bf16 at present; inside ``torch.func.vmap`` it leaves the bias of a layer."""
+    if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.bfloat16:
+        return False
+    return not is_followed()
 
 
 def watch(parameters: Iterable[nn.Parameter], watcher: Watcher) -> None:
