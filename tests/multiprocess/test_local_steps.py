@@ -425,6 +425,53 @@ def test_what_cannot_be_combined_is_refused() -> None:
         assert part in text
 
 
+def _by_another_optimizer(options: dict[str, Any]) -> None:
+    model = _model()
+    wrapped, optimizer = poseidon.distribute(model, _sgd(model), **options)
+    other = _adamw(model)
+    _loss(wrapped, 0, 0).backward()
+    with pytest.raises(UnsupportedError, match=r"AdamW\.step\(\) for parameters whose steps the distributed SGD takes"):
+        other.step()
+    optimizer.step()
+    wrapped.close()
+    other.step()  # nothing is shared any more
+
+
+@pytest.mark.parametrize(
+    "options", [{"consistency": "local", "sync_every": 4}, {"consistency": "ssp", "staleness": 1}], ids=["local", "ssp"]
+)
+def test_another_optimizer_for_the_same_parameters_is_refused(options: dict[str, Any]) -> None:
+    run_ranks(_by_another_optimizer, 2, options)
+
+
+def _by_hand() -> list[dict[str, Tensor]]:
+    model = _model()
+    wrapped, optimizer = poseidon.distribute(model, _sgd(model), consistency="local", sync_every=2, fragments=2)
+    _steps(wrapped, optimizer, 4)
+    wrapped.synchronize()
+    states = [_state(wrapped)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    states.append(_state(wrapped))
+    wrapped.synchronize()
+    states.append(_state(wrapped))
+    _steps(wrapped, optimizer, 1)
+    wrapped.synchronize()
+    states.append(_state(wrapped))
+    wrapped.close()
+    return states
+
+
+def test_what_is_changed_by_hand_between_two_exchanges_counts() -> None:
+    one, other = run_ranks(_by_hand, 2)
+    before, halved, kept, after = one
+    assert _same(halved, kept)
+    assert _same(after, other[3])
+    weights = [name for name in before if name.endswith("weight")]
+    assert all((after[name] - halved[name]).norm() < (after[name] - before[name]).norm() for name in weights)
+
+
 def test_one_worker_averages_nothing_and_looks_ahead_if_asked() -> None:
     for outer, form in ((None, None), ("nesterov", Form(3, 0.7, 0.9))):
         model = _model()

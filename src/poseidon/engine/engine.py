@@ -292,7 +292,9 @@ class Engine:
                 )
             self._is_passing = False
             is_dense = self.will_be_dense() if is_dense is None else is_dense
-            live = self._schedules.for_backward(is_dense)
+            if self._schedules.warm_up is not None:
+                self._schedules.agree_on_warm_up()
+            live = self._schedules.dense if is_dense or self._schedules.planned is None else self._schedules.planned
             left_out = {self._number_of[parameter] for parameter in unused}
             is_static = self.options.static_graph
             stopwatch = self._schedules.make_stopwatch(live)

@@ -295,6 +295,9 @@ class LocalRounds:
                 self._leave(fragment, is_active)
                 self._arrive(fragment)
                 has_active = one.has_active()
+            elif fragment not in self._flights:
+                # What all agreed on is in place, but for what somebody changed since: the next exchange carries that.
+                continue
             one.mix(0.0)
         self._begin_round()
         return has_active

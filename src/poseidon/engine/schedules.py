@@ -91,10 +91,13 @@ class Schedules:
         specs = [unit.spec for unit in units]
         self._lossy: Mapping[str, str] = {}
         """Lossy routes by unit name."""
-        self._warm_up = WarmUp(0, kept)
+        self.warm_up: WarmUp | None = None
+        """Exact steps before lossy ones, while they last."""
         if options.lossy is not None and routes is None:
             self._lossy = options.lossy.forced(specs, self.routes)
-            self._warm_up = WarmUp(options.lossy.warmup_steps if self._lossy else 0, kept)
+            if options.lossy.warmup_steps and self._lossy:
+                assert kept is not None
+                self.warm_up = WarmUp(options.lossy.warmup_steps, kept)
         # A sparse gradient shares no bucket with others.
         lone = [unit.index if unit.spec.is_sparse else -1 for unit in units for _ in unit.parameters]
         kinds = [(str(p.dtype), str(p.device), place) for p, place in zip(self._parameters, lone, strict=True)]
@@ -113,7 +116,7 @@ class Schedules:
         """Whether a layer that travels in a short form does so in all plans: a change would compile the model anew."""
         self._waits_for_landing = False
         """A new plan is due as soon as a backward has landed before the next forward begins."""
-        if self._warm_up.is_under_way:
+        if self.warm_up is not None:
             # What lossy routes keep has its place from the beginning, as a checkpoint may be loaded into it.
             self._prepare(self._bind(self._pack(self._whole(self._lossy), self._packing)))
         self.dense = self._bind(self._pack(self._whole(self._lossy_now), self._packing))
@@ -135,7 +138,7 @@ class Schedules:
     @property
     def is_choosing(self) -> bool:
         """Whether other plans may still be tried."""
-        return self._warm_up.is_under_way or self._choosing.is_open
+        return self.warm_up is not None or self._choosing.is_open
 
     @property
     def lands_at_once(self) -> bool:
@@ -144,16 +147,16 @@ class Schedules:
         So must one that is timed: what settles it is collective, and after backward some worker may touch a parameter
         (for a checkpoint, say) while the others wait for it elsewhere.
         """
-        is_last = self._waits_for_landing or self._warm_up.lasts_one_more or self._choosing.changes_next
+        ends = self.warm_up is not None and self.warm_up.lasts_one_more
+        is_last = ends or self._waits_for_landing or self._choosing.changes_next
         return not self._packing.defers or self._is_timed or is_last
 
-    def for_backward(self, is_dense: bool) -> LiveSchedule:
-        """Return the schedule of the backward that begins now. Collective before the first one."""
-        if self._warm_up.agree(self._team):
+    def agree_on_warm_up(self) -> None:
+        """Leave exact steps out that were taken before, by this job or by other workers. Collective the first time."""
+        if self.warm_up is not None and self.warm_up.is_over(self._team):
             self._lose()
             self.dense = self._bind(self._pack(self._whole(self._lossy), self._packing))
             self._prepare(self.dense)
-        return self.dense if is_dense or self.planned is None else self.planned
 
     def observe(self, unit: LiveUnit, load: Load) -> None:
         """Record load on a unit, for the first plan."""
@@ -167,7 +170,8 @@ class Schedules:
         # Asked first: it was true when this backward ended only if it is now.
         has_landed = self.lands_at_once
         is_ranked = self._use_times(backward)
-        self._warm_up.count()
+        if self.warm_up is not None:
+            self.warm_up.count()
         if any(map(_is_joined, calls)):
             self._choosing.settled(is_regular=False)
             return
@@ -202,7 +206,7 @@ class Schedules:
 
     @property
     def _lossy_now(self) -> Mapping[str, str]:
-        return {} if self._warm_up.is_under_way else self._lossy
+        return self._lossy if self.warm_up is None else {}
 
     def _forced(self) -> dict[str, str]:
         """Return routes by unit name or pattern, of which the first that matches counts."""
@@ -214,7 +218,7 @@ class Schedules:
 
     def _lose(self) -> None:
         """Let the next plan have lossy routes: the warm-up is over."""
-        self._warm_up.end()
+        self.warm_up = None
         self._planning.overrides = self._forced()
 
     def _choose_routes(self, is_cuda: bool) -> Routes:
@@ -246,7 +250,7 @@ class Schedules:
 
         ``has_landed``: the backward lands at its end, so no forward is under way.
         """
-        if self._warm_up.is_due_to_end and has_landed:
+        if self.warm_up is not None and self.warm_up.left == 0 and has_landed:
             self._lose()
             if self.plan is not None:
                 self._plan(self._planning.scaled_loads(batch), batch)
@@ -278,7 +282,7 @@ class Schedules:
         """Plan layer by layer, and begin to choose among this and other whole plans. Collective."""
         best = self._planning.make(loads, batch)
         first = Candidate(best, Packing(self._cluster, self._options.bucket_bytes, self._options.defers))
-        if not self._choosing.tries or self._warm_up.is_under_way:
+        if not self._choosing.tries or self.warm_up is not None:
             self._adopt(self._choosing.begin([first], ""))
             return
         candidates = self._make_candidates(first, loads)

@@ -27,34 +27,24 @@ def warm_up(steps: int, taken: int = 0, others: Sequence[int] = (0,)) -> tuple[W
     return WarmUp(steps, feedback), feedback, cast("Any", Others(others))
 
 
-def test_none_is_no_message() -> None:
-    one, _, team = warm_up(0)
-    assert not one.agree(team)
-    assert not one.is_under_way
-    assert team.asked == 0
-
-
 def test_it_ends_with_its_last_step_and_is_agreed_on_once() -> None:
     one, feedback, team = warm_up(2)
     states = []
     for _ in range(3):
-        assert not one.agree(team)
-        states.append((one.is_under_way, one.lasts_one_more, one.is_due_to_end))
+        assert not one.is_over(team)
+        states.append((one.left, one.lasts_one_more))
         one.count()
     # Until a backward has landed, it goes on.
-    assert states == [(True, False, False), (True, True, False), (True, True, True)]
+    assert states == [(2, False), (1, True), (0, True)]
     assert feedback.exact_steps == 2
-    one.end()
-    assert not one.is_under_way
     assert team.asked == 1
 
 
 def test_who_knows_of_fewer_steps_goes_on_where_the_others_are() -> None:
     one, feedback, team = warm_up(5, taken=0, others=[3, 0])
-    assert not one.agree(team)
+    assert not one.is_over(team)
     one.count()
     assert feedback.exact_steps == 4
     assert one.lasts_one_more
     late, _, team = warm_up(5, taken=0, others=[7])
-    assert late.agree(team)
-    assert not late.is_under_way
+    assert late.is_over(team)
