@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from poseidon.attaching import Attachable
+from poseidon.engine import compiled
 from poseidon.engine.compiled import has_compiled_parts, uncompiled
 from poseidon.engine.discover import check_still_frozen
 from poseidon.engine.hooks import AutogradFrontEnd
@@ -85,6 +87,8 @@ class Forwarding(Attachable):
         self, is_compiling: bool, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the policy finish what this forward does not wait for by itself, and return the inputs, in place."""
+        if not compiled.is_kept_out and "torch._dynamo" in sys.modules:  # in line, as it is asked in every step
+            compiled.keep_out()
         asks = self.module.training and torch.is_grad_enabled() and not is_compiling
         if self._engine is not None and self._engine.plan is None and (is_compiling or has_compiled_parts(self.module)):
             self._engine.keep_forms()

@@ -342,6 +342,33 @@ def _compiled(part: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def _compiled_step(mode: str) -> None:
+    twins.quiet()
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(3)
+        model = _net()
+        optimizer = OPTIMIZERS["momentum"](model)
+        if mode == "wrapper":
+            wrapped = twins.wrap(model, cluster=twins.slow_cluster())
+        else:
+            options: dict[str, Any] = {"update": "server"} if mode == "server" else {"cluster": twins.slow_cluster()}
+            wrapped, optimizer = poseidon.distribute(model, optimizer, **options)
+        # Also what runs in its backward, and in step().
+        loop = torch.compile(_plain_loop, backend="eager") if compiles else _plain_loop
+        for number in range(5):
+            loop(wrapped, optimizer, number)
+        results.append([p.detach().clone() for p in model.parameters()])
+        wrapped.verify_replicas()
+        wrapped.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["wrapper", "distribute", "server"])
+def test_a_whole_step_may_be_compiled(mode: str) -> None:
+    run_ranks(_compiled_step, 2, mode)
+
+
 @pytest.mark.parametrize("part", ["wrapper", "layers", "in place"])
 def test_compiled_models_see_finished_parameters(part: str) -> None:
     run_ranks(_compiled, 2, part)

@@ -21,6 +21,26 @@ __all__ = ["CompiledParts", "has_compiled_parts", "has_scripted_parts", "uncompi
 # That takes as long as importing torch, and worker processes of other frameworks never need it.
 
 
+_OURS = ("engine", "joining", "routes", "sums", "tables", "team", "wire")
+"""Rooms and files of which no graph may hold anything."""
+is_kept_out = False
+"""Whether :func:`keep_out` was called."""
+
+
+def keep_out() -> None:
+    """Have torch's compiler leave our work alone; call it once ``torch._dynamo`` is imported.
+
+    A compiled function that holds a whole step would otherwise compile what hooks do in its backward, and what
+    ``step()`` does.
+    """
+    global is_kept_out
+    is_kept_out = True
+    from torch._dynamo import trace_rules
+
+    for name in _OURS:
+        trace_rules.add(f"poseidon.{name}")
+
+
 def has_compiled_parts(module: nn.Module) -> bool:
     """Return whether the module or any part of it is compiled, graphed or scripted."""
     return bool(_find_compiled(module))
