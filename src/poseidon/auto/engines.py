@@ -30,6 +30,7 @@ from poseidon.auto.step import ScriptStep
 from poseidon.engine.assemble import assemble_engine
 from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
+from poseidon.engine.layers import restore
 from poseidon.engine.options import Options
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
@@ -68,7 +69,7 @@ class AutoFrontEnd(AutogradFrontEnd):
     def leave_layers_plain(self) -> None:
         """Run all layers as the user wrote them: an existing graph must be replayed exactly as it was recorded."""
         for unit in self.engine.units:
-            self._restore(unit)
+            restore(unit)
 
     def close(self) -> None:
         """Detach from the model and end the engine's threads."""

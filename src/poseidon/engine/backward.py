@@ -50,6 +50,15 @@ class Flight:
     """Wait for the means and store them in ``.grad``."""
 
 
+@dataclass(frozen=True)
+class Landing:
+    """A closed backward, whose gradients may still be under way."""
+
+    flights: Sequence[Flight]
+    must_land: bool
+    """Some landing is collective, so all workers must land everything now, in this order."""
+
+
 class Backward:
     """One backward under way. Not thread-safe; the engine holds a lock around it."""
 

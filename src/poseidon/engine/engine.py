@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from poseidon.engine.backward import Backward, Flight, LiveSchedule
+from poseidon.engine.backward import Backward, Landing, LiveSchedule
 from poseidon.engine.options import Options
 from poseidon.engine.replicas import ReplicaCheck
 from poseidon.engine.rollcall import RollCall
@@ -37,15 +37,6 @@ from poseidon.team.verify import difference_text, find_differences
 from poseidon.units import Load
 
 _NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Landing:
-    """A closed backward, whose gradients may still be under way."""
-
-    flights: Sequence[Flight]
-    must_land: bool
-    """Some landing is collective, so all workers must land everything now, in this order."""
 
 
 class Engine:

@@ -92,7 +92,7 @@ def sample_loads(model: nn.Module, units: list[LiveUnit], sample_inputs: Any) ->
     """Return the load on each linear and embedding unit in one forward."""
     import torch
 
-    from poseidon.engine.hooks import linear_dtype
+    from poseidon.engine.layers import linear_dtype
 
     loads: dict[str, Load] = {}
 
