@@ -18,6 +18,7 @@ import os
 import pathlib
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +54,9 @@ class Overlay:
         self._gone: set[str] = set()
         """Paths that the script has removed or found missing: files that worker 0 writes there later stay hidden."""
         self._started = time.time() if started is None else started
-        self._left_alone = (*_SYSTEM, self._scratch, str(Path("~/.cache").expanduser()))
+        # What was installed a moment before the job is not worker 0's, and modules are imported late, too.
+        installed = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+        self._left_alone = (*_SYSTEM, *installed, self._scratch, str(Path("~/.cache").expanduser()))
         self._temporary = os.path.realpath(tempfile.gettempdir())
         self._home = str(Path.cwd())
         self._stat, self._mkdir, self._scandir = os.stat, os.mkdir, os.scandir

@@ -129,6 +129,8 @@ def test_caches_devices_and_temporary_files_are_left_alone(tmp_path: Path, monke
     assert not overlay.covers(str(tmp_path.parent / "other"))
     assert not overlay.covers("/dev/null")
     assert not overlay.covers(str(Path("~/.cache/torch/x").expanduser()))
+    # A package that was installed since the job's start would be hidden as worker 0's, and fail to be imported.
+    assert not overlay.covers(torch.__file__)
 
 
 def _writers() -> ModuleType:
