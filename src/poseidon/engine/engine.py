@@ -91,7 +91,7 @@ class Engine:
         """The current backward, or the last one."""
         self.compares_flags = False
         """Whether workers compare flags of the last closed backward, so that landing it may be collective."""
-        self._shortfalls = Shortfalls()
+        self._shortfalls = Shortfalls(team.rank, [one.name for one in self._schedules.model.parameters])
         self.last_error = ""
         """Text of the last error that this engine raised for the user's doing."""
         self._failure: BaseException | None = None
@@ -251,16 +251,14 @@ class Engine:
         ``batch`` is any number that grows with it; ``samples`` is how many there are, for whoever watches the job.
         """
         if self._shortfalls.forgotten:
-            self._complain()
+            self._complain(self._shortfalls.take_error(self.options.static_graph, self.step - 1))
         self._shortfalls.forgotten = None
         if self.local:
             self.forget_cleared()
         phase = self.phase
         if phase is Phase.OPEN or (phase is not Phase.LANDED and not self.options.defers):
-            raise UnsupportedError(
-                f"rank {self.team.rank}: backward {self.step} was interrupted by an error, so the replicas may differ; "
-                "restart from a checkpoint"
-            )
+            assert self._backward is not None
+            self._complain(self._shortfalls.interrupted(self._backward.step, self.options.static_graph))
         self.is_armed, self.batch = is_armed, batch
         self.samples += samples
         self.team.watch.note(self.step, "in forward", samples)
@@ -489,8 +487,6 @@ class Engine:
             odd = find_differences(self.team, named, active)
         raise MismatchError(difference_text(self.team, odd, verdict.differing, self.step))
 
-    def _complain(self) -> None:
-        names = [parameter.name for parameter in self._schedules.model.parameters]
-        error = self._shortfalls.take_error(names, self.options.static_graph, self.team.rank, self.step - 1)
+    def _complain(self, error: UnsupportedError) -> None:
         self.last_error = str(error)
         raise error

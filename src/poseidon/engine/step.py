@@ -149,7 +149,6 @@ class Step:
         """Parameters with a gradient on this worker."""
         model = schedule.model
         self._waiting = dict.fromkeys(range(len(model.parameters)))
-        """Parameters whose gradient is not final yet."""
         self._missing_of_unit = list(model.counts)
         self._missing_of_item = list(schedule.counts)
         self._next = dict.fromkeys(schedule.queues, 0)
@@ -167,6 +166,11 @@ class Step:
     def under_way(self) -> frozenset[int]:
         """Items that have started but not landed."""
         return frozenset(self._under_way)
+
+    @property
+    def unfinished(self) -> Collection[int]:
+        """Parameters whose gradient is not final yet."""
+        return self._waiting.keys()
 
     # Events.
 
