@@ -74,3 +74,7 @@ def test_latency_and_rates_are_measured(target):
     assert 0 < reaching.measure_latency(target) < 1
     assert reaching.measure_rate(target, 1, 0.05) > 1e6
     assert reaching.measure_rate(target, 3, 0.05) > 1e6
+
+
+def test_a_stream_of_which_nothing_was_counted_in_its_time_lasts_until_something_is(target):
+    assert reaching.measure_rate(target, 1, 0.0) > 0
