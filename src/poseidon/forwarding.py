@@ -156,7 +156,7 @@ class Forwarding(Attachable):
 
 
 class Reducer:
-    """As much of torch's reducer as others call: pipelines and Accelerate before a backward that is to be exchanged."""
+    """As much of torch's reducer as others call around a backward: pipelines, Accelerate, Lightning's own strategy."""
 
     def __init__(self, wrapper: Forwarding) -> None:
         self._wrapper = wrapper
@@ -164,6 +164,13 @@ class Reducer:
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         """Have the next backward exchange gradients, though its forward ran under ``no_sync()``."""
         self._wrapper.expect_backward(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Return that buckets are as they were: a plan makes them."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: a static graph's first backward exchanges its gradients as others do."""
 
 
 @uncompiled

@@ -36,7 +36,7 @@ def small_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def fit(strategy: str, folder: Path, is_manual: bool = False, **options: Any) -> tuple[Any, Any]:
+def fit(strategy: Any, folder: Path, is_manual: bool = False, **options: Any) -> tuple[Any, Any]:
     import lightning
 
     class Regression(lightning.LightningModule):
@@ -130,6 +130,41 @@ def test_the_trainer_does_what_it_does_with_ddp(tmp_path: Path) -> None:
     epochs = [rank["accumulated"][2][: ROWS // 2] for rank in (first, second)]
     assert sorted(epochs[0] + epochs[1]) == sorted(data().tensors[1].flatten().tolist()), "not every sample once"
     torch.testing.assert_close(first["saved"], first["accumulated"][0], rtol=0, atol=0)
+
+
+def train_by_hand_in_place(folder: str) -> list[tuple[Any, Any]]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from poseidon.trainers.in_place import StandIn, replace
+
+    place = dict(os.environ)
+    found: list[list[Any]] = []
+    for whose in ("theirs", "ours"):
+        if whose == "ours":
+            replace()
+        found.append([])
+        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            wrapped: list[Any] = []
+
+            class Watched(DDPStrategy):
+                def pre_backward(self, loss: Any, seen: list[Any] = wrapped) -> None:
+                    seen.append(self.model)
+                    super().pre_backward(loss)
+
+            model, _ = fit(Watched(**options), Path(folder) / whose, is_manual=True, devices=2)
+            os.environ.update(place)
+            assert len(wrapped) == 10
+            assert all(isinstance(one, StandIn) is (whose == "ours") for one in wrapped)
+            found[-1].append(model.state_dict())
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.timeout(300)
+def test_manual_optimization_with_lightnings_own_strategy_does_what_it_does_with_torchs_class(tmp_path: Path) -> None:
+    ranks = in_ranks(train_by_hand_in_place, tmp_path)
+    for first, second in zip(*ranks, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        torch.testing.assert_close(*first)
 
 
 def train_with_fabric(folder: str) -> Any:
