@@ -28,6 +28,7 @@ _LONGEST = (
     "test_torch_ddp",
     "test_behaviours",
     "test_served",
+    "test_served_rounded",
     "test_tf1_exact",
     "test_jax",
     "test_mixed_precision",

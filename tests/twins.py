@@ -39,6 +39,13 @@ def wrap_torch(model: nn.Module, **kwargs: Any) -> nn.parallel.DistributedDataPa
     return nn.parallel.DistributedDataParallel(model, **kwargs)
 
 
+def distribute(model: nn.Module, optimizer: torch.optim.Optimizer, update: str, **options: Any) -> Any:
+    """Distribute with steps taken by owners (``"server"``), or with the sums that are its twins (``"worker"``)."""
+    if update == "worker":
+        options.setdefault("routes", {"*": "sharded"})
+    return poseidon.distribute(model, optimizer, cluster=slow_cluster(), update=update, **options)
+
+
 def train(wrapped: nn.Module, step: Step, steps: int, lr: float = 0.05) -> dict[str, Tensor]:
     """Run ``steps`` steps of SGD with momentum and return all gradients and parameters afterwards."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr, momentum=0.9)
