@@ -244,6 +244,16 @@ def test_workers_that_read_the_loss_unequally_often_end_with_one_error(tmp_path:
         saved("same_loss.py", "same.pt", tmp_path, 2, "--at-times", same_loss=True)
 
 
+def test_a_script_without_a_loader_stops_by_the_mean_loss_too(tmp_path: Path) -> None:
+    ours = same_on_all("own_loop.py", "own.pt", tmp_path, 3, batch="per-worker", same_loss=True)
+    assert ours["read"][-1] <= 0.01 < ours["read"][-2]
+
+
+def test_workers_that_stop_by_losses_of_their_own_do_not_wait_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"gave up waiting .*, waiting for the comparison of replicas"):
+        saved("own_loop.py", "own.pt", tmp_path, 2, batch="per-worker", timeout_s=3.0)
+
+
 def test_a_script_without_a_loader_is_told_that_nothing_is_shared(plain: Plain, tmp_path: Path) -> None:
     ours = same_on_all("own_batches.py", "text.pt", tmp_path)
     # Not divided, and so what one worker computes, dropout included.

@@ -97,6 +97,18 @@ def test_the_heartbeat_says_what_this_worker_waits_for(open_watch: Open) -> None
     assert first.wait != mesh.sent[-1].wait
 
 
+def test_a_wait_in_another_team_counts_where_all_its_workers_are_seen(open_watch: Open) -> None:
+    _, mesh = open_watch()
+    other, _ = open_watch()
+    with other.waiting("the others to end the script"):
+        _await_beats(mesh, 2)
+        assert mesh.sent[-1].waits_for == "the others to end the script"
+    other.membership = Membership(0, (*TEAM.members, Member(3, "dog", "dog")))
+    with other.waiting("all four"):
+        _await_beats(mesh, 2)
+        assert mesh.sent[-1].waits_for == ""  # for the fourth, of whom this team knows nothing
+
+
 def test_waits_of_poseidons_own_threads_do_not_count(open_watch: Open) -> None:
     one, mesh = open_watch()
 

@@ -95,7 +95,7 @@ class SameLoss:
         known = self._losses.get(tensor.data_ptr())
         if known is not None and known.version == tensor._version:
             return True
-        return tensor.grad_fn is not None and self._step.has_dealt and not self._step.is_shared
+        return tensor.grad_fn is not None and not self._step.is_shared
 
     def _remember(self, tensor: Tensor, mean: float | None) -> _Loss:
         place = tensor.data_ptr()

@@ -62,6 +62,10 @@ class Membership:
         """Return the same, None if the worker is not in the team."""
         return self._rank_of.get(global_rank)
 
+    def includes(self, other: Membership) -> bool:
+        """Return whether all workers of another team are in this one."""
+        return all(member.global_rank in self._rank_of for member in other.members)
+
 
 class PeerLostError(PoseidonError):
     """A worker's connection ended; whoever waits for a future gets it as ``WorkerLostError``."""

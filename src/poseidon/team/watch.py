@@ -44,6 +44,7 @@ _noted: list[weakref.ref[Watch]] = []
 launcher would take their different words for progress."""
 
 _OPEN: weakref.WeakSet[Watch] = weakref.WeakSet()
+_WAIT_NUMBERS = itertools.count(1)
 
 _RECORDERS: list[Recorder] = []
 """This process's recorder, from its first watch on, if a launcher listens."""
@@ -87,7 +88,6 @@ class Watch:
         self.recorder = _find_recorder(mesh)
         """Adds up where this worker's time goes; None where nobody listens."""
         self.clock = next(iter(_CLOCKS), None) if self.recorder is None else self.recorder.clock
-        self._numbers = itertools.count(1)
         self._give_up = give_up or _end_process
         self._loss: WorkerLostError | None = None
         """The first wait that failed."""
@@ -251,7 +251,18 @@ class Watch:
         for since, _, what in list(self._guarded)[:1]:
             if time.monotonic() - since > BEAT_S:
                 return what, int(since * 1e3)
-        return waiting_call(self._maker)
+        return self._inner_wait() or waiting_call(self._maker)
+
+    def _inner_wait(self) -> tuple[str, int] | None:
+        """Return a wait in another team of this worker, if all whom it can be for are in this one, too.
+
+        Only then do this team's heartbeats show whether somebody will end it.
+        """
+        for other in elders(self.membership.members[self.rank].global_rank):
+            for number, what in list(other._waits.items()) if other is not self else ():
+                if self.membership.includes(other.membership):
+                    return what, number
+        return None
 
     def _beat_until_closed(self) -> None:
         while True:
@@ -291,7 +302,7 @@ class Waiting:
     def __enter__(self) -> Waiting:
         # Poseidon's own threads wait while the worker computes.
         if not is_own_thread():
-            self._number = next(self._watch._numbers)
+            self._number = next(_WAIT_NUMBERS)
             self._watch._waits[self._number] = self._what
         return self
 
