@@ -297,3 +297,10 @@ def test_flags_of_the_original_are_accepted_or_explained():
     ):
         with pytest.raises(ConfigError, match=message):
             module.check_original_flags(parse("train", flag)[1])
+
+
+def test_workers_of_this_machine_and_a_host_file_do_not_go_together(tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    module, args = parse("train", "--workers=2", f"--hostfile={tmp_path / 'hosts'}")
+    with pytest.raises(ConfigError, match=r"--workers 2 counts workers of this machine alone; in .*hosts, write"):
+        module.check_original_flags(args)

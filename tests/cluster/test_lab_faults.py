@@ -190,6 +190,8 @@ def test_the_command_breaks_and_heals(lab, pair, capsys):
     assert "--share goes with lossy, not with heal" in capsys.readouterr().err
     assert main(["lab", "fault", "cut", "1", "--port", "5000"]) != 0
     assert "--port goes with reset, half-open, flip, not with cut" in capsys.readouterr().err
+    assert main(["lab", "fault", "reset", "1", "--port", "0"]) != 0
+    assert "--port is 0, expected a port from 1 to 65535" in capsys.readouterr().err
 
 
 def test_what_the_kernel_lacks_is_named(lab, monkeypatch):

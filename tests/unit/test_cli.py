@@ -188,6 +188,14 @@ def test_json_prints(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert isinstance(json.loads(capsys.readouterr().out), dict)
 
 
+@pytest.mark.parametrize("name", ["plan", "simulate"])
+def test_a_command_without_its_model_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name])
+    assert ended.value.code == 2
+    assert "the following arguments are required: model" in capsys.readouterr().err
+
+
 def test_json_takes_a_word_only_if_it_is_called_like_such_a_file() -> None:
     assert part_json(["plan", "--json", "alexnet", "--batch", "8"]) == ["plan", "--json=-", "alexnet", "--batch", "8"]
     assert part_json(["plan", "alexnet", "--json"]) == ["plan", "alexnet", "--json=-"]

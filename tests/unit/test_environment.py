@@ -62,6 +62,8 @@ def test_one_worker_needs_nobody_to_meet() -> None:
         ({"RANK": "1.5"}, "RANK is '1.5'"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({"MASTER_PORT": "0"}, r"\(MASTER_PORT\) is 0, expected a port from 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, r"\(MASTER_PORT\) is 65536, expected a port"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
         ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'"),
         ({"RANK": "8"}, "rank 8 of 8 workers"),

@@ -60,6 +60,8 @@ def test_commands_are_checked_before_anything_starts(tmp_path):
 def test_a_job_needs_workers():
     with pytest.raises(ConfigError, match="at least 1 worker, not 0"):
         Job(Lab(2), [sys.executable], JobOptions(workers_per_machine=0))
+    with pytest.raises(ConfigError, match="time limit of a job is 0 s"):
+        Job(Lab(2), [sys.executable], JobOptions(timeout_s=0.0))
 
 
 def test_statuses_in_a_shells_words():

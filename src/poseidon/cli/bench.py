@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; the status is 1 if a system failed or its result differs from DDP's."""
+    if not args.timeout > 0:
+        raise ConfigError(f"--timeout is {args.timeout:g} s, expected more than 0")
     if args.to_loss or (args.plot and to_loss.holds_losses(args.plot[0])):
         return to_loss.run(args)
     if args.plot:

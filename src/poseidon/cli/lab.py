@@ -13,6 +13,7 @@ from typing import Any
 
 from poseidon import files
 from poseidon.errors import ConfigError
+from poseidon.job.settings import check_port
 from poseidon.lab import cluster, gpu, ssh, state
 from poseidon.lab.cluster import Lab
 from poseidon.lab.job import Job, JobOptions, JobResult
@@ -217,6 +218,7 @@ def _check_fault_options(args: argparse.Namespace) -> None:
     for name, faults in fitting.items():
         if getattr(args, name) is not None and args.fault not in faults:
             raise ConfigError(f"--{name} goes with {', '.join(faults)}, not with {args.fault}")
+    check_port(args.port, "--port")
 
 
 def _act(lab: Lab, machine: int, args: argparse.Namespace) -> str:

@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def part_json(words: Sequence[str]) -> list[str]:
     """Return a command line on which ``--json`` takes the next word only if that is called like such a file. Pure."""
-    following = [*words[1:], ""]
+    following = [*words, ""][1:]
     return [
         "--json=-" if word == "--json" and not after.endswith(".json") else word
         for word, after in zip(words, following, strict=True)

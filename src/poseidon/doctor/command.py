@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how, as for `poseidon run` (also from the cluster file or {PREFIX}NAME)")
     for option in (one for one in SETTINGS if one.name in _SHARED):
-        how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
+        how.add_argument(
+            option.argument, dest=option.name, type=option.notation.read_argument, default=None, help=option.help
+        )
     parser.add_argument("--ports", default="29500", help="where workers may meet, such as 29500-29510 (default: 29500)")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a stream is measured (default: 0.5)")
     parser.add_argument("--streams", type=int, default=4, help="streams of the second measurement (default: 4)")

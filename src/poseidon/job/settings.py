@@ -7,6 +7,7 @@ expected. Two families are declared where their fields are: ``POSEIDON_WIRE_*`` 
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import shlex
@@ -19,6 +20,7 @@ from poseidon.errors import ConfigError
 T = TypeVar("T")
 TOTAL, PER_WORKER = BATCHES = ("total", "per-worker")
 """What the size of a batch may count: the samples of all workers or of one."""
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,13 @@ class Notation(Generic[T]):
         except ValueError:
             raise refuse(what, value, self.expected) from None
 
+    def read_argument(self, text: str) -> T:
+        """Return the value of a word on the command line; argparse names the option in the error."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is given, expected {self.expected}") from None
+
 
 def refuse(what: str, seen: object, expected: str) -> ConfigError:
     """Return the error for a setting with a value that cannot work."""
@@ -49,6 +58,12 @@ def check_least(value: float | None, least: float | None, what: str) -> None:
     """Refuse a value below ``least``."""
     if value is not None and least is not None and value < least:
         raise refuse(what, value, f"at least {least:g}")
+
+
+def check_port(value: int | None, what: str) -> None:
+    """Refuse a port that a user names and that does not exist."""
+    if value is not None and not 0 < value <= LAST_PORT:
+        raise refuse(what, value, f"a port from 1 to {LAST_PORT}")
 
 
 def number(text: str) -> float:

@@ -23,7 +23,7 @@ from poseidon.job.cutting import TORCH
 from poseidon.job.elastic import NEWS_S, this_job
 from poseidon.job.filter import admit_only_peers, shut_afterwards
 from poseidon.job.limits import time_limit, torch_limit
-from poseidon.job.settings import WHOLE, refuse
+from poseidon.job.settings import WHOLE, check_port, refuse
 from poseidon.job.tell import tell
 
 
@@ -94,6 +94,8 @@ class World:
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} of {self.size} workers is impossible; ranks count from 0")
+        if self.size > 1:  # one worker meets nobody
+            check_port(self.master_port, "the port where workers meet (MASTER_PORT)")
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:

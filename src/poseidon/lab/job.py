@@ -81,6 +81,8 @@ class Job:
         self._pumps: list[threading.Thread] = []
         if self._options.workers_per_machine < 1:
             raise ConfigError(f"a machine needs at least 1 worker, not {self._options.workers_per_machine}")
+        if self._options.timeout_s is not None and not self._options.timeout_s > 0:
+            raise ConfigError(f"the time limit of a job is {self._options.timeout_s:g} s, expected more than 0")
         self.places = places(lab.machines, self._options.workers_per_machine)
 
     def run(self) -> JobResult:

@@ -45,7 +45,8 @@ class AutoOption:
 
     def is_given(self, args: argparse.Namespace) -> bool:
         """Whether the user gave the option."""
-        return getattr(args, self.name) not in (None, False)
+        value = getattr(args, self.name)
+        return value is not None and value is not False  # 0 and 0.0 equal False, and are given
 
     def words(self, args: argparse.Namespace) -> list[str]:
         """Return the words that pass the option on, if it was given."""

@@ -26,7 +26,7 @@ def add_balance_options(parser: argparse._ActionsContainer) -> None:
         "--balance", action="store_true", help="let the workers' shares of each batch follow their measured speeds"
     )
     parser.add_argument(
-        "--balance-max", type=COUNT.parse, metavar="N", help="with --balance: the largest share, in samples"
+        "--balance-max", type=COUNT.read_argument, metavar="N", help="with --balance: the largest share, in samples"
     )
     parser.add_argument(
         "--fixed-batch",

@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("-c", "--cluster", metavar="F", help="JSON or TOML file of hosts and settings")
     how = parser.add_argument_group(f"how (each may also come from the cluster file, or from {PREFIX}NAME)")
     for option in SETTINGS:
-        how.add_argument(option.argument, dest=option.name, type=option.notation.parse, default=None, help=option.help)
+        how.add_argument(
+            option.argument, dest=option.name, type=option.notation.read_argument, default=None, help=option.help
+        )
     how.add_argument("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all workers; repeatable")
     how.add_argument(
         "--page",
@@ -76,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[=TARGET]",
         help=f"log speed, loss and waits to {', '.join(TRACKERS)}: a folder, a project, an experiment; repeatable",
     )
-    how.add_argument("--trace", type=STEPS.parse, metavar="A:B", help="record steps A up to B in full, for Perfetto")
+    how.add_argument(
+        "--trace", type=STEPS.read_argument, metavar="A:B", help="record steps A up to B in full, for Perfetto"
+    )
     add_balance_options(how)
     how.add_argument("--quiet", action="store_true", help="do not show the settings at the start")
     what = parser.add_argument_group("what")

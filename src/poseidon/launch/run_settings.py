@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poseidon.errors import unknown_name
-from poseidon.job.settings import NUMBER, TEXT, WHOLE, Notation, Variable, check_least
+from poseidon.job.settings import NUMBER, TEXT, WHOLE, Notation, Variable, check_least, check_port
 
 PREFIX = "POSEIDON_RUN_"
 
@@ -21,6 +21,7 @@ class RunOption:
     default: Any
     help: str
     least: float | None = None
+    is_port: bool = False
 
     @property
     def argument(self) -> str:
@@ -43,12 +44,14 @@ class Chosen:
 
 SETTINGS = (
     RunOption("user", TEXT, "", "who logs in on the hosts; default: as ssh is configured"),
-    RunOption("ssh_port", WHOLE, None, "port of the hosts' ssh servers; default: as ssh is configured", 1),
+    RunOption("ssh_port", WHOLE, None, "port of the hosts' ssh servers; default: as ssh is configured", is_port=True),
     RunOption("identity", TEXT, "", "file of the private key for ssh; default: as ssh is configured"),
     RunOption("python", TEXT, "", "interpreter on the hosts; default: the path of this one"),
     RunOption("directory", TEXT, "", "where workers start; default: the path of this directory"),
     RunOption("interface", TEXT, "", "network interface for the job's traffic; default: the one ssh came in on"),
-    RunOption("master_port", WHOLE, None, "port on the first host where workers meet; default: a free one", 1),
+    RunOption(
+        "master_port", WHOLE, None, "port on the first host where workers meet; default: a free one", is_port=True
+    ),
     RunOption("log_dir", TEXT, "", "folder for a log file per worker; default: runs/SCRIPT-TIME; `none`: no logs"),
     RunOption("restarts", WHOLE, 0, "how often to restart the job after a failure (default 0)", 0),
     RunOption("replacements", WHOLE, None, "how many lost workers and machines an elastic job starts again; 100", 0),
@@ -97,6 +100,8 @@ def _choose(
     else:
         return Chosen(option.default, "default")
     check_least(value, option.least, what)
+    if option.is_port:
+        check_port(value, what)
     return Chosen(value, origin)
 
 

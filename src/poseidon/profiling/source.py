@@ -132,7 +132,7 @@ def load_model(name: str, batch: int) -> tuple[Any, Any]:
         network = zoo.build(name)
         return network.model, network.batch(batch)[0]
     module_name, _, attribute = name.partition(":")
-    if not attribute:
+    if not attribute or not module_name or module_name.startswith("."):
         near = difflib.get_close_matches(name, zoo.names(), n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
@@ -143,7 +143,11 @@ def load_model(name: str, batch: int) -> tuple[Any, Any]:
     try:
         make = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load {name}: {error}") from error
+        file = module_name.endswith(".py") and Path(module_name).is_file()
+        hint = f"; a module is named without its .py: {module_name[:-3]}:{attribute}" if file else ""
+        raise ConfigError(f"cannot load {name}: {error}{hint}") from error
+    if not callable(make):
+        raise ConfigError(f"{name} is a {type(make).__name__}, expected a callable that takes the batch size")
     made = make(batch)
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigError(f"{name}({batch}) returned {type(made).__name__}, expected (model, inputs)")

@@ -35,6 +35,11 @@ def parse(*words: str) -> argparse.Namespace:
             ["-m", "poseidon.auto", "--scale-lr", "--batch", "total", "--eval", "shard", "-m", "mod"],
             None,
         ),
+        (
+            ["--auto", "--local", "0", "--density", "0", "--seed", "0", "--timeout", "0", "t.py"],
+            ["-m", "poseidon.auto", "--local", "0", "--density", "0.0", "--seed", "0", "--timeout", "0.0", "t.py"],
+            "t.py",
+        ),
     ],
 )
 def test_what_runs(words: list[str], argv: list[str], script: str | None) -> None:
@@ -50,6 +55,7 @@ def test_what_runs(words: list[str], argv: list[str], script: str | None) -> Non
         (["-m"], "-m needs a module's name"),
         (["--auto", "--as-caffe", "t.py"], "use one of them"),
         (["--scale-lr", "t.py"], "--scale-lr needs --auto"),
+        (["--rank", "0", "t.py"], "--rank needs --auto"),
         (["--as-ddp", "--auto", "t.py"], "leave --auto and --as-caffe out"),
         (["--as-caffe", "-m", "x"], "scripts, not modules"),
     ],
@@ -104,6 +110,9 @@ def test_settings_come_from_arguments_files_environment_and_defaults_in_this_ord
     ("given", "file", "environ", "match"),
     [
         ({"restarts": -1}, {}, {}, "--restarts is -1, expected at least 0"),
+        ({"master_port": 0}, {}, {}, "--master-port is 0, expected a port from 1 to 65535"),
+        ({"ssh_port": 70000}, {}, {}, "--ssh-port is 70000, expected a port from 1 to 65535"),
+        ({}, {"master_port": 65536}, {}, r"c\.json: master_port is 65536, expected a port"),
         ({}, {"restart": 1}, {}, r"unknown setting in c\.json 'restart'; did you mean 'restarts'\? known: .*restarts"),
         ({}, {"restarts": "many"}, {}, r"c\.json: restarts is 'many', expected a whole number"),
         ({}, {"restarts": 1.5}, {}, r"c\.json: restarts is 1\.5, expected a whole number"),
@@ -116,6 +125,22 @@ def test_settings_that_make_no_sense(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         resolve(given, file, "c.json", environ)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--trace", "5"], "argument --trace: '5' is given, expected a range of steps such as 100:110"),
+        (["--balance-max", "0"], "argument --balance-max: '0' is given, expected a whole number above 0"),
+        (["--grace", "nan"], "argument --grace: 'nan' is given, expected a number"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_answered_with_what_is_expected(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*words, "t.py")
+    assert capsys.readouterr().err.rstrip().endswith(complaint)
 
 
 def test_settings_for_all_hosts_give_way_to_a_hosts_own() -> None:

@@ -67,6 +67,19 @@ def test_the_pages_of_two_jobs_do_not_turn_each_other_out(server: PageServer, tm
         other.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "match"),
+    [
+        ("127.0.0.1", 65536, "the page's port is 65536, expected a port from 1 to 65535, or 0"),
+        ("127.0.0.1", -1, "the page's port is -1"),
+        ("a..b", 0, "the page cannot be served at a..b port 0: .*another address"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(host: str, port: int, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        PageServer(make_run(tmp_path / "run"), host, port)
+
+
 def test_who_watches_sees_the_end_before_the_page_closes(server: PageServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request("GET", "/stream", headers={"Authorization": f"Bearer {server.token}"})

@@ -194,6 +194,17 @@ def test_sources_are_checked():
         find_profile(ProfileSource("lenett", flops=1e9))
     with pytest.raises(ConfigError, match="cannot load nowhere:make"):
         find_profile(ProfileSource("nowhere:make", flops=1e9))
+    with pytest.raises(ConfigError, match="':make' is neither module:callable nor"):
+        find_profile(ProfileSource(":make", flops=1e9))
+    with pytest.raises(ConfigError, match="math:pi is a float, expected a callable"):
+        find_profile(ProfileSource("math:pi", flops=1e9))
+
+
+def test_a_files_name_in_place_of_a_modules_is_answered_with_the_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mynet.py").write_text("")
+    with pytest.raises(ConfigError, match=r"a module is named without its \.py: mynet:make"):
+        find_profile(ProfileSource("mynet.py:make", flops=1e9))
 
 
 def test_a_network_of_the_zoo_can_be_estimated_and_measured():

@@ -152,6 +152,10 @@ def check_original_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--client_id {args.client_id}: give the command on the first machine alone; it starts the others over ssh"
         )
+    if args.workers is not None:
+        raise ConfigError(
+            f"--workers {args.workers} counts workers of this machine alone; in {args.hostfile}, write `host slots=n`"
+        )
     hosts = len(read_hostfile(args.hostfile))
     if args.num_clients not in (1, hosts):
         raise ConfigError(f"--num_clients {args.num_clients}, but {args.hostfile} names {hosts} machine(s)")

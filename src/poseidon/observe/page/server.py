@@ -54,6 +54,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
 _HERE = Path(__file__).parent
+_LAST_PORT = 65535
 _LOG_LINES = 300
 _MOST_STREAMS = 32
 
@@ -78,12 +79,16 @@ class PageServer:
     def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         self.folder = folder
         self.token = secrets.token_urlsafe(24)
+        if not 0 <= port <= _LAST_PORT:
+            raise ConfigError(f"the page's port is {port}, expected a port from 1 to {_LAST_PORT}, or 0 for a free one")
         handler = _handler(self)
         try:
             self._server = _Server((host, port), handler)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no name of a host looks like this
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"the page cannot be served at {host} port {port}: {error.strerror}; choose another port"
+                f"the page cannot be served at {host} port {port}: {reason}; choose another port, or another address "
+                "of this machine"
             ) from None
         self.port = int(self._server.server_address[1])
         self.cookie = COOKIE.format(port=self.port)
