@@ -606,3 +606,52 @@ def _after_warm_up(folder: str) -> tuple[bool, int]:
 
 def test_a_job_that_resumes_after_its_warm_up_keeps_every_workers_buffers_and_warns_of_nothing(tmp_path: Any) -> None:
     assert run_ranks(_after_warm_up, 2, str(tmp_path)) == [(False, 5)] * 2
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.middle(self.table(rows))))
+        return out
+
+
+def _load_what_worker_0_has(options: dict[str, Any]) -> bool:
+    net = _Tied()
+    if options["consistency"] == "ssp":
+        net.middle = nn.Identity()  # type: ignore[assignment] - no other parameter is loaded
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.5), **options)
+    loaded: dict[str, Tensor] = {}
+    for step in range(6):
+        if step == 2:
+            loaded = {name: value.clone() for name, value in net.state_dict().items()}
+            for value in loaded.values():
+                dist.broadcast(value, 0)
+            net.load_state_dict(loaded)
+            optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.zero_grad()
+        model(torch.tensor([dist.get_rank(), step])).square().sum().backward()
+        optimizer.step()
+    if options["consistency"] == "local":
+        model.synchronize()
+    is_loaded = all((value - loaded[name]).abs().max() < 1e-6 for name, value in net.state_dict().items())
+    if options["consistency"] == "ssp":
+        is_loaded &= model._relaxed._table.now == 8  # two beside the steps
+    model.close()
+    return is_loaded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"consistency": "local", "sync_every": 4},
+        {"consistency": "local", "sync_every": 4, "fragments": 2},
+        {"consistency": "ssp", "staleness": 1},
+    ],
+    ids=["local", "fragments", "ssp"],
+)
+def test_tied_weights_that_worker_0_has_already_are_loaded_on_all(options: dict[str, Any]) -> None:
+    assert run_ranks(_load_what_worker_0_has, 2, options, timeout_s=30) == [True, True]

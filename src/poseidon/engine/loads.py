@@ -21,6 +21,8 @@ class _Loaded:
     tensor: Tensor
     before: int
     """A fingerprint of its values before the first load."""
+    load: object
+    """What the latest load alone has."""
     times: int = 1
 
 
@@ -52,15 +54,19 @@ class Loads:
         self._handles.clear()
         self._loaded.clear()
 
-    def _before_load(self, part: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    def _before_load(self, part: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
+        # The list of its errors: one object for all modules of a load. A tied tensor has several names in one.
+        load = rest[-1]
         own = itertools.chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False))
         for name, tensor in own:
             if prefix + name not in state:
                 continue
-            if id(tensor) in self._loaded:
-                self._loaded[id(tensor)].times += 1
-            else:
-                self._loaded[id(tensor)] = _Loaded(tensor, fingerprint(tensor))
+            known = self._loaded.get(id(tensor))
+            if known is None:
+                self._loaded[id(tensor)] = _Loaded(tensor, fingerprint(tensor), load)
+            elif known.load is not load:
+                known.load = load
+                known.times += 1
 
 
 @torch.no_grad()
