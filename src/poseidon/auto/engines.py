@@ -87,6 +87,8 @@ class GradientOwner:
     front_ends: list[AutoFrontEnd] = field(default_factory=list)
     known: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """The parameters that an engine of this or another owner already handles; another one may get a freed one's id."""
+    borrowed: list[AutoFrontEnd] = field(default_factory=list)
+    """Other owners' front ends that handle some of its parameters, too."""
     guessed_roots: Sequence[nn.Module] = ()
     """The outermost modules when the optimizer was created; used until an engine exists."""
     is_fresh: bool = False
@@ -103,6 +105,16 @@ class GradientOwner:
         """Note parameters that an engine handles."""
         for parameter in parameters:
             self.known[parameter] = None
+
+    def borrow(self, others: Iterable[GradientOwner]) -> None:
+        """Note which front ends of others handle some of its parameters."""
+        mine = {id(parameter) for parameter in self.parameters()}
+        self.borrowed = [
+            front_end
+            for other in others
+            for front_end in (other.front_ends if other is not self else ())
+            if any(id(parameter) in mine for parameter in front_end.engine.parameters)
+        ]
 
     def strangers(self) -> list[Tensor]:
         """Return the trainable parameters that no engine handles yet."""
@@ -173,10 +185,11 @@ class Engines:
 
     def living(self) -> list[GradientOwner]:
         """Close the owners of optimizers that were freed, and return the others."""
-        for owner in self._owners:
-            if owner.is_gone:
-                owner.close()
-        self._owners = [owner for owner in self._owners if not owner.is_gone]
+        gone = [owner for owner in self._owners if owner.is_gone]
+        if gone:
+            self._owners = [owner for owner in self._owners if owner not in gone]
+            for owner in gone:
+                self._retire(owner)
         return self._owners
 
     def is_ours(self, optimizer: Optimizer) -> bool:
@@ -228,16 +241,19 @@ class Engines:
     def end_backward(self) -> bool:
         """Complete the running exchanges, copy worker 0's buffers, return whether gradients are fresh. Collective."""
         roots: list[nn.Module] = []
+        finished: list[AutoFrontEnd] = []
         for owner in self.living():
-            owner.is_fresh |= self._is_local(owner)
             for front_end in owner.front_ends:
                 had_plan = front_end.engine.plan is not None
                 if not front_end.finish():
                     continue
-                owner.is_fresh = True
+                finished.append(front_end)
                 roots += front_end.holding.roots
                 if front_end.engine.plan is not None and not had_plan:
                     self._report.say(f"{owner.label}: {_say_routes(front_end.engine.plan)}")
+        for owner in self._owners:
+            is_exchanged = any(front_end in finished for front_end in (*owner.front_ends, *owner.borrowed))
+            owner.is_fresh |= is_exchanged or self._is_local(owner)
         self._buffers.take_over(roots)
         return bool(roots) or any(owner.is_fresh for owner in self._owners)
 
@@ -267,6 +283,24 @@ class Engines:
         self._stop_waiting()
 
     # Inside.
+
+    def _retire(self, gone: GradientOwner) -> None:
+        """Close an owner; a front end of which another optimizer trains parameters, too, goes on under that one.
+
+        Handed over and not made anew: an optimizer in a cycle of references is not freed everywhere at the same time.
+        """
+        for front_end in [] if self._local is not None else list(gone.front_ends):
+            heir = next((owner for owner in self._owners if front_end in owner.borrowed), None)
+            if heir is not None:
+                heir.borrowed.remove(front_end)
+                heir.front_ends.append(front_end)
+                gone.front_ends.remove(front_end)
+        if gone.front_ends and self._local is not None:
+            # Rounds of local steps end with their optimizer, so that others begin new ones for what they share.
+            for owner in self._owners:
+                owner.known = WeakIdKeyDictionary()
+                owner.learn(parameter for other in self._owners for _, parameter in other.named())
+        gone.close()
 
     def _compare(self, named: Sequence[tuple[str, Tensor]]) -> None:
         if named:
@@ -305,11 +339,14 @@ class Engines:
 
     def _attach_pending(self, has_graph: bool = False) -> None:
         self._stop_waiting()
+        if len(self._owners) > 1:
+            gc.collect()  # an unreachable optimizer may already be freed on one worker and not yet on another
         living = self.living()
         pending, self._pending = [owner for owner in self._pending if owner in living], []
         for owner in pending:
             owner.known.clear()
             owner.learn(parameter for other in living for _, parameter in other.named())
+            owner.borrow(living)
             strangers = owner.strangers()
             owner.learn(strangers)
             if strangers:
