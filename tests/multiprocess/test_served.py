@@ -440,6 +440,7 @@ def _models() -> None:
             "compiled layers": (_compiled_layers, _values(torch.float32, 90)),
             "compiled wrapper": (lambda: nn.Linear(90, 120), _values(torch.float32, 90)),
             "a scalar": (_Scaled, _values(torch.float32, 90)),
+            "one value with a stride": (_one_with_a_stride, _values(torch.float32, 90)),
         }
     )
 
@@ -452,6 +453,13 @@ class _Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.factor
+
+
+def _one_with_a_stride() -> nn.Module:
+    model = _Scaled()
+    model.factor = nn.Parameter(torch.arange(1.0, 9.0)[::8])
+    assert model.factor.stride() == (8,)
+    return model
 
 
 def test_other_dtypes_layouts_and_compiled_parts() -> None:

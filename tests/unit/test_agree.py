@@ -118,6 +118,13 @@ def test_replicas_are_compared_bit_by_bit() -> None:
     assert room.heard[0] != room.heard[3], "minus zero has other bits than zero"
 
 
+def test_a_single_value_is_the_same_with_any_stride() -> None:
+    room = Room()
+    for value in (torch.ones(1), torch.ones(4)[::4], torch.ones(1).as_strided((1, 1), (7, 3)).view(1)):
+        check_same_bits(team(room), [("scale", value)])
+    assert room.heard[0] == room.heard[1] == room.heard[2]
+
+
 def test_the_first_replica_that_differs_is_named() -> None:
     named = [("fc.weight", torch.ones(2)), ("fc.bias", torch.ones(2))]
     with pytest.raises(MismatchError, match=r"fc\.bias on rank 2 \(cat\) is not what rank 0 \(ape\) has"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from poseidon.checkpoints.plain import like_mapping, like_sequence
+from poseidon.team.tensors import in_a_row
 
 PIECE_BYTES = 4 << 20
 
@@ -68,7 +69,7 @@ def cut(description: Description) -> list[StatePiece]:
 
 def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors' bytes, each as one row on its device; without a copy where they lie in order."""
-    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return [in_a_row(tensor).view(torch.uint8) for tensor in tensors]
 
 
 def make_room(description: Description) -> list[Tensor]:

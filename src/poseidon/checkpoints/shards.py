@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from poseidon.errors import MismatchError
+from poseidon.team.tensors import in_a_row
 from poseidon.team.topology import Topology
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def _entries(manifest: Manifest) -> list[tuple[ValueRun, list[_Entry]]]:
 
 def _join(tensors: Sequence[Tensor], old: Tensor | None) -> Tensor:
     """Return the bytes of tensors in one row in host memory."""
-    rows = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    rows = [in_a_row(tensor).view(torch.uint8) for tensor in tensors]
     away = [row for row in rows if row.device.type != "cpu"]
     if away:  # in one copy
         here = iter(torch.cat(away).cpu().split([len(row) for row in away]))

@@ -23,6 +23,7 @@ from poseidon.sums.chunks import Chunk
 from poseidon.sums.means import bytes_of
 from poseidon.sums.slots import Slot
 from poseidon.sums.touched import chunk_span, read_numbers
+from poseidon.team.tensors import in_a_row
 
 State = dict[Any, dict[str, Any]]
 """An optimizer's state, by parameter or piece."""
@@ -221,14 +222,14 @@ def flat_memory(parameter: Tensor) -> Tensor:
     """Return a flat view of the memory of a parameter that :func:`has_no_gaps`."""
     plain = parameter.detach()
     if plain.is_contiguous():
-        return plain.view(-1)
+        return in_a_row(plain)
     return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
 
 
 def flatten(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor's values in the order that ``like`` has in memory."""
     if like.is_contiguous():
-        return tensor.detach().reshape(-1)
+        return in_a_row(tensor)
     copied = torch.empty_like(like.detach(), dtype=tensor.dtype, device=tensor.device)
     return flat_memory(copied.copy_(tensor.detach()))
 
@@ -268,7 +269,7 @@ def write_state(entries: Sequence[tuple[Piece, Mapping[str, Any]]]) -> bytes:
                 is_like = value.shape == piece.held.shape
                 on_host = value.device.type == "cpu"
                 head[key] = [str(value.dtype), None if is_like else list(value.shape), on_host]
-                tensors.append(bytes(bytes_of(value.detach().contiguous().reshape(-1))))
+                tensors.append(bytes(bytes_of(in_a_row(value))))
             else:
                 head[key] = value
         heads.append(head)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from poseidon.errors import MismatchError
 from poseidon.team.team import Team
+from poseidon.team.tensors import in_a_row
 
 
 def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
@@ -22,7 +23,7 @@ def are_alike(team: Team, tensors: Sequence[Tensor]) -> list[bool]:
 
 def _digest(tensor: Tensor) -> int:
     """Return 56 bits of a cryptographic hash: tensors that look alike are not copied, so chance must not decide."""
-    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    values = in_a_row(tensor.detach().cpu()).view(torch.uint8)
     hashed = hashlib.sha256(repr((tuple(tensor.shape), tensor.dtype)).encode())
     hashed.update(values.numpy().data)
     return int.from_bytes(hashed.digest()[:7], "little")

@@ -51,6 +51,9 @@ def a_state(seed: int) -> dict[str, Any]:
             "image": torch.randn(2, 3, 5, 5, generator=generator).to(memory_format=torch.channels_last),
             "empty": torch.empty(0, 3),
             "count": torch.tensor(seed),
+            "every second": torch.randn(12, generator=generator)[::2],
+            "one of four": torch.randn(4, generator=generator)[::4],
+            "expanded": torch.randn(1, generator=generator).expand(5),
         },
         "optimizer": {
             "state": {0: {"step": torch.tensor(float(seed)), "m": torch.randn(300, 70, generator=generator)}}
@@ -63,7 +66,7 @@ def a_state(seed: int) -> dict[str, Any]:
 def test_a_state_is_taken_apart_and_put_together() -> None:
     state = a_state(3)
     rest, tensors = lift(state)
-    assert len(tensors) == 7
+    assert len(tensors) == 10
     assert rest["unusual"].is_sparse  # stays where it is
     assert rest["model"]["w"].numel() == 0
     description = describe_tensors(tensors)
