@@ -54,12 +54,18 @@ others_yield = False
 
 
 def make_others_yield() -> None:
-    """Have tensors of other classes leave an operation to a replaced parameter first; of classes to come, too.
+    """Have all who do not ask a parameter's class leave an operation to a replaced one first; classes to come, too.
 
-    Whoever replaces a class asks in line whether this was done: it does so in each step.
+    Whoever replaces a class asks in line whether this was done: it does so in each step. A program that never does
+    finds PyTorch as it is.
     """
     global others_yield
     others_yield = True
+    setattr(nn.Parameter, "__new__", _opening_new(nn.Parameter.__new__))  # noqa: B010 - mypy takes it for a method
+    _trace.trace_module = torch.jit.trace_module = _opening_module(torch.jit.trace_module)
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+        if hasattr(module, name):
+            setattr(module, name, _opening(getattr(module, name)))
     # Not searched for in each step: a class may be defined, or imported, between an update and the first touch.
     setattr(Tensor, "__init_subclass__", classmethod(_yield_from_birth))  # noqa: B010 - mypy takes it for a method
     kinds = Tensor.__subclasses__()
@@ -130,10 +136,3 @@ def _opening_module(trace: Callable[..., Any]) -> Callable[..., Any]:
         return trace(module, *arguments, **named)
 
     return opened
-
-
-setattr(nn.Parameter, "__new__", _opening_new(nn.Parameter.__new__))  # noqa: B010 - mypy takes it for a method
-_trace.trace_module = torch.jit.trace_module = _opening_module(torch.jit.trace_module)
-for _module, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
-    if hasattr(_module, _name):
-        setattr(_module, _name, _opening(getattr(_module, _name)))
