@@ -384,6 +384,26 @@ def _saves(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: 
         seen.append(module.body(torch.ones(2, 8)))
 
 
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+def total(values: list[Tensor]) -> Tensor:
+    found = torch.zeros(())
+    for value in values:
+        found = found + value.sum()
+    return found
+
+
+def _by_scripts(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Let functions that read in C++ be the first to read parameters after a step."""
+    _plain(model, module, optimizer, x, y, seen)
+    with torch.no_grad():
+        seen.append(torch.jit.script(scaled)(torch.ones(4), scale=module[2].bias))
+        seen.append(torch.jit.script(total)(list(module[0].parameters())))
+    seen.append(torch.from_dlpack(torch.utils.dlpack.to_dlpack(module[2].weight)).clone())
+
+
 def _copies(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
     """Let a copy of the model, as for an average of weights, go its own way."""
     _plain(model, module, optimizer, x, y, seen)
@@ -393,6 +413,7 @@ def _copies(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen:
 
 
 CASES["a scripted model, saved and called by name"] = (lambda: torch.jit.script(Exported()), _saves)
+CASES["scripted functions"] = (small_net, _by_scripts)
 CASES["copies of a model compiled in place"] = (_part_compiled_in_place, _copies)
 
 

@@ -3,8 +3,9 @@
 The replacement mixes a class of ours into the parameter's own, so that whoever asks for that finds it. Some code
 does not ask, and is told here to let ours go first: transforms of ``torch.func``, which wrap a tensor before anything
 is done with it; ``nn.Parameter``, which wants the exact class of what it is made of; ``torch.jit.trace``, which
-records what is done meanwhile; and other classes of tensors that see operations, as nested ones do. PyTorch asks the
-class of the first argument, which is a layer's input more often than its weight.
+records what is done meanwhile; scripted functions and ``to_dlpack``, which read in C++; and other classes of tensors
+that see operations, as nested ones do. PyTorch asks the class of the first argument, which is a layer's input more
+often than its weight.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch.jit import _trace
+from torch.utils._pytree import tree_leaves
 
 
 class Replacement:
@@ -48,6 +51,11 @@ def mixed(mixin: type, plain: type) -> type:
     return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
 
 
+_TAKERS = (
+    *((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")),
+    *((torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")),
+)
+"""Functions that take one tensor as it is."""
 _YIELDS = "_poseidon_yields"
 others_yield = False
 """Whether :func:`make_others_yield` was called."""
@@ -63,7 +71,8 @@ def make_others_yield() -> None:
     others_yield = True
     setattr(nn.Parameter, "__new__", _opening_new(nn.Parameter.__new__))  # noqa: B010 - mypy takes it for a method
     _trace.trace_module = torch.jit.trace_module = _opening_module(torch.jit.trace_module)
-    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+    setattr(torch.jit.ScriptFunction, "__call__", _opening_call(torch.jit.ScriptFunction.__call__))  # noqa: B010 - as above
+    for module, name in _TAKERS:
         if hasattr(module, name):
             setattr(module, name, _opening(getattr(module, name)))
     # Not searched for in each step: a class may be defined, or imported, between an update and the first touch.
@@ -125,6 +134,19 @@ def _opening_new(make: Callable[..., Any]) -> Any:
         return make(kind, data, *arguments, **named)
 
     return staticmethod(opened)
+
+
+def _opening_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def opened(*arguments: Any, **named: Any) -> Any:
+        for value in (*arguments, *named.values()):
+            # Most arguments are tensors, which are leaves, and it takes longer to hear that than to see it.
+            for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
+                if isinstance(leaf, Replacement):
+                    leaf._poseidon_open()
+        return call(*arguments, **named)
+
+    return opened
 
 
 def _opening_module(trace: Callable[..., Any]) -> Callable[..., Any]:
