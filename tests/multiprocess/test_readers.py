@@ -7,6 +7,7 @@ import io
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import poseidon
 from patience import comes_true
@@ -189,6 +191,21 @@ class Shifted(nn.Module):
         return out
 
 
+class Selective(nn.Sequential):
+    """Keeps the products of its layers for backward, and computes the rest again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+        return out
+
+
+def _selective() -> nn.Sequential:
+    torch.manual_seed(5)
+    return Selective(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+
+
 def _beside_others(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
     """Let tensors of another class be the first arguments beside parameters after a step."""
     _plain(model, module, optimizer, x, y, seen)
@@ -217,6 +234,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "torch.func's batches": (small_net, _by_batches),
     "inside torch.func": (small_net, _by_captures),
     "parameters beside tensors of another class": (Shifted, _beside_others),
+    "a selective checkpoint": (_selective, _plain),
     "parameters made of parameters": (small_net, _made_anew),
     "a model that is recorded": (small_net, _recorded),
 }
@@ -249,6 +267,7 @@ def _train(case: str, update: str, routes: str | None = None) -> None:
         "gradients kept after the step",
         "parameters with a class of their own",
         "parameters beside tensors of another class",
+        "a selective checkpoint",
         "a model that is recorded",
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 _DEVICE_TYPES = ("cpu", "cuda")
 _TRACER: Any = torch._C
@@ -39,13 +40,26 @@ def is_followed() -> bool:
     return peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
+def is_seen() -> bool:
+    """Whether anybody would see what this thread does: those, or a mode, as a selective checkpoint has one."""
+    return (
+        peek_interpreter_stack() is not None  # in line, as it is asked for each parameter and step
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 @contextlib.contextmanager
-def unfollowed() -> Iterator[None]:
-    """Run the body unseen by those: a transform allows no change of what it has not made, a trace would repeat it."""
+def unseen() -> Iterator[None]:
+    """Run the body unseen by all of them.
+
+    A transform allows no change of what it has not made, and a trace would repeat it. A selective checkpoint keeps
+    results by their number, which differ where it computes again and nothing is due any more.
+    """
     state = torch._C._get_tracing_state()
     _TRACER._set_tracing_state(None)
     try:
-        with temporarily_clear_interpreter_stack():
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
             yield
     finally:
         _TRACER._set_tracing_state(state)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from poseidon.engine.aside import in_order, in_private, is_followed, unfollowed
+from poseidon.engine.aside import in_order, in_private, is_seen, unseen
 from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
@@ -166,8 +166,8 @@ class ServedUpdates(TakenSteps):
 
     def touch(self, parameter: nn.Parameter, touch: Touch) -> None:
         """Put in place what an operation needs."""
-        if is_followed():
-            with unfollowed():
+        if is_seen():
+            with unseen():
                 self.touch(parameter, touch)
             return
         with self._lock, self._broken_by_errors():
@@ -184,6 +184,10 @@ class ServedUpdates(TakenSteps):
 
     def look_up(self, parameter: nn.Parameter, numbers: Tensor) -> None:
         """Put rows in place: exact ones, where the rest is rounded."""
+        if is_seen():
+            with unseen():
+                self.look_up(parameter, numbers)
+            return
         with self._lock, self._broken_by_errors():
             item = self._item_of.get(parameter)
             self._rounding.observe_rows(parameter, numbers)
