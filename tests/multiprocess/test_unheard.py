@@ -81,6 +81,21 @@ def _kept(model: Any, module: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(module.logits, y).backward()
 
 
+def _kept_again(model: Any, module: Any, x: Tensor, y: Tensor) -> None:
+    """Go on after a backward that an error ended in its middle, as one without memory for it does."""
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    model(x)
+    handle = module.net[0].bias.register_hook(fail)
+    with pytest.raises(MemoryError):
+        F.cross_entropy(module.logits, y).backward()
+    handle.remove()
+    model.zero_grad()
+    _kept(model, module, x, y)
+
+
 def _scaled(model: Any, module: Any, x: Tensor, y: Tensor) -> None:
     seen = model(x)
     (F.cross_entropy(module.head(seen) * module.heat.exp(), y) + module.heat.square()).backward()
@@ -117,6 +132,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "outputs inside an object": (Hiding, _hidden),
     "a second loss from inside an object": (Hiding, _hidden_last),
     "a loss of what the model keeps": (Keeping, _kept),
+    "a loss of what the model keeps, after an error": (Keeping, _kept_again),
     "parameters that the loss uses beside the outputs": (Scaling, _scaled),
     "a penalty before the loss": (small_net, _penalised_first),
     "a penalty on some weights before the loss": (small_net, _penalised_in_part),

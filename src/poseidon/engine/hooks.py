@@ -79,6 +79,8 @@ class AutogradFrontEnd:
         self._unused = self._unused & set(unused) if self._is_due else set(unused)
         self._is_due = True
         self._is_end_queued = False
+        if self._elsewhere and torch._C._current_graph_task_id() == -1:
+            self._elsewhere = {}  # of a backward that an error has ended
         starts = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
         self._has_starts = bool(starts) and not hides_some
         for tensor in starts:
