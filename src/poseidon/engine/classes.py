@@ -34,8 +34,15 @@ class Replacement:
         """Put everything in place, and give the parameter its own class back."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind = type(self)
         self._poseidon_open()
-        return copy.deepcopy(self, memo)
+        if type(self) is not kind:
+            return copy.deepcopy(self, memo)
+        # This thread is putting it in place, as an optimizer of one's own may that copies what it steps.
+        made: Any = super().__deepcopy__(memo)  # type: ignore[misc]
+        if type(made) is kind:
+            made.__class__ = kind.__bases__[1]
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._poseidon_open()

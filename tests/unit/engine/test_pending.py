@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -44,6 +45,27 @@ def test_a_touch_lands_once_and_other_touches_within_it_see_the_parameter_as_it_
     assert landed == [2.0]
     assert type(parameter) is nn.Parameter
     assert land(parameter)
+
+
+def test_what_lands_a_parameter_may_copy_it() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    copies: list[nn.Parameter] = []
+    is_landing = False
+
+    def land_it(touched: nn.Parameter) -> None:
+        nonlocal is_landing
+        if is_landing:
+            return
+        is_landing = True
+        copies.append(copy.deepcopy(touched))  # as an optimizer that keeps a slow copy does
+        is_landing = False
+        make_plain((touched,))
+
+    make_pending([parameter], land_it)
+    assert land(parameter)
+    assert type(copies[0]) is nn.Parameter
+    assert copies[0].data_ptr() != parameter.data_ptr()
+    assert torch.equal(copies[0], parameter)
 
 
 class Tagged(torch.Tensor):
