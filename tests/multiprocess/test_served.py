@@ -233,6 +233,10 @@ def _scaling(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     scaler.step(optimizer)
     scaler.update()
+    # A fused step leaves its gradients unscaled.
+    norm = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    if number != 2:
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + norm)
 
 
 _SCALERS: weakref.WeakKeyDictionary[nn.Module, torch.amp.GradScaler] = weakref.WeakKeyDictionary()

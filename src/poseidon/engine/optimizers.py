@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, Protocol
 
@@ -65,6 +65,19 @@ def unscale(optimizer: Any) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse.to(parameter.grad.device))
         optimizer.grad_scale = None
+
+
+def unscale_as_steps_do(optimizer: Any, parameters: Container[nn.Parameter]) -> None:
+    """Leave gradients of these as a fused step under a GradScaler does: divided by its scale, if none is infinite."""
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is None:
+        return
+    if found_inf is not None:
+        scale = scale.where(found_inf.to(scale.device) == 0, 1.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter in parameters and parameter.grad is not None:
+                parameter.grad.div_(scale.to(parameter.grad.device))
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -27,7 +27,13 @@ from poseidon.engine.aside import in_order, in_private, is_seen, unseen
 from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_compiled_parts, has_scripted_parts
 from poseidon.engine.engine import Engine
-from poseidon.engine.optimizers import check_elementwise, freeze_options, parameters_of, step_groups
+from poseidon.engine.optimizers import (
+    check_elementwise,
+    freeze_options,
+    parameters_of,
+    step_groups,
+    unscale_as_steps_do,
+)
 from poseidon.engine.orders import (
     agree_on_clipping,
     gradients_in_hand,
@@ -380,6 +386,7 @@ class ServedUpdates(TakenSteps):
         in_hand = gradients_in_hand(shard, self._lazy)
         update = make_update(self.optimizer, self.plain, options, group_of)
         exchanger.order(Order(update, in_hand, self._coefficient, weights, state))
+        unscale_as_steps_do(self.optimizer, self._item_of)
         self._due = set(exchanger.items)
         self._rounding.rounded.clear()
         watch(self._item_of, self)
