@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -203,13 +203,13 @@ class RelaxedDataParallel(DistributedDataParallel):
         }
 
     def checkpoint_parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a checkpoint saves besides the parameters: nothing, but optimizers are each worker's own."""
+        """Return what a checkpoint saves besides the parameters: buffers are each worker's own, as optimizers are."""
         if self._relaxed.staleness is None:
             raise UnsupportedError(
                 'consistency="asp" with poseidon.Checkpoint: workers do not wait for each other, so none knows what '
                 "all have after a step, or could go on from it; use ssp"
             )
-        return {}, {}
+        return {}, {"buffers": _OwnBuffers(self.module)}
 
 
 _LOCAL_OPTIONS = ("outer", "warmup_steps", "fragments", "overlap", "mix", "compress")
@@ -366,7 +366,8 @@ class LocalDataParallel(DistributedDataParallel):
                 f'sync_every="{self._local.schedule.every_s:g}s" with poseidon.Checkpoint: all workers must count the '
                 "same steps; give sync_every as a number of steps, or save model.shared_state_dict() yourself"
             )
-        return {"rounds": _RoundsState(self)}, {"weights": _OwnState(self)}
+        own = {"weights": _OwnState(self), "buffers": _OwnBuffers(self.module, self._local.averaged)}
+        return {"rounds": _RoundsState(self)}, own
 
     def _after_forward(self, outputs: Any) -> None:
         super()._after_forward(outputs)
@@ -413,3 +414,34 @@ class _OwnState:
         rounds = self._model._local.rounds
         if rounds is not None and state:
             rounds.load_own_state(state)
+
+
+class _OwnBuffers:
+    """The buffers of a worker that no exchange makes alike, for a checkpoint, whose model has those of worker 0."""
+
+    def __init__(self, module: nn.Module, exchanged: Collection[str] = ()) -> None:
+        self._module = module
+        self._exchanged = frozenset(exchanged)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {path: owner._buffers[name] for path, owner, name in self._places()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for path, owner, name in self._places():
+            buffer, found = owner._buffers[name], state.get(path)
+            assert buffer is not None
+            if found is None:
+                continue
+            if found.shape == buffer.shape:
+                buffer.copy_(found)
+            else:
+                owner._buffers[name] = found.to(buffer)
+
+    def _places(self) -> Iterator[tuple[str, nn.Module, str]]:
+        for prefix, owner in self._module.named_modules():
+            for name, buffer in owner._buffers.items():
+                path = f"{prefix}.{name}" if prefix else name
+                is_saved = buffer is not None and name not in owner._non_persistent_buffers_set
+                if is_saved and path not in self._exchanged:
+                    yield path, owner, name

@@ -52,10 +52,11 @@ RESUMED = [
     {"sync_every": 6, "outer": "nesterov", "fragments": 3, "overlap": 2},
     {"sync_every": 3, "warmup_steps": 6},
     {"sync_every": 4, "outer": "nesterov", "compress": "int8"},
+    {"sync_every": 4, "forward_sync_buffers": False},
 ]
 
 
-@pytest.mark.parametrize("options", RESUMED, ids=["in a round", "under way", "warm-up", "compressed"])
+@pytest.mark.parametrize("options", RESUMED, ids=["in a round", "under way", "warm-up", "compressed", "own buffers"])
 def test_a_resumed_job_goes_on_with_the_same_bits_on_every_worker(tmp_path: Path, options: dict[str, Any]) -> None:
     whole = run_ranks(_resumable, 2, str(tmp_path / "whole"), 11, options)
     run_ranks(_resumable, 2, str(tmp_path / "part"), 7, options)

@@ -359,3 +359,26 @@ def _resumed(folder: str) -> list[Tensor]:
 def test_a_checkpoint_has_all_updates_and_every_workers_optimizer(tmp_path: Any) -> None:
     first, second = run_ranks(_resumed, 2, str(tmp_path))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _own_statistics(folder: str) -> tuple[Tensor, Tensor]:
+    """Return a worker's own statistics as they were saved, and as a second job begins with them."""
+    found = []
+    for _ in range(2):
+        net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model, optimizer = poseidon.distribute(net, _sgd(net), consistency="ssp", staleness=1)
+        with poseidon.Checkpoint(folder, every=2, model=model, optimizer=optimizer) as checkpoint:
+            for step in range(checkpoint.resume(), 2):
+                model(torch.randn(8, 4) + dist.get_rank()).square().mean().backward()
+                optimizer.step()
+                checkpoint.step(step + 1)
+        found.append(net[1].running_mean.clone())
+        model.close()
+        dist.barrier()
+    return found[0], found[1]
+
+
+def test_a_resumed_worker_has_its_own_statistics_again(tmp_path: Any) -> None:
+    workers = run_ranks(_own_statistics, 2, str(tmp_path))
+    assert all(torch.equal(saved, resumed) for saved, resumed in workers)
+    assert not torch.equal(workers[0][0], workers[1][0])

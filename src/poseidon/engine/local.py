@@ -179,6 +179,11 @@ class LocalUpdates(Policy):
         # The others cannot finish without this worker what is under way when its script ends.
         self._undo.append(at_exit(Stage.STEPS, self._finish_unless_broken))
 
+    @property
+    def averaged(self) -> Collection[str]:
+        """Names of the buffers that are exchanged with the parameters."""
+        return self._buffers.keys()
+
     def plan(self, cluster: Cluster) -> LocalPlan:
         """Return what is exchanged, how often, and what that takes."""
         specs = [unit.spec for unit in self._units]
