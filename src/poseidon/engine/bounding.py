@@ -48,6 +48,8 @@ class ChosenBound:
         self._own: list[float] = []
         self._waited: list[float] = []
         self._travel_s = 0.0
+        self._steps = 0
+        """Steps so far; a load takes clocks too, but is no step."""
         self._due = -1
         """Clock at which to choose; -1: nothing is published."""
         table.limit(0)
@@ -56,16 +58,17 @@ class ChosenBound:
         """Note this worker's own time of the step that ends now, and how long it waited before that step."""
         self._own.append(own_s)
         self._waited.append(waited_s)
-        clock = self._table.now + 1
-        if clock == WINDOW or clock % AGAIN == 0:
+        self._steps += 1
+        if self._steps == WINDOW or self._steps % AGAIN == 0:
             self._publish()
-            self._due = clock + self.bound
+            self._due = self._table.now + 1 + self.bound
             self._own.clear()
             self._waited.clear()
 
     def clocked(self) -> None:
         """Choose, if it is time: the first time freely, then one place up or down."""
-        if self._table.now != self._due:
+        # All workers load after the same step, so they choose at the same clock also where that lies behind.
+        if self._due < 0 or self._table.now < self._due:
             return
         self._due = -1
         times = _read_times(self._table.get(self._rows))

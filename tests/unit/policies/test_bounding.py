@@ -32,12 +32,14 @@ class SharedRows:
         return self._rows[rows].copy()
 
 
-def train(steps, own_s, waited_s=0.001):
-    """Let all workers take steps in turn; return their tables and bounds."""
+def train(steps, own_s, waited_s=0.001, loads=()):
+    """Let all workers take steps in turn, with two clocks before those in ``loads``; return tables and bounds."""
     rows = np.zeros((WORKERS, 2 * WINDOW), np.float32)
     tables = [SharedRows(rows) for _ in range(WORKERS)]
     bounds = [ChosenBound(table, np.arange(WORKERS), worker) for worker, table in enumerate(tables)]
     for step in range(steps):
+        for table in tables:
+            table.now += 2 * (step in loads)
         for worker, bound in enumerate(bounds):
             bound.measured(own_s(worker, step), waited_s)
         for table, bound in zip(tables, bounds, strict=True):
@@ -57,6 +59,16 @@ def test_workers_start_in_lockstep_and_choose_alike_after_a_window():
     assert len({bound.bound for bound in bounds}) == 1
     assert bounds[0].bound > 0
     assert tables[0].limits == [0, bounds[0].bound]
+
+
+def test_clocks_of_loads_are_no_steps():
+    tables, bounds = train(WINDOW, stalling, loads=[0, 7])
+    assert tables[0].reads == [WINDOW + 4]
+    assert bounds[0].bound > 0
+    # Over the clock at which to choose: at the next one.
+    tables, bounds = train(AGAIN + 20, stalling, loads=[AGAIN + tables[0].limits[1] - 1])
+    assert len(tables[0].reads) == 2
+    assert len({bound.bound for bound in bounds}) == 1
 
 
 def test_choices_come_again_at_a_clock_that_all_others_have_passed_by_then():
