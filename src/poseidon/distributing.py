@@ -188,7 +188,7 @@ class RelaxedDataParallel(DistributedDataParallel):
         """Refuse: replicas differ by the updates that they have not seen yet."""
         raise UnsupportedError(
             'verify_replicas() with consistency="ssp" or "asp": replicas differ by the updates that they have not seen '
-            "yet; the parameters are equal where staleness is 0, and after close()"
+            "yet, also after close(). With staleness=0 they are equal; shared_state_dict() has all workers' updates"
         )
 
     def shared_state_dict(self) -> dict[str, Any]:
