@@ -64,7 +64,13 @@ def test_a_lesson_brings_its_own_settings():
         (["text", "--steps", "5"], "more than the 5 steps"),
         (["text", "--dilate", "0.5"], "--dilate 0.5: at least 1"),
         (["text", "--dilate", "4", "--paced", "none"], "only paced compute"),
+        (["text", "--stalls", "0.2:nan"], "a stall takes 0 steps' time or more"),
         (["text", "--more", "0.5"], "at least the steps of the others"),
+        (["text", "--more", "inf"], "at least the steps of the others"),
+        (["text", "--seeds", "0"], "at least 1"),
+        (["text", "--target", "nan"], "a finite number"),
+        (["text", "--tolerance", "nan"], "percent above ddp's final loss"),
+        (["text", "--tolerance", "-5"], "percent above ddp's final loss"),
         (["text", "--machines", "2,4"], "2 to 250 machines"),
     ],
 )

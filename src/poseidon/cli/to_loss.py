@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ def parse_stalls(word: str) -> tuple[float, float]:
         probability, steps = (float(part) for part in word.split(":"))
     except ValueError:
         raise ConfigError(f"--stalls {word!r} is not understood; write PROBABILITY:STEPS, such as 0.2:3") from None
-    if not 0 <= probability <= 1 or steps < 0:
+    if not 0 <= probability <= 1 or not 0 <= steps < math.inf:
         raise ConfigError(f"--stalls {word!r}: a probability is 0 to 1, and a stall takes 0 steps' time or more")
     return probability, steps
 

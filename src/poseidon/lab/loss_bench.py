@@ -10,6 +10,7 @@ steps take another time than the later ones, are trained on the clock.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -303,5 +304,14 @@ def check_losses(settings: LossSettings) -> None:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(settings, name)}")
     if settings.every > settings.steps:
         raise ConfigError(f"--every {settings.every} is more than the {settings.steps} steps: there would be no curve")
-    if not settings.more >= 1:
+    if not settings.seeds:
+        raise ConfigError("--seeds: at least 1, or there is nothing to train")
+    if settings.target is not None and not math.isfinite(settings.target):
+        raise ConfigError(f"--target {settings.target:g}: expected the loss to reach, a finite number")
+    if not 0 <= settings.tolerance < math.inf:
+        raise ConfigError(
+            f"--tolerance {settings.tolerance * 100:g}: expected percent above {REFERENCE}'s final loss, at least 0; "
+            "to ask for a loss that is lower, give --target"
+        )
+    if not 1 <= settings.more < math.inf:
         raise ConfigError(f"--more {settings.more}: systems that are not exact get at least the steps of the others")
