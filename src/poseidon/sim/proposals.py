@@ -96,7 +96,7 @@ class Proposals:
         exact, advised = self.exact, self.advised
         if exact.is_good_enough:
             return f"exact is within 10 % of linear ({exact.times_text}): nothing to gain from losing anything"
-        link = format_rate(self.setting.cluster.between.bits_per_s)
+        link = format_rate(self.setting.cluster.crossing.bits_per_s)
         if advised is exact:
             return f"exact takes {exact.times_text} linear at {link}, and nothing here would be faster"
         return (

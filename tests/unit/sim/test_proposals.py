@@ -59,6 +59,12 @@ def test_exact_is_good_enough_where_it_is_nearly_linear(tmp_path):
     assert "nothing to gain" in found["verdict"]
 
 
+def test_of_one_machine_the_verdict_names_the_link_inside(capsys):
+    command = ["plan", "lenet", "--machines", "1", "--workers-per-machine", "2", "--device-gflops", "1000"]
+    assert main([*command, "--rate", "100gbit", "--inside-rate", "20mbit", "--allow", "lossy"]) == 0
+    assert "linear at 20 Mbit/s" in capsys.readouterr().out
+
+
 def test_units_whose_exact_route_is_shorter_stay_exact(tmp_path):
     ways = {way["name"]: way for way in plan(tmp_path, "dlrm", "100mbit")["ways"]}
     assert '"tables.*": "exact"' in ways["int8"]["call"]
