@@ -39,6 +39,10 @@ _ALONG = {"MeanBackward1", "SumBackward1"}
 _BENT = {
     "AmaxBackward0",
     "AminBackward0",
+    "CummaxBackward0",
+    "CumminBackward0",
+    "CumprodBackward0",
+    "KthvalueBackward0",
     "LinalgVectorNormBackward0",
     "LogsumexpBackward0",
     "MaxBackward0",
@@ -47,12 +51,16 @@ _BENT = {
     "MedianBackward1",
     "MinBackward0",
     "MinBackward1",
+    "ModeBackward0",
+    "NanmedianBackward0",
+    "NanmedianBackward1",
     "NormBackward0",
     "NormBackward1",
     "ProdBackward0",
     "ProdBackward1",
     "StdBackward0",
     "StdMeanBackward0",
+    "TopkBackward0",
     "VarBackward0",
     "VarMeanBackward0",
 }
@@ -197,8 +205,10 @@ def _axis(sizes: Sequence[int], samples: int) -> int | None:
 
 
 def _compares(node: Any, samples: int) -> bool:
-    """Whether a node makes a table of all pairs of samples."""
+    """Whether a node makes a table of all pairs of samples, or a list."""
     sizes = _shape(node)
+    if node.name() == "PdistBackward0":
+        return sizes_of(node)[0] % samples == 0 and has_samples(node, samples)
     if (
         not node.name().startswith(_PAIRING)
         or len(sizes) < 2

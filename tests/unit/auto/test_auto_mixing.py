@@ -50,6 +50,8 @@ MIXED: dict[str, tuple[Loss, str]] = {
     "balanced": (lambda z, o: F.mse_loss(z, o) + (z.softmax(1).mean(0) ** 2).sum(), "a mean over a batch"),
     "ranked": (lambda z, o: z[:, 0].log_softmax(0).mean(), "a logsoftmax over a batch"),
     "survival": (lambda z, o: torch.logcumsumexp(z[:, 0], 0).mean(), "a logcumsumexp over"),
+    "hardest": (lambda z, o: z.square().sum(1).topk(3).values.mean(), "the topk of a batch"),
+    "all distances": (lambda z, o: -F.pdist(z).mean(), "(pdist)"),
     "worst": (lambda z, o: z.square().max(), "the max of a batch"),
     "shares": (lambda z, o: (torch.full((SAMPLES,), 1 / SAMPLES) * z.sum(1)).sum(), "weights that add up to one"),
     "normalised": (lambda z, o: F.batch_norm(z, None, None, training=True).square().mean(), NORMALISED),
