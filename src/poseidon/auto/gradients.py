@@ -24,7 +24,7 @@ from poseidon.auto.averaging import average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import SameLoss
 from poseidon.auto.mixing import find_mixing
-from poseidon.auto.reductions import Counts, describe, pack, read_terms, weigh
+from poseidon.auto.reductions import Counts, describe, differ, pack, read_terms, scalings, weigh
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
 from poseidon.engine.outputs import find_leaves
@@ -247,17 +247,26 @@ class TorchGradients:
                 "what a loss, or a part of one, is a mean over cannot be read from its graph (compiled, or no single "
                 "number): it counts as a mean over samples (--loss sum takes all losses for sums)"
             )
+        if differ(rows):
+            self._report.say(
+                "a loss has other terms on one worker than on another (one for each class or time step that its part "
+                "has, say): what each is a mean over cannot be compared, so --batch total is not exact here"
+            )
         factors = weigh(terms, rows, portion, self._counts)
         if factors and len(set(factors)) == 1:
             self._loss_weight = factors[0]
-        handles = []
         for term, factor in zip(terms, factors, strict=True):
             if factor != self._step.weight:
                 self._report.say(describe(term, factor, portion))
-            if self._step.weight and factor != self._step.weight:
-                scale = _scaling(factor / self._step.weight)
-                handles += [node.register_prehook(scale) for node in term.nodes]
-        return handles
+        nodes, disagrees = scalings(terms, factors)
+        if disagrees:
+            self._report.say(
+                "a loss has a part that counts twice, by different numbers of samples or targets (a sum and a mean "
+                "with one learned weight, say), so --batch total is not exact here"
+            )
+        weight = self._step.weight
+        scaled = {node: factor / weight for node, factor in nodes.items() if weight and factor != weight}
+        return [node.register_prehook(_scaling(factor)) for node, factor in scaled.items()]
 
     def _say_what_mixes(self, losses: Sequence[Tensor], samples: int) -> None:
         """Say where samples meet, so that no weights make the parts of a batch what the whole is."""

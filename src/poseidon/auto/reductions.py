@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,14 @@ PASSING = {
 }
 """Operations on single values that pass a gradient on."""
 _ELEMENTWISE = PASSING | {"AbsBackward0", "DivBackward0", "ExpBackward0", "MulBackward0", "PowBackward0", "TBackward0"}
+_CHOOSING = {
+    "IndexBackward0",
+    "IndexSelectBackward0",
+    "MaskedSelectBackward0",
+    "SliceBackward0",
+    "SplitBackward0",
+    "SplitWithSizesBackward0",
+}
 _PRODUCTS = ("Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Linear", "Mkldnn", "Mm", "Mv")
 _NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm")
 _RECURRENT = ("CudnnRnn", "MiopenRnn")
@@ -71,6 +81,8 @@ class LossTerm:
     """Whether :attr:`count` surely counts something of this worker's own part, and is not a constant."""
     is_times_samples: bool = False
     """Whether it is multiplied by the number of this worker's samples, as far as one worker can tell."""
+    rows: int = 0
+    """How many rows are added up, if it is a sum."""
 
     @property
     def form(self) -> int:
@@ -82,6 +94,24 @@ class _Divisor(NamedTuple):
     value: float
     is_measured: bool
     """Whether the script computed it as a tensor."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A node of a loss's graph, and what lies above it."""
+
+    node: Any
+    factors: tuple[int, ...] = ()
+    divisors: tuple[_Divisor, ...] = ()
+    product: Any = None
+    """The topmost product with a learned weight."""
+
+    def below(self, node: Any) -> _Place:
+        return replace(self, node=node)
+
+    def seen_from(self, term: LossTerm) -> LossTerm:
+        """Return a term with the nodes where its gradient is scaled."""
+        return term if self.product is None else replace(term, nodes=(self.product,))
 
 
 @dataclass(frozen=True)
@@ -116,8 +146,22 @@ def read_terms(losses: Sequence[Tensor], samples: int, total: int) -> list[LossT
         terms = list(_walk(loss.grad_fn, samples, total))
         if not terms:
             return []
-        found += terms
+        found += _sure_of_pieces(terms)
     return found if len(found) <= SLOTS else []
+
+
+def _sure_of_pieces(terms: Sequence[LossTerm]) -> list[LossTerm]:
+    """See that a divisor of several sums is the number of all their rows, as where a loss is computed in pieces."""
+    rows: Counter[float] = Counter()
+    for term in terms:
+        if term.is_sum and term.count is not None:
+            rows[term.count] += term.rows
+    return [
+        replace(term, is_count=term.is_count or rows[term.count] == term.count)
+        if term.is_sum and term.count is not None
+        else term
+        for term in terms
+    ]
 
 
 def pack(terms: Sequence[LossTerm], real: float) -> list[int]:
@@ -133,28 +177,40 @@ class Counts:
 
     def __init__(self) -> None:
         self._varied: set[tuple[int, ...]] = set()
+        self._constants: set[tuple[float, ...]] = set()
+        """Those that were no number of the loss's rows."""
 
     def is_count(self, forms: Sequence[int], number: int, words: Sequence[tuple[int, float]]) -> bool:
         """Return whether the divisor of a term is a count, and not a constant of the script."""
         if len({round(count, 6) for _, count in words}) > 1:
             self._varied.add((number, *forms))
-        return (number, *forms) in self._varied or all(word & _SURE for word, _ in words)
+        if (number, *forms) in self._varied:
+            return True
+        constant = (words[0][1], number, *forms)
+        if not all(word & _SURE for word, _ in words):
+            self._constants.add(constant)
+        # In a shorter batch there may be as many samples as a constant says.
+        return constant not in self._constants
 
 
 def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Portion, known: Counts) -> list[float]:
     """Return a factor for each term, so that the workers' mean is the whole batch's; ``rows`` are what all packed.
 
-    Workers whose graphs differ cannot compare; then what is surely divided by a count is a mean over samples.
+    Workers whose graphs differ cannot compare, but where all is divided by one count of each; then what is surely
+    divided by a count is a mean over samples.
     """
     reals = [_float(row[0]) for row in rows]
     forms = [[word % _SURE for word in row[1::2]] for row in rows]
     is_alike = all(each == forms[0] for each in forms)
+    common = 0.0 if is_alike else _common_total(rows, reals)
     factors = []
     for number, term in enumerate(terms):
         words = [(row[2 * number + 1], _float(row[2 * number + 2])) for row in rows]
         total = math.fsum(count * real for (_, count), real in zip(words, reals, strict=True))
         has_count = term.count is not None and is_alike and total > 0
-        if has_count and (not term.is_sum or known.is_count(forms[0], number, words)):
+        if common:
+            factor = (term.count or 0.0) * portion.real * portion.workers / common
+        elif has_count and (not term.is_sum or known.is_count(forms[0], number, words)):
             factor = (term.count or 0.0) * portion.real * portion.workers / total
         else:
             is_divided = not is_alike and term.count is not None and term.is_count
@@ -169,6 +225,35 @@ def weigh(terms: Sequence[LossTerm], rows: Sequence[Sequence[int]], portion: Por
     return factors
 
 
+def differ(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether the workers' losses have other terms, so that nobody can say which of them belong together."""
+    forms = [[word % _SURE for word in row[1::2]] for row in rows]
+    return any(each != forms[0] for each in forms) and None in map(_common_count, rows)
+
+
+def _common_total(rows: Sequence[Sequence[int]], reals: Sequence[float]) -> float:
+    """Return by what all terms of all workers' losses together are divided; 0 if not all are sums divided so."""
+    counts = [_common_count(row) for row in rows]
+    return 0.0 if None in counts else math.fsum(map(math.prod, zip(counts, reals, strict=True)))  # type: ignore[arg-type]
+
+
+def _common_count(row: Sequence[int]) -> float | None:
+    """Return by what all terms of a worker's loss are divided, if all are sums and that is a count."""
+    words = [(word, count) for word, count in zip(row[1::2], row[2::2], strict=True) if word]
+    is_one = len(set(words)) == 1 and words[0][0] == 2 + 2 + _SURE
+    return _float(words[0][1]) if is_one else None
+
+
+def scalings(terms: Sequence[LossTerm], factors: Sequence[float]) -> tuple[dict[Any, float], bool]:
+    """Return by what each node's gradient is scaled, and whether terms that share a node disagree about it."""
+    found: dict[Any, float] = {}
+    disagrees = False
+    for term, factor in zip(terms, factors, strict=True):
+        for node in term.nodes:
+            disagrees |= not math.isclose(found.setdefault(node, factor), factor)
+    return found, disagrees
+
+
 def describe(term: LossTerm, factor: float, portion: Portion) -> str:
     """Say in words what a term was taken for."""
     hint = "(--loss mean takes it for a mean over samples)"
@@ -179,38 +264,73 @@ def describe(term: LossTerm, factor: float, portion: Portion) -> str:
     return f"the loss is a mean over targets or their weights: workers weigh by how many they have {hint}"
 
 
-def _walk(node: Any, samples: int, total: int) -> Iterator[LossTerm]:
-    waiting: list[tuple[Any, tuple[int, ...], tuple[_Divisor, ...]]] = [(node, (), ())]
+def _walk(root: Any, samples: int, total: int) -> Iterator[LossTerm]:
+    waiting = [_Place(root)]
     searched: set[Any] = set()
     """Parts of sums that were already searched for losses of single samples; not their ids, which others may get."""
     for _ in range(_FEW):
         if not waiting:
             return
-        node, factors, divisors = waiting.pop()
+        place = waiting.pop()
+        node, divisors = place.node, place.divisors
         name = node.name()
         children = [child for child, _ in node.next_functions if child is not None]
         if name.startswith(("MulBackward", "DivBackward")) and len(children) == 1:
             number = _constant(node)
             if number is not None and name.startswith("Div"):
-                divisors = (*divisors, _Divisor(float(number), _is_measured(node)))
+                place = replace(place, divisors=(*divisors, _Divisor(float(number), _is_measured(node))))
             elif isinstance(number, int):  # a batch's size is one; most weights of losses are not
-                factors = (*factors, number)
-            waiting.append((children[0], factors, divisors))
+                place = replace(place, factors=(*place.factors, number))
+            waiting.append(place.below(children[0]))
+        elif (weighed := _learned_weight(node, children, samples)) is not None:
+            # The weight gets a gradient as well, so that the product is what must be scaled.
+            waiting.append(replace(place.below(weighed), product=place.product or node))
         elif node not in searched and (own := find_sample_losses(node, samples)) is not None:
             searched.update(own.others)
-            waiting += [(child, factors, divisors) for child in own.others]
-            yield _divided(LossTerm(own.nodes, is_sum=True), divisors, (samples,), samples, total)
-        elif name in PASSING or joins_terms(node, samples):
-            waiting += [(child, factors, divisors) for child in children]
+            waiting += [place.below(child) for child in own.others]
+            yield place.seen_from(_divided(LossTerm(own.nodes, is_sum=True), divisors, (samples,), samples, total))
+        elif name in PASSING or joins_terms(node, samples) or _chooses_terms(node):
+            waiting += [place.below(child) for child in children]
             if name in ADDING:
                 searched.update(children)
         elif (term := _term(node, samples)) is not None:
             if term.is_sum:
-                yield _divided(term, divisors, sizes_of(node), samples, total)
+                yield place.seen_from(_divided(term, divisors, sizes_of(node), samples, total))
             else:
-                yield replace(term, is_times_samples=any(factor == samples != total for factor in factors))
-        elif _is_python(name):
+                is_times_samples = any(factor == samples != total for factor in place.factors)
+                yield place.seen_from(replace(term, is_times_samples=is_times_samples))
+        elif _is_python(name) or _hides_a_sum(node, samples):
             yield LossTerm(())
+
+
+def _learned_weight(node: Any, children: Sequence[Any], samples: int) -> Any:
+    """Return the loss that a node multiplies with, or divides by, what was computed from parameters alone; or None."""
+    if not node.name().startswith(("MulBackward", "DivBackward")) or len(children) != 2 or not _is_scalar(node):
+        return None
+    losses = [child for child in children if _is_of_samples(child, samples)]
+    is_divisor = node.name().startswith("Div") and losses == [children[1]]
+    return None if len(losses) != 1 or is_divisor else losses[0]
+
+
+def _is_of_samples(node: Any, samples: int) -> bool:
+    """Whether a value was computed from samples, by its own node or those below."""
+    return _is_python(node.name()) or has_samples(SimpleNamespace(next_functions=((node, 0),)), samples)
+
+
+def _is_scalar(node: Any) -> bool:
+    return all(math.prod(known.shape) == 1 for known in node._input_metadata)
+
+
+def _chooses_terms(node: Any) -> bool:
+    """Whether a node passes single values on, or zero in their place, as where a loss is no number."""
+    return node.name() in ("WhereBackward0", "MaskedFillBackward0") and _is_scalar(node)
+
+
+def _hides_a_sum(node: Any, samples: int) -> bool:
+    """Whether a part that was not understood is a sum, of something that comes from samples."""
+    return (getattr(node, "_saved_reduction", None) == _SUM or node.name() in _SUMS) and (
+        _reduced_before(node, samples) != "MeanBackward1" and has_samples(node, samples)
+    )
 
 
 def _term(node: Any, samples: int) -> LossTerm | None:
@@ -226,10 +346,27 @@ def _term(node: Any, samples: int) -> LossTerm | None:
     if not (reduction == _SUM or node.name() in _SUMS) or not sizes:
         return None
     before = _reduced_before(node, samples)
-    if before is None and sizes[0] % samples and samples not in sizes:
+    is_odd = before is None and sizes[0] % samples != 0 and samples not in sizes
+    if is_odd and reduction != _SUM and not _is_of_chosen(node, sizes[0], samples):
         return None
     is_over_samples = before != "MeanBackward1" and has_samples(node, samples)
-    return LossTerm((node,), is_sum=True) if is_over_samples else None
+    return LossTerm((node,), is_sum=True, rows=sizes[0]) if is_over_samples else None
+
+
+def _is_of_chosen(node: Any, rows: int, samples: int) -> bool:
+    """Whether the rows that a sum adds up were chosen from samples or their tokens, by a mask, say."""
+    waiting = [child for child, _ in node.next_functions if child is not None]
+    for _ in range(_FEW):
+        if not waiting:
+            return False
+        inner = waiting.pop()
+        if all(tuple(known.shape)[:1] != (rows,) for known in inner._input_metadata):
+            continue
+        sizes = sizes_of(inner)
+        if inner.name() in _CHOOSING and sizes:
+            return sizes[0] % samples == 0 or samples in sizes
+        waiting += [child for child, _ in inner.next_functions if child is not None]
+    return False
 
 
 def _divided(term: LossTerm, divisors: Sequence[_Divisor], sizes: Sequence[int], samples: int, total: int) -> LossTerm:
@@ -265,8 +402,10 @@ def joins_terms(node: Any, samples: int) -> bool:
         return False
     sizes = sizes_of(node)
     child = node.next_functions[0][0]
+    # Rows of several values each are no terms, but what was chosen of each sample, say.
     is_joint = child is not None and child.name() in ("StackBackward0", "CatBackward0")
-    return not sizes or (is_joint and tuple(sizes) != (samples,) and len(sizes) == 1)
+    is_joint = is_joint and len(sizes) == 1 and len(child.next_functions) == sizes[0]
+    return not sizes or (is_joint and tuple(sizes) != (samples,))
 
 
 def has_samples(node: Any, samples: int) -> bool:

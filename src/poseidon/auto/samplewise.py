@@ -86,8 +86,8 @@ def _taken(node: Any, output: int, source: Any, samples: int) -> int | None:
         number, count = output, len(node._input_metadata)
     else:
         return None
-    if node._saved_dim != 0 or count != samples:
-        return None
+    if node._saved_dim != 0 or count != samples or source.name().endswith("AccumulateGrad"):
+        return None  # of a tensor that is trained itself, such as the weights of as many losses
     shape = node._input_metadata[0].shape
     rest = shape[1:] if name == "SplitBackward0" else shape
     # One of as many time steps, or heads, has an axis of samples left.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from poseidon.auto.reductions import Counts, Portion, describe, pack, read_terms, weigh
+from poseidon.auto.reductions import Counts, Portion, describe, differ, pack, read_terms, scalings, weigh
 
 torch.manual_seed(0)
 ROWS, CLASSES = 12, 5
@@ -66,7 +66,24 @@ LOSSES: dict[str, Loss] = {
     "distances": lambda w, x, y, n: torch.cdist(x, w.t()).sum(),
     "normalised": lambda w, x, y, n: F.layer_norm(x, (4,), w[:, 0], w[:, 1]).square().sum(),
     "by time": lambda w, x, y, n: (x @ w).t().square().sum(),
+    "learned weight": lambda w, x, y, n: (x @ w).exp().mean() + w.mean().exp() * (x @ w).square().sum() + w.mean(),
+    "learned divisor": lambda w, x, y, n: F.cross_entropy(x @ w, y) / (2 * w.mean() ** 2) + (x @ w).exp().mean(),
+    "learned weight of two": lambda w, x, y, n: w.mean() * ((x @ w).square().sum() + (x @ w).exp().sum()),
+    "twice": lambda w, x, y, n: (lambda one: one + 0.5 * one)((x @ w).square().sum()),
+    "finite": lambda w, x, y, n: (lambda one: torch.where(one < 1e9, one, 0.0))((x @ w).sum()) + (x @ w).exp().mean(),
+    "joined": lambda w, x, y, n: torch.cat([r[: int(k)] for r, k in zip((x @ w).exp(), n)]).mean(),  # noqa: B905
+    "chosen sum": lambda w, x, y, n: (x @ w).square()[n > 2].sum() + (x @ w).exp().mean(),
+    "chosen and divided": lambda w, x, y, n: ((x @ w)[n > 2].exp() * 3).sum() / (n > 2).sum() + (x @ w).exp().mean(),
+    "in pieces": lambda w, x, y, n: sum(F.l1_loss(p, 0 * p, reduction="sum") for p in (x @ w).split(2)) / len(x),
+    "in pieces by count": lambda w, x, y, n: (
+        sum(F.cross_entropy(a, b, reduction="sum") for a, b in zip((x @ w).split(2), y.split(2)))  # noqa: B905
+        / (y >= 0).sum()
+    ),
 }
+
+
+NOT_ALONE = ("joined", "learned divisor")
+"""Where a worker with a single sample cannot tell it from the batch, or one without a target has no number."""
 
 
 def gradient(loss: Loss, rows: slice) -> Tensor:
@@ -79,6 +96,8 @@ def gradient(loss: Loss, rows: slice) -> Tensor:
 @pytest.mark.parametrize("bounds", [(0, 6, 12), (0, 4, 8, 12), (0, 5, 12), (0, 3, 4, 12)])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_parts_weigh_what_they_do_in_the_whole(name: str, bounds: tuple[int, ...]) -> None:
+    if name in NOT_ALONE and bounds == (0, 3, 4, 12):
+        bounds = (0, 3, 6, 12)
     _check_parts(LOSSES[name], bounds)
 
 
@@ -91,9 +110,13 @@ def _check_parts(loss: Loss, bounds: tuple[int, ...]) -> None:
     rows = [pack(mine, p.real) for mine, p in zip(terms, portions, strict=True)]
     total = torch.zeros_like(WEIGHT)
     for w, value, mine, portion in zip(weights, values, terms, portions, strict=True):
-        for term, factor in zip(mine, weigh(mine, rows, portion, Counts()), strict=True):
-            for node in term.nodes:
-                node.register_prehook(lambda g, f=factor / portion.weight: tuple(each * f for each in g))
+        factors = weigh(mine, rows, portion, Counts())
+        nodes, disagrees = scalings(mine, factors)
+        assert not disagrees
+        assert not differ(rows)
+        for node, factor in nodes.items():
+            node.register_prehook(lambda g, f=factor / portion.weight: tuple(each * f for each in g))
+        for term, factor in zip(mine, factors, strict=True):
             assert describe(term, factor, portion).startswith("the loss is")
         value.backward(torch.tensor(portion.weight, dtype=torch.float64))
         assert w.grad is not None
@@ -178,3 +201,43 @@ def test_several_losses_are_read_together() -> None:
     losses = [(X[:6] @ w).square().mean(), (X[:6] @ w).sum()]
     assert [term.is_sum for term in read_terms(losses, 6, ROWS)] == [False, True]
     assert read_terms([*losses, X[:6] @ w], 6, ROWS) == [], "one of them is no number"
+
+
+def test_terms_that_another_worker_does_not_have_are_noticed() -> None:
+    w = WEIGHT.clone().requires_grad_()
+    z = X[:6] @ w
+    of_classes = [pack(read_terms([sum(z[:k].mean() for k in range(1, count))], 6, ROWS), 1.0) for count in (4, 5)]  # type: ignore[list-item]
+    assert differ(of_classes)
+    assert not differ(of_classes[:1] * 2)
+
+
+def test_a_learned_weight_of_a_sum_and_a_mean_cannot_be_right_for_both() -> None:
+    w = WEIGHT.clone().requires_grad_()
+    portion = Portion(6, ROWS, 6, 2)
+    for inner, disagrees in (((X[:6] @ w).exp().mean(), True), ((X[:6] @ w).exp().sum(), False)):
+        terms = read_terms([w.mean() * ((X[:6] @ w).square().sum() + inner)], 6, ROWS)
+        assert scalings(terms, weigh(terms, [pack(terms, 1.0)] * 2, portion, Counts()))[1] is disagrees
+
+
+def test_a_weight_of_as_many_losses_as_there_are_samples_is_no_sample() -> None:
+    weights = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    terms = read_terms(
+        [(X[:6] @ WEIGHT.clone().requires_grad_()).exp().mean() * weights[0].exp() + weights[0]], 6, ROWS
+    )
+    assert [term.is_sum for term in terms] == [False]
+
+
+def test_a_sum_that_cannot_be_read_is_named_beside_a_term_that_can() -> None:
+    w = WEIGHT.clone().requires_grad_()
+    z = X[:6] @ w
+    by_class = torch.zeros(5).double().index_add(0, LABELS[:6].clamp(min=0), z.square().sum(1))
+    assert [len(term.nodes) for term in read_terms([by_class.sum() + z.exp().mean()], 6, ROWS)].count(0) == 1
+
+
+def test_a_constant_of_earlier_steps_is_one_where_a_short_batch_has_as_many_samples() -> None:
+    known = Counts()
+    for samples, factor in ((6, 2.0), (4, 2.0)):
+        w = WEIGHT.clone().requires_grad_()
+        terms = read_terms([(X[:samples] @ w).square().sum() / 4], samples, 2 * samples)
+        portion = Portion(samples, 2 * samples, samples, 2)
+        assert weigh(terms, [pack(terms, 1.0)] * 2, portion, known) == [factor]
