@@ -155,9 +155,10 @@ def test_cells_without_any_speedup_leave_the_picture_out(tmp_path, capsys):
     assert "no picture" in capsys.readouterr().err
 
 
-def test_a_file_that_holds_no_results_is_named(tmp_path, capsys):
+@pytest.mark.parametrize("content", ["{}", "[]", "3", "null", '"to_loss"'])
+def test_a_file_that_holds_no_results_is_named(content, tmp_path, capsys):
     file = tmp_path / "x.json"
-    file.write_text("{}")
+    file.write_text(content)
     assert main(["bench", "--plot", str(file)]) == 1
     assert f"{file} is not a file of benchmark results" in capsys.readouterr().err
 

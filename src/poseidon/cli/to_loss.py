@@ -149,7 +149,8 @@ def parse_stalls(word: str) -> tuple[float, float]:
 
 def holds_losses(path: Path) -> bool:
     """Return whether a file of results is of this comparison."""
-    return "to_loss" in files.read_json(path, "results")
+    results = files.read_json(path, "results")
+    return isinstance(results, dict) and "to_loss" in results
 
 
 def _parse_batch(word: str) -> int:
