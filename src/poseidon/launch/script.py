@@ -25,7 +25,8 @@ def check_script(path: Path) -> None:
             compile(source, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         line = (error.text or "").strip()
-        raise ConfigError(f"{path}:{error.lineno}: {error.msg}" + (f": {line}" if line else "")) from None
+        place = path if error.lineno is None else f"{path}:{error.lineno}"  # bytes that are no text have no line
+        raise ConfigError(f"{place}: {error.msg}" + (f": {line}" if line else "")) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the script {path} cannot be read: {error}") from None
 

@@ -173,7 +173,7 @@ def test_scripts_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.py:2: invalid syntax: def f\(:"):
         check_script(tmp_path / "a.py")
     (tmp_path / "a.py").write_bytes(b"x = '\xff'\n")
-    with pytest.raises(ConfigError, match=r"a\.py"):
+    with pytest.raises(ConfigError, match=r"a\.py: invalid or missing encoding"):
         check_script(tmp_path / "a.py")
     (tmp_path / "a.py").write_text("'\\d'\nimport no_such_module_at_all\n")
     check_script(tmp_path / "a.py")
