@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from poseidon import files
 from poseidon.errors import ConfigError
 from poseidon.planning.profile import Profile
+from poseidon.planning.table import format_bytes
 
 DEFAULT_BATCH = 32
 RATE_ROUNDS = 9
@@ -121,7 +123,19 @@ def _on_meta(name: str, batch: int) -> tuple[Any, Any]:
         return on_meta(*load_model(name, batch))
     with torch.device("meta"):
         network = zoo.build(name)
-    return network.model, tuple(part.to("meta") for part in network.batch(batch)[0])
+    return network.model, tuple(part.to("meta") for part in _draw(network, name, batch))
+
+
+def _draw(network: Any, name: str, batch: int) -> tuple[Any, ...]:
+    """Return a batch of inputs of a network of the zoo."""
+    needed = batch * sum(part.nbytes for part in network.batch(1)[0])
+    if needed > (most := files.memory_bytes()):
+        raise ConfigError(
+            f"--batch is {batch}: so many samples of {name} take {format_bytes(needed)} and this machine has "
+            f"{format_bytes(most)}; choose a smaller batch"
+        )
+    inputs: tuple[Any, ...] = network.batch(batch)[0]
+    return inputs
 
 
 def load_model(name: str, batch: int) -> tuple[Any, Any]:
@@ -130,7 +144,7 @@ def load_model(name: str, batch: int) -> tuple[Any, Any]:
 
     if name in zoo.names() or zoo.is_borrowed(name):
         network = zoo.build(name)
-        return network.model, network.batch(batch)[0]
+        return network.model, _draw(network, name, batch)
     module_name, _, attribute = name.partition(":")
     if not attribute or not module_name or module_name.startswith("."):
         near = difflib.get_close_matches(name, zoo.names(), n=1)
