@@ -41,6 +41,24 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
         assert b"Traceback" not in process.stderr.read()
 
 
+def test_output_that_cannot_be_written_ends_with_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "poseidon", "completion", "bash"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "poseidon completion: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_without_input_or_output_does_its_work(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('done', 'w').close(); print('done')")
+    command = f"exec {sys.executable} -m poseidon run --nproc 1 --log-dir logs train.py {closed}"
+    ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, (tmp_path / "done").exists()) == (0, True)
+    assert (tmp_path / "logs" / "worker-0.log").read_text() == "done\n"
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,6 +118,7 @@ def test_plan_of_a_users_model(
         (["lenet", "--machines", "0"], "at least 1 machine"),
         (["lenet", "--rate", "fast"], "rate 'fast'"),
         (["lenet", "--batch", "0"], "--batch is 0"),
+        (["lenet", "--batch", str(10**20)], "so many samples of lenet take"),
     ],
 )
 def test_plan_refuses_what_makes_no_sense(

@@ -7,6 +7,7 @@ called, so that ``poseidon plan`` does not wait for the imports of ``poseidon la
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -84,19 +85,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"poseidon {name}: {known}", file=sys.stderr)
         return known.exit_status
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). What is still buffered must go somewhere at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has seen enough (`| head`).
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # An error about a file names it; the output has no name.
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"poseidon {name}: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"poseidon {name}: interrupted", file=sys.stderr)
         return 130
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def command() -> NoReturn:
     """Be the process of the ``poseidon`` command."""
+    _open_closed_streams()
     status = main()
     closing.end_after_hooks(status)
     sys.exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without input or output (``>&-``) the null device in its place.
+
+    The next file or socket would get that number, and what is printed would go there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one. Processes that are started inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
 
 
 def _overview_parser() -> argparse.ArgumentParser:
