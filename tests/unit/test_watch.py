@@ -1,6 +1,8 @@
 """The thin part of the watch: what it sends, hears, and raises."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from poseidon.team import life, watch
 from poseidon.team import team as team_module
 from poseidon.team.life import Beat
 from poseidon.team.membership import Member, Membership, PeerLostError
-from poseidon.team.pulse import BUSY_BYTES, Pulse, waiting_call
+from poseidon.team.pulse import BUSY_BYTES, Pulse, uncaught, waiting_call
 from poseidon.team.team import Team
 from poseidon.team.watch import Watch
 from poseidon.wire.mesh import Heard, MeshError
@@ -288,6 +290,48 @@ def test_only_the_team_that_was_noted_last_tells_the_launcher(
     _await_beats(mesh, 3)
     _await_beats(other, 3)
     assert set(told) == {(7, "in backward")}, "or the launcher would take two workers' states in turn for progress"
+
+
+def test_the_launcher_hears_how_far_a_worker_came(open_watch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, str]] = []
+    monkeypatch.setattr(watch.report, "tell", lambda step, doing: told.append((step, doing)))
+    monkeypatch.setattr(watch, "BEAT_S", 60.0)  # it ends before the second beat
+    one, _ = open_watch()
+    one.note(21, "finished backward")
+    one.close()
+    assert told[-1] == (21, "finished backward")
+
+
+def test_a_script_that_ended_with_an_error_has_failed_while_its_process_waits_for_threads(
+    open_watch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, mesh = open_watch()
+    _await_beats(mesh, 2)
+    assert not mesh.sent[-1].left
+    monkeypatch.setattr(watch, "uncaught", lambda: ValueError("the reason of it all"))
+    _await_beats(mesh, 2)
+    assert (mesh.sent[-1].left, mesh.sent[-1].why) == ("failed", "ValueError: the reason of it all")
+
+
+LEFT_BEHIND = """
+import threading, time
+from poseidon.team.pulse import uncaught
+
+def stay():
+    while uncaught() is None:
+        time.sleep(0.01)
+    print("seen:", uncaught())
+
+threading.Thread(target=stay).start()
+raise ValueError("the reason of it all")
+"""
+
+
+def test_an_error_is_seen_while_the_process_waits_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "seen: the reason of it all\n")
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert uncaught() is None, "at a prompt the program goes on"
 
 
 class Work:

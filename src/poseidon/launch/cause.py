@@ -79,6 +79,7 @@ _ACCUSED = re.compile(
     r"(?:rank|worker) (\d+)(?: \([^)]*\))? "
     r"(is dead or cut off|never reported|sent a damaged message|is alive, at step \d+, [a-z]+(?: [a-z]+)*"
     r"(?:, waiting for (?:(?! \(waited |; rank |, but ).)+)?"
+    r"|failed at step \d+, [a-z]+(?: [a-z]+)*: (?!WorkerLostError)(?:(?!\. The wait ended with).)+"
     r"|is lost after clock \d+|was given up by the others)"
 )
 _SUSPECTED = re.compile(r"rank (\d+) \([^)]*\) (is probably gone)")

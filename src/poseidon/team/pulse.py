@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -47,6 +49,20 @@ def moved_bytes() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def uncaught() -> BaseException | None:
+    """Return the error that ended the script, while its process waits for other threads of the script to end.
+
+    Exit hooks, by which the other workers would hear of it, run only after that, which may be never.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return None  # nearly always
+    calls = calls_of(threading.main_thread().ident or 0)
+    # At a prompt an error does not end the script, and it is kept as well.
+    is_ending = bool(calls) and calls[-1].name == "_shutdown" and calls[-1].path.endswith("threading.py")
+    return error if is_ending else None
 
 
 def waiting_call(thread: int) -> tuple[str, int]:

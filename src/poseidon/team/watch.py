@@ -24,7 +24,7 @@ from poseidon.observe.recorder import Recorder
 from poseidon.observe.steps import StepClock
 from poseidon.team.life import BEAT_S, PHASES, SILENT_BEATS, Beat, Life
 from poseidon.team.membership import Membership
-from poseidon.team.pulse import Pulse, waiting_call
+from poseidon.team.pulse import Pulse, uncaught, waiting_call
 from poseidon.wire.mesh import Mesh
 from poseidon.wire.transport import LostHandler
 
@@ -134,6 +134,8 @@ class Watch:
             last = replace(last, left=left) if error is None else replace(last, left=FAILED, why=first_line(error))
         self._mesh.signal(last.pack())
         self._mesh.part()
+        # The last beat may be a second old, or have come before the first step.
+        self._tell_launcher()
 
     def guard(self, work: Any, what: str) -> None:
         """Enforce a limit on an operation that the host does not wait for: NCCL's never end when a peer hangs.
@@ -243,7 +245,8 @@ class Watch:
     def _beat(self) -> Beat:
         waits_for, number = self._outer_wait()
         beat = Beat(self._step, self._doing, waits_for, number, self._pulse.work)
-        return beat if self._loss is None else replace(beat, left=FAILED, why=first_line(self._loss))
+        error = self._loss or uncaught()
+        return beat if error is None else replace(beat, left=FAILED, why=first_line(error))
 
     def _outer_wait(self) -> tuple[str, int]:
         for number, what in list(self._waits.items()):
@@ -268,12 +271,15 @@ class Watch:
         while True:
             self._pulse.look()
             self._mesh.signal(self._beat().pack())
-            if not _noted or _noted[0]() in (None, self):
-                report.tell(step=self._step, doing=self._doing)
+            self._tell_launcher()
             self.look()
             self._check_guarded()
             if self._stop.wait(BEAT_S):
                 return
+
+    def _tell_launcher(self) -> None:
+        if not _noted or _noted[0]() in (None, self):
+            report.tell(step=self._step, doing=self._doing)
 
     def _check_guarded(self) -> None:
         while self._guarded and self._guarded[0][1].is_completed():

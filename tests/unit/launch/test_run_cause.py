@@ -89,6 +89,19 @@ def test_a_worker_that_the_others_wait_for_hangs() -> None:
     assert "at step 3, in forward" in cause.how
 
 
+def test_a_worker_that_failed_and_does_not_end_is_the_cause() -> None:
+    said = "WorkerLostError: rank 0 (ape) gave up waiting: rank {} (host) failed at step 20, finished backward: {}"
+    why = "WorkerLostError: rank 1 (host) failed at step 20, finished backward: ValueError: x. The wait ended with: EOF"
+    deaths = [
+        ended(0, 1, said.format(1, "ValueError: x. The wait ended with: TimeoutError: no answer")),
+        ended(2, 1, said.format(0, why)),
+    ]
+    assert accused(deaths) == (1, "failed at step 20, finished backward: ValueError: x")
+    cause = resolve(deaths, {1: "bee"}, [])
+    assert cause is not None
+    assert (cause.rank, cause.kind) == (1, DeathKind.HANG)
+
+
 def test_whoever_accuses_in_many_lines_has_one_vote() -> None:
     refused = "rank 0 refused LOST of rank 2: worker 2 was given up by the others and cannot continue"
     deaths = [
