@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,18 @@ def test_quickstart_gives_the_same_accuracy_with_one_worker(capfd: pytest.Captur
     assert float(one[1]) > 70
     shown = re.findall(r"loss ([\d.]+)$", progress, flags=re.MULTILINE)
     assert shown[-1] == re.findall(r"^1 .*% +([\d.]+)", out, flags=re.MULTILINE)[0], "two different losses were shown"
+
+
+def test_an_interrupted_quickstart_ends_with_one_line() -> None:
+    command = [sys.executable, "-m", "poseidon", "quickstart", "--workers", "2", "--machines", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any("training with 2 workers" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == "poseidon quickstart: interrupted\n"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def _train(args: argparse.Namespace, workers: int, result: Path) -> dict[str, fl
     command += ["--batch", str(args.batch // workers)]
     print(f"\n== training with {workers} worker{'s' * (workers > 1)} ==", flush=True)
     # Threads that spin while they wait would make one worker crawl on a machine that is busy with something else.
-    status = run_workers(command, workers, {"OMP_WAIT_POLICY": "passive", **os.environ})
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    status = run_workers(command, workers, environment, hears_interrupt=False)
     if status != 0:
         error = PoseidonError(
             f"training with {workers} worker(s) ended with status {status}; its output above says why"

@@ -25,17 +25,20 @@ _CAUSE_S = 10.0
 _PASSED_ON = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
-def run_workers(command: Sequence[str], count: int, environ: Mapping[str, str] | None = None) -> int:
+def run_workers(
+    command: Sequence[str], count: int, environ: Mapping[str, str] | None = None, *, hears_interrupt: bool = True
+) -> int:
     """Run ``command`` as ``count`` workers with torchrun's variables; return the exit status of the job.
 
-    Workers share this process's output. The first one that fails ends the others.
+    Workers share this process's output. The first one that fails ends the others. ``hears_interrupt=False`` is for
+    workers that have nothing to do after a Ctrl-C: they are ended, and this function raises ``KeyboardInterrupt``.
     """
     if not 1 <= count <= MOST_WORKERS:
         raise ConfigError(f"a job on this machine has 1 to {MOST_WORKERS} workers, not {count}")
     reading, writing = os.pipe()
     workers: list[subprocess.Popen[bytes]] = []
     try:
-        with _passing_signals_on(workers), reserve_port("127.0.0.1") as meeting:
+        with _passing_signals_on(workers, hears_interrupt), reserve_port("127.0.0.1") as meeting:
             base = {**(os.environ if environ is None else environ), LIFELINE.name: str(reading)}
             for rank in range(count):
                 env = worker_environment(rank, count, meeting.getsockname()[1], base)
@@ -116,12 +119,13 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _passing_signals_on(workers: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _passing_signals_on(workers: Sequence[subprocess.Popen[bytes]], hears_interrupt: bool) -> Iterator[None]:
     def pass_on(number: int, _: object) -> None:
         for worker in workers:
             worker.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    passed_on = [number for number in _PASSED_ON if hears_interrupt or number != signal.SIGINT]
+    before = {number: signal.signal(number, pass_on) for number in passed_on}
     try:
         yield
     finally:
