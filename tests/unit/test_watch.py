@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +312,18 @@ def test_a_script_that_ended_with_an_error_has_failed_while_its_process_waits_fo
     monkeypatch.setattr(watch, "uncaught", lambda: ValueError("the reason of it all"))
     _await_beats(mesh, 2)
     assert (mesh.sent[-1].left, mesh.sent[-1].why) == ("failed", "ValueError: the reason of it all")
+
+
+def test_in_an_elastic_job_a_script_that_ended_with_an_error_resigns(
+    open_watch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_resigned = threading.Event()
+    monkeypatch.setattr(watch, "this_job", lambda: SimpleNamespace(resign=has_resigned.set))
+    _, mesh = open_watch()
+    _await_beats(mesh, 3)
+    assert not has_resigned.is_set()
+    monkeypatch.setattr(watch, "uncaught", ValueError)
+    assert has_resigned.wait(30), "the others would wait for it to leave its step"
 
 
 LEFT_BEHIND = """

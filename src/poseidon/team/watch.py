@@ -270,6 +270,9 @@ class Watch:
     def _beat_until_closed(self) -> None:
         while True:
             self._pulse.look()
+            job = this_job()
+            if job is not None and uncaught() is not None:
+                job.resign()  # it cannot leave its step, and the others would wait until its process ends
             self._mesh.signal(self._beat().pack())
             self._tell_launcher()
             self.look()
