@@ -33,6 +33,7 @@ from poseidon.checkpoints.states import Stateful
 from poseidon.errors import ConfigError, WorkerLostError
 from poseidon.job.elastic import this_job
 from poseidon.job.limits import time_limit
+from poseidon.team.watch import count_alone
 
 
 class Checkpoint:
@@ -119,6 +120,8 @@ class Checkpoint:
         lasting = self._lasting if self._lasting is not None and self._lasting.is_running else None
         if lasting is not None:
             lasting.keep(done)
+            if self._saving.team is None:
+                count_alone(done)
         self._saving.refuse_others()
         due_s = self._every_s is not None and time.monotonic() - self._saving.saved_at >= self._every_s
         signals, is_late = self._ending.agree(self._saving.team, due_s)

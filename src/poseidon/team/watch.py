@@ -21,7 +21,7 @@ from poseidon.job import tell as report
 from poseidon.job.closing import Stage, at_exit
 from poseidon.job.elastic import this_job
 from poseidon.observe.recorder import Recorder
-from poseidon.observe.steps import StepClock
+from poseidon.observe.steps import BETWEEN, FORWARD, StepClock
 from poseidon.team.life import BEAT_S, PHASES, SILENT_BEATS, Beat, Life
 from poseidon.team.membership import Membership
 from poseidon.team.pulse import Pulse, uncaught, waiting_call
@@ -376,6 +376,15 @@ def keep_clock() -> StepClock:
         for watch in list(_OPEN):
             watch.clock = watch.clock or _CLOCKS[0]
     return _CLOCKS[0]
+
+
+def count_alone(done: int) -> None:
+    """Note that a worker whom the others have left has completed its step of this number: no engine says so."""
+    for recorder in _RECORDERS:
+        now = time.monotonic()
+        recorder.clock.mark(BETWEEN, done - 1, now)
+        recorder.clock.mark(FORWARD, done, now)
+        report.tell(step=done, doing=PHASES[FORWARD])
 
 
 def _find_recorder(mesh: Mesh) -> Recorder | None:

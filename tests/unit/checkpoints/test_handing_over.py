@@ -27,6 +27,8 @@ from poseidon.checkpoints.program import ProgramState
 from poseidon.checkpoints.sharing import Stock, plan_consignments
 from poseidon.checkpoints.states import holds
 from poseidon.errors import WorkerLostError
+from poseidon.observe.steps import ENDING, FORWARD, StepClock
+from poseidon.team import watch
 from poseidon.wire.sealing import SEALED_BYTES
 
 HERE = "127.0.0.1"
@@ -334,6 +336,22 @@ def test_a_worker_that_waits_for_others_saves_what_it_keeps_when_it_is_asked_to_
         assert checkpoint.resume() == 7
         assert checkpoint.values == {"best": 0.5}
     assert torch.equal(model.weight, kept)
+
+
+def test_the_steps_of_a_worker_whom_the_others_have_left_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(0.0)
+    clock.mark(ENDING, 55, 1.0)  # in which the others were lost
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(watch, "_RECORDERS", [SimpleNamespace(clock=clock)])
+    monkeypatch.setattr(watch.report, "tell", lambda **facts: told.append(facts))
+    with poseidon.Checkpoint(None, model=torch.nn.Linear(3, 2)) as checkpoint:
+        job: Any = SimpleNamespace(seat=None, is_wanted=False)
+        lasting = LastingRun(job, checkpoint._program, checkpoint._saving, checkpoint._ending, replicas=1)
+        checkpoint._lasting, lasting.is_running = lasting, True
+        for done in (56, 57):
+            checkpoint.step(done)
+    assert (clock.step, clock.steps, clock.phase) == (57, 2, FORWARD)
+    assert told[-1] == {"step": 57, "doing": "in forward"}
 
 
 def test_an_interrupted_evaluation_leaves_no_module_in_its_mode(tmp_path: Path) -> None:
