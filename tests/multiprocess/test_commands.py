@@ -59,7 +59,7 @@ def test_output_that_cannot_be_written_ends_with_one_line() -> None:
         command = [sys.executable, "-m", "poseidon", "completion", "bash"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == "poseidon completion: cannot write the output: No space left on device\n"
+    assert ended.stderr == "poseidon completion: cannot write its output, or a file: No space left on device\n"
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

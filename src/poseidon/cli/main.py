@@ -89,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # An error about a file names it; the output has no name.
+        # An error about a file that cannot be opened names it; what is written to has no name.
         if error.errno not in _FULL or error.filename is not None:
             raise
         _drop_output()
-        print(f"poseidon {name}: cannot write the output: {error.strerror}", file=sys.stderr)
+        print(f"poseidon {name}: cannot write its output, or a file: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"poseidon {name}: interrupted", file=sys.stderr)
