@@ -241,7 +241,7 @@ def _distribute_local(
     mine = {name: options.pop(name) for name in _LOCAL_OPTIONS if name in options}
     fragments = mine.pop("fragments", 1)
     # As long as it can take without two fragments under way.
-    overlap = mine.pop("overlap", every // fragments if fragments > 1 else 0)
+    overlap = mine.pop("overlap", every // fragments if isinstance(fragments, int) and fragments > 1 else 0)
     with_buffers = options.get("forward_sync_buffers") is not False and options.get("broadcast_buffers") is not False
     if not mine.get("warmup_steps") and options.get("routes"):
         raise ConfigError(

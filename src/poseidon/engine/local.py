@@ -122,10 +122,11 @@ class LocalUpdates(Policy):
         check_outer(outer)
         if compress is not None:
             find_codec(compress)
-        if not 0 <= mix < 1:
-            raise ConfigError(f"mix is {mix}; expected the share of its own weights that a worker keeps, from 0 to 1")
-        if warmup_steps < 0:
-            raise ConfigError(f"warmup_steps is {warmup_steps}; expected at least 0")
+        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+            raise ConfigError(f"mix is {mix!r}; expected the share of its own weights that a worker keeps, from 0 to 1")
+        # A fraction would never be reached: rounds would begin from what the parameters were before the warm-up.
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ConfigError(f"warmup_steps is {warmup_steps!r}; expected a whole number of at least 0")
         self.plain = type(optimizer)
         self.schedule = schedule
         # What is under way when a worker is lost cannot be done again; and by time, steps differ between workers.

@@ -36,6 +36,9 @@ class LocalSchedule:
     """Steps that a worker goes on taking while a fragment is under way."""
 
     def __post_init__(self) -> None:
+        for name in ("fragments", "overlap"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a whole number")
         if self.every < 0 or self.every_s < 0 or not (self.every or self.every_s):
             raise ConfigError(f"sync_every is {self.every or self.every_s}; expected at least 1 step, or more than 0 s")
         if self.every_s and (self.fragments != 1 or self.overlap):
