@@ -4,6 +4,8 @@ import io
 import os
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from poseidon.errors import ConfigError
 from poseidon.job import tell as report
 from poseidon.job.interfaces import address_of, interface_with, reserve_port
-from poseidon.launch import protocol
+from poseidon.launch import processes, protocol
 from poseidon.launch.agent import look_around, network_variables
 from poseidon.launch.hosts import Host
 from poseidon.launch.lines import LONGEST, LineCutter
@@ -277,3 +279,23 @@ def test_a_busy_machine_of_the_launchers_own_is_not_lost() -> None:
     # In an elastic job a machine that was given up too early comes back.
     assert protocol.patience_s(protocol.ELASTIC_SILENCE_S, is_local=True) == protocol.ELASTIC_SILENCE_S
     assert protocol.beat_s(protocol.LOCAL_SILENCE_S) == protocol.ALIVE_S
+
+
+HALF_ENDED = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("there", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_has_ended_when_all_its_threads_have() -> None:
+    with subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            os.sched_yield()
+        assert process.pid in processes.descendants(os.getpid()), "its other thread holds its files and locks"
+        process.kill()
+        process.wait()
+        assert process.pid not in processes.descendants(os.getpid())
