@@ -24,7 +24,6 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    free_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -97,15 +97,15 @@ def parse_nvidia_smi(text: str) -> tuple[tuple[Gpu, ...], str]:
     """Return GPUs and driver version from nvidia-smi's CSV output."""
     gpus, driver = [], ""
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(row) == 4 and row[2].isdigit() and row[3].isdigit():
-            gpus.append(Gpu(row[0], int(row[2]) << 20, int(row[3]) << 20))
+        if len(row) == 3 and row[2].isdigit():
+            gpus.append(Gpu(row[0], int(row[2]) << 20))
             driver = row[1]
     return tuple(gpus), driver
 
 
 def read_driver_gpus() -> tuple[tuple[Gpu, ...], str]:
     """Return the driver's GPUs and version; nothing without nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         answer = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
         return parse_nvidia_smi(answer.stdout)

@@ -37,8 +37,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from poseidon.errors import unknown_name
-
 ETHERNET_PAYLOAD = 1448 / 1538
 """Share of an Ethernet link that carries data: TCP with timestamps at MTU 1500, including preamble and gap."""
 LAB_PAYLOAD = 0.997
@@ -171,10 +169,3 @@ def transports_of(is_nccl: bool, cores_per_worker: float, computes: bool) -> Tra
         return Transports(collectives, messages, 0.0, ISSUE_S)
     contention = contention_on(cores_per_worker)
     return Transports(collectives.crowded(cores_per_worker), messages.crowded(cores_per_worker), contention)
-
-
-def find_medium(name: str) -> Medium:
-    """Return a transport by name."""
-    if name not in MEDIA:
-        raise unknown_name("transport", name, list(MEDIA))
-    return MEDIA[name]

@@ -49,11 +49,6 @@ def cut(
     return [_cut_slot(slot, size, loads, chunk_elements, least) for slot, size in enumerate(sizes)]
 
 
-def owned_by(owner: int, slots: Sequence[Sequence[Chunk]]) -> list[Chunk]:
-    """Return the chunks of all ``slots`` that belong to ``owner``."""
-    return [chunk for chunks in slots for chunk in chunks if chunk.owner == owner]
-
-
 def _cut_slot(slot: int, size: int, loads: dict[int, int], largest: int, least: int) -> tuple[Chunk, ...]:
     """Cut one slot and add its chunks to ``loads``.
 

@@ -41,7 +41,6 @@ class Kind(IntEnum):
     """A worker's part of a chunk, for the chunk's owner."""
     SUM = 4
     """The sum of a chunk, from its owner to every worker."""
-    BARRIER = 5
     GET = 6
     """A request for rows of a table."""
     ROW = 7

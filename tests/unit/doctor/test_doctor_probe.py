@@ -89,8 +89,8 @@ def test_what_the_system_s_files_say():
     assert machine.cpu_model("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n") == "Some CPU @ 2 GHz"
     assert machine.memory_field("MemTotal: 10 kB\nMemAvailable:  4 kB\n", "MemAvailable") == 4096
     assert machine.memory_field("", "MemTotal") == 0
-    assert machine.parse_nvidia_smi("NVIDIA H200, 570.86.15, 143771, 143000\n") == (
-        (Gpu("NVIDIA H200", 143771 << 20, 143000 << 20),),
+    assert machine.parse_nvidia_smi("NVIDIA H200, 570.86.15, 143771\n") == (
+        (Gpu("NVIDIA H200", 143771 << 20),),
         "570.86.15",
     )
     assert machine.parse_nvidia_smi("No devices were found\n") == ((), "")
