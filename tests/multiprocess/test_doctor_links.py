@@ -1,5 +1,6 @@
 """The two ends of a link, joined by loopback inside one process."""
 
+import contextlib
 import socket
 import threading
 
@@ -26,16 +27,20 @@ def target(listener):
     return Target(HERE, TOKEN, listener.listening.bulk_port)
 
 
-def free_port():
-    with socket.create_server((HERE, 0)) as server:
-        return server.getsockname()[1]
+@contextlib.contextmanager
+def held_port():
+    """Yield a port on which nobody listens, and which the system gives nobody who does not ask for it."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((HERE, 0))
+        yield one.getsockname()[1]
 
 
 def test_ports_are_open_refused_or_answered_by_others(target):
-    with socket.create_server((HERE, 0)) as other:
+    with socket.create_server((HERE, 0)) as other, held_port() as closed:
         answering = threading.Thread(target=lambda: other.accept()[0].close())
         answering.start()
-        port, closed = other.getsockname()[1], free_port()
+        port = other.getsockname()[1]
         outcomes = reaching.try_ports(target, [target.bulk_port, port, closed])
         answering.join()
     assert outcomes[target.bulk_port] == OPEN
@@ -44,8 +49,8 @@ def test_ports_are_open_refused_or_answered_by_others(target):
 
 
 def test_a_port_in_use_is_told_and_the_others_are_listened_on():
-    with socket.create_server((HERE, 0)) as other:
-        taken, free = other.getsockname()[1], free_port()
+    with socket.create_server((HERE, 0)) as other, held_port() as free:
+        taken = other.getsockname()[1]
         listener = ProbeListener(HERE, [taken, free], TOKEN)
         listener.close()
     assert listener.listening.failed == {taken: BUSY}
