@@ -43,7 +43,7 @@ def is_followed() -> bool:
 def is_seen() -> bool:
     """Whether anybody would see what this thread does: those, or a mode, as a selective checkpoint has one."""
     return (
-        peek_interpreter_stack() is not None  # in line, as it is asked for each parameter and step
+        peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
     )

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-from poseidon.engine.aside import aside, in_order, is_seen, unseen
+from poseidon.engine.aside import aside, in_order, unseen
 from poseidon.engine.backward import Flight
 from poseidon.engine.claims import claim_memory
 from poseidon.engine.compiled import has_scripted_parts
@@ -152,7 +153,12 @@ class DeferredUpdates(TakenSteps):
                     self._touch(parameter)
 
     def _touch(self, parameter: nn.Parameter) -> None:
-        if is_seen():
+        # is_seen(), in line: it is asked for each parameter and step.
+        if (
+            peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None
+            or torch._C._len_torch_dispatch_stack() > 0
+        ):
             with unseen():
                 self._touch(parameter)
             return
