@@ -612,6 +612,49 @@ def test_owners_share_the_state_and_give_it_back(workers: int) -> None:
     run_ranks(_give_back, workers)
 
 
+class _WithNothing(nn.Module):
+    """Has a parameter without values, as models with an optional part do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = dist.get_rank() == 1 or not self.training  # where one worker uses it, all have its gradient
+        out: Tensor = self.last(self.first(x)) + (self.nothing.sum() if used else 0.0)
+        return out
+
+
+def _nothing() -> None:
+    twins.quiet()
+    found = []
+    for update in ("worker", "server"):
+        torch.manual_seed(3)
+        model = _WithNothing()
+        wrapped, optimizer = twins.distribute(
+            model, torch.optim.AdamW(model.parameters()), update, find_unused_parameters=True
+        )
+        for number in range(4):
+            optimizer.zero_grad()
+            wrapped(torch.ones(2, 4) * (number + dist.get_rank())).square().sum().backward()
+            optimizer.step()
+            if number == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        state = optimizer.state_dict()["state"]
+        assert list(state) == list(range(5))
+        assert state[0]["exp_avg"].shape == (0, 3)
+        assert model.nothing.grad is not None
+        found.append([float(entry["step"]) for entry in state.values()])
+        wrapped.close()
+    assert found == [[4.0] * 5, [4.0] * 5]
+
+
+def test_a_parameter_without_values_has_its_state() -> None:
+    run_ranks(_nothing, 2)
+
+
 # Workers that go.
 
 

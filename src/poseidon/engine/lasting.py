@@ -79,7 +79,8 @@ class LastingUpdates(ServedUpdates):
         with self._lock, in_private():
             full = self.optimizer.__dict__["state"]
             is_spread = self._exchanger is not None or self._inheritance is not None
-            served = set(self.engine.parameters) if is_spread else set()
+            # Each worker steps parameters without values by itself.
+            served = {parameter for parameter in self.engine.parameters if parameter.numel()} if is_spread else set()
             # This worker may have looked at all of it, and the others not.
             rest = {parameter: entry for parameter, entry in full.items() if parameter not in served}
             self.optimizer.__dict__["state"], self._is_bare = defaultdict(dict, rest), True

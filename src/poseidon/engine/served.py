@@ -269,6 +269,12 @@ class ServedUpdates(TakenSteps):
         while self._lazy:
             self._show_gradient(next(iter(self._lazy)))
 
+    def _show_empty_gradients(self) -> None:
+        """Put gradients without values in place: no owner has a piece of such a parameter, so it is stepped here."""
+        for parameter in [p for p in self._lazy if not p.numel()]:
+            _add_gradient(parameter, torch.zeros_like(parameter))
+            del self._lazy[parameter]
+
     # Weights.
 
     def _land(self, item: LiveItem | None) -> None:
@@ -318,7 +324,9 @@ class ServedUpdates(TakenSteps):
                 return
             with in_private():
                 self._order(options, group_of)
-            self._step_here([p for p in group_of if p not in self._item_of], options, group_of)
+                self._show_empty_gradients()
+            here = [p for p in group_of if p not in self._item_of or not p.numel()]
+            self._step_here(here, options, group_of)
             if self._is_scripted:
                 self.finish()
 
@@ -358,8 +366,8 @@ class ServedUpdates(TakenSteps):
             mine = self.optimizer.__dict__["state"]
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
-                    if parameter in full:
-                        mine[parameter] = full[parameter]
+                    if parameter in full or parameter in mine:
+                        mine[parameter] = full[parameter] if parameter in full else mine.pop(parameter)
             self._has_state = True
 
     def take_state(self) -> None:
@@ -406,7 +414,8 @@ class ServedUpdates(TakenSteps):
         state = self.optimizer.__dict__["state"]
         taken = self.exchanger.shard.state_in_hand(state)
         for parameter in self._item_of:
-            state.pop(parameter, None)
+            if parameter.numel():
+                state.pop(parameter, None)
         self._has_state = False
         return taken
 
