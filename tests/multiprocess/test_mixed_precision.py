@@ -395,3 +395,36 @@ def test_a_worker_without_input_takes_part_under_autocast() -> None:
 def test_compiled_models_under_autocast() -> None:
     for wrong in run_ranks(_try, 2, COMPILED, ["cheapest"], preload=["torch._inductor.compile_fx"]):
         assert not wrong
+
+
+def _twice(kind: str, is_tied: bool) -> list[Tensor]:
+    torch.manual_seed(1)
+    words, head = nn.Embedding(200, 8), nn.Linear(8, 200, bias=False)
+    if is_tied:
+        head.weight = words.weight
+    model = nn.Sequential(words, nn.Linear(8, 8), head).half()
+    wrapped: Any
+    if kind == "torch":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped = poseidon.DistributedDataParallel(model, cluster=slow_cluster())
+    for number in range(3):
+        model.zero_grad()
+        chance = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        one, other = (torch.randint(0, 200, (3, 4), generator=chance) for _ in range(2))
+        (wrapped(one).float().square().mean() + wrapped(other).float().square().mean()).backward()
+    found = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    if kind != "torch":
+        wrapped.close()
+    return found
+
+
+def _compare_twice() -> None:
+    for is_tied in (False, True):
+        for theirs, ours in zip(_twice("torch", is_tied), _twice("wrapper", is_tied), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
+def test_a_table_in_float16_that_is_used_twice() -> None:
+    # PyTorch adds up no rows in float16 on CPUs.
+    run_ranks(_compare_twice, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -123,8 +124,22 @@ def _kind(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Kind:
         return "linear"
     if type(module) in (nn.Embedding, nn.EmbeddingBag) and _owns_only(module, "weight"):
         has_rows = not module.scale_grad_by_freq and getattr(module, "mode", "") != "max"
-        return "embedding" if has_rows else "dense"
+        return "embedding" if has_rows and _adds_rows(weight.dtype, weight.device.type) else "dense"
     return "dense"
+
+
+@cache
+def _adds_rows(dtype: torch.dtype, device: str) -> bool:
+    """Return whether autograd can add up the rows of two look-ups; PyTorch cannot in float16 on a CPU."""
+    if dtype is not torch.float16 or device != "cpu":
+        return True
+    number = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    rows = torch.sparse_coo_tensor(number, torch.zeros(1, 1, dtype=dtype, device=device), (1, 1))
+    try:
+        rows + rows
+    except NotImplementedError:
+        return False
+    return True
 
 
 def is_conv1d(kind: type) -> bool:
