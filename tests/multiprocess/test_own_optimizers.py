@@ -135,6 +135,70 @@ def test_an_optimizer_that_counts_itself_is_refused_where_it_is_called_more_ofte
     assert any("changes its own attribute 'steps' in step()" in said for said in run_ranks(_count, 2, update))
 
 
+class Kept(torch.optim.SGD):
+    """Keeps something for each parameter, from some step on."""
+
+    is_elementwise = True
+    what: Any = None
+    begins = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            state["seen"] = (parameter.grad > 0).to(torch.uint8)
+            if state["step"] > self.begins:
+                state["kept"] = Kept.what(parameter)
+        super().step()
+
+
+KEPT: dict[str, tuple[Any, int, str]] = {
+    "two in one": (
+        lambda p: torch.zeros(2, *p.shape),
+        0,
+        "'kept' in its state, a tensor of torch.float32, of shape (2, ",
+    ),
+    "two, later": (
+        lambda p: torch.zeros(2, *p.shape),
+        2,
+        "'kept' in its state, a tensor of torch.float32, of shape (2, ",
+    ),
+    "a list": (lambda _: [1, 2, 3], 0, "'kept' in its state, a list"),
+    "complex": (lambda p: torch.zeros_like(p, dtype=torch.complex64), 0, "a tensor of torch.complex64"),
+}
+
+
+def _keep(name: str) -> str:
+    Kept.what, Kept.begins, _ = KEPT[name]
+    net = small_net()
+    model, optimizer = poseidon.distribute(net, Kept(net.parameters(), 0.1), update="server")
+    with pytest.raises((UnsupportedError, WorkerLostError)) as refused:
+        _train_apart(model, optimizer, "")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_state_that_owners_cannot_share_is_refused(name: str) -> None:
+    assert any(KEPT[name][2] in said for said in run_ranks(_keep, 2, name))
+
+
+def _keep_what_fits() -> None:
+    Kept.what = lambda _: torch.ones(())
+    net = small_net()
+    model, optimizer = poseidon.distribute(net, Kept(net.parameters(), 0.1), update="server")
+    _train_apart(model, optimizer, "")
+    state = optimizer.state_dict()["state"]
+    assert [one["seen"].shape for one in state.values()] == [one.shape for one in net.parameters()]
+    assert {one["step"] for one in state.values()} == {6}
+    assert all(one["kept"].numel() == 1 for one in state.values())
+    model.close()
+
+
+def test_a_state_of_single_values_and_other_types_is_shared() -> None:
+    run_ranks(_keep_what_fits, 2)
+
+
 def _share_a_trunk(update: str) -> None:
     trunk = nn.Linear(8, 8)
     actor, critic = nn.Sequential(trunk, nn.Linear(8, 4)), nn.Sequential(trunk, nn.Linear(8, 1))

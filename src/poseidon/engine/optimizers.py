@@ -147,6 +147,11 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
+def is_torchs_own(plain: type[Optimizer]) -> bool:
+    """Return whether a class is one of torch.optim that is known to treat every value by itself."""
+    return plain in _ELEMENTWISE
+
+
 def steps_one_by_one(plain: type[Optimizer]) -> bool:
     """Tell whether parameters may be stepped one after the other, in several calls.
 

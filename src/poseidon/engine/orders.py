@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from poseidon.engine.aside import aside
 from poseidon.engine.engine import Engine
-from poseidon.engine.optimizers import check_unchanged, freeze_options, make_stand_in, step_groups
+from poseidon.engine.optimizers import check_unchanged, freeze_options, is_torchs_own, make_stand_in, step_groups
 from poseidon.engine.replicas import sum_of_bits
-from poseidon.routes.shard import Piece, Shard, State
+from poseidon.routes.shard import Piece, Shard, State, check_state
 from poseidon.sums.chunks import Chunk
 from poseidon.team.team import Team
 
@@ -37,6 +37,8 @@ def make_update(
         with aside():
             step_groups(stand_in, plain, options, members)
         check_unchanged(plain, attributes, stand_in.__dict__, "owners step parts of parameters")
+        if not is_torchs_own(plain):
+            check_state((piece.held, state[piece.held]) for piece in pieces if piece.held in state)
 
     return update
 

@@ -48,7 +48,7 @@ from poseidon.engine.watched import Touch, unwatch, watch
 from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveItem, can_be_served
 from poseidon.routes.served import ServedExchanger
-from poseidon.routes.shard import Order, Piece, State, has_no_gaps, layout_of
+from poseidon.routes.shard import Order, Piece, State, check_state, has_no_gaps, layout_of
 
 
 class ServedUpdates(TakenSteps):
@@ -412,6 +412,7 @@ class ServedUpdates(TakenSteps):
     def _take_state(self) -> dict[Piece, dict[str, Any]]:
         """Return what the user's optimizer holds of the state of pieces owned here, and drop all of it there."""
         state = self.optimizer.__dict__["state"]
+        check_state((parameter, state[parameter]) for parameter in self._item_of if parameter in state)
         taken = self.exchanger.shard.state_in_hand(state)
         for parameter in self._item_of:
             if parameter.numel():

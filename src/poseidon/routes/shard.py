@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poseidon.errors import UnsupportedError
 from poseidon.routes.base import LiveItem
 from poseidon.sums.chunks import Chunk
 from poseidon.sums.means import bytes_of
@@ -254,8 +255,31 @@ def has_no_gaps(tensor: Tensor) -> bool:
 
 _DTYPES = {
     str(dtype): dtype
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
 }
+
+
+def check_state(entries: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    """Raise unless states are made of one value for each of a tensor's, or of single ones: pieces then make a whole."""
+    for like, entry in entries:
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                fits = (value.shape == like.shape or value.numel() == 1) and str(value.dtype) in _DTYPES
+                what = (
+                    f"a tensor of {value.dtype}, of shape {tuple(value.shape)}, for values of shape {tuple(like.shape)}"
+                )
+            else:
+                fits = value is None or isinstance(value, bool | int | float | str)
+                what = f"a {type(value).__name__}"
+            if not fits:
+                raise UnsupportedError(
+                    f'the optimizer keeps {key!r} in its state, {what}. With update="server" owners step parts of '
+                    "parameters and keep the state of these: tensors of the parameter's own shape, and single numbers. "
+                    "Keep several such tensors instead, or leave update out"
+                )
 
 
 def write_state(entries: Sequence[tuple[Piece, Mapping[str, Any]]]) -> bytes:
