@@ -39,14 +39,32 @@ class Replacement:
         if type(self) is not kind:
             return copy.deepcopy(self, memo)
         # This thread is putting it in place, as an optimizer of one's own may that copies what it steps.
-        made: Any = super().__deepcopy__(memo)  # type: ignore[misc]
-        if type(made) is kind:
-            made.__class__ = kind.__bases__[1]
+        alike: Any = copy.copy(self)
+        alike.grad = self.grad  # type: ignore[attr-defined]
+        made = memo[id(self)] = copy.deepcopy(alike, memo)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self)
         self._poseidon_open()
-        return self.__reduce_ex__(protocol)
+        if type(self) is not kind:
+            return self.__reduce_ex__(protocol)
+        return _without_ours(super().__reduce_ex__(protocol), kind)  # as above
+
+
+_OURS = ("_poseidon_land", "_poseidon_watcher")
+"""Attributes of a parameter while its class is replaced."""
+
+
+def _without_ours(parts: Any, kind: type) -> Any:
+    """Return the parts of a copy as a parameter of its own class has them."""
+    if parts is kind:
+        return kind.__bases__[1]
+    if type(parts) is tuple:
+        return tuple(_without_ours(part, kind) for part in parts)
+    if type(parts) is dict:
+        return {name: part for name, part in parts.items() if name not in _OURS}
+    return parts
 
 
 @cache

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,25 +50,52 @@ def test_a_touch_lands_once_and_other_touches_within_it_see_the_parameter_as_it_
     assert land(parameter)
 
 
-def test_what_lands_a_parameter_may_copy_it() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    copies: list[nn.Parameter] = []
-    is_landing = False
+class Fresh(torch.Tensor):
+    """A class of tensors that can be copied with its attributes."""
 
-    def land_it(touched: nn.Parameter) -> None:
-        nonlocal is_landing
-        if is_landing:
+    def new_empty(self, *sizes: Any, **named: Any) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.empty(*sizes, **named).as_subclass(Fresh)
+
+
+class Stepping:
+    """Lands a parameter as an optimizer of one's own does that copies what it steps; cannot be copied itself."""
+
+    def __init__(self, copy_it: Callable[[Any], Any]) -> None:
+        self.lock = threading.Lock()
+        self.copy_it = copy_it
+        self.copies: list[Any] = []
+
+    def land_it(self, touched: nn.Parameter) -> None:
+        if not self.lock.acquire(blocking=False):
             return
-        is_landing = True
-        copies.append(copy.deepcopy(touched))  # as an optimizer that keeps a slow copy does
-        is_landing = False
+        with torch.no_grad():
+            self.copies.append(self.copy_it(touched))
+        self.lock.release()
         make_plain((touched,))
 
-    make_pending([parameter], land_it)
+
+@pytest.mark.parametrize("values", [torch.ones(2), torch.ones(2).as_subclass(Fresh)], ids=["plain", "own class"])
+@pytest.mark.parametrize(
+    "copy_it",
+    [copy.copy, copy.deepcopy, lambda touched: pickle.loads(pickle.dumps(touched))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_what_lands_a_parameter_may_copy_it(copy_it: Callable[[Any], Any], values: torch.Tensor) -> None:
+    parameter = nn.Parameter(values)
+    parameter.mark = [1, 2]  # type: ignore[attr-defined]
+    parameter.grad = torch.ones(2)
+    with torch.no_grad():
+        plain = copy_it(parameter)
+    owner = Stepping(copy_it)
+    make_pending([parameter], owner.land_it)
     assert land(parameter)
-    assert type(copies[0]) is nn.Parameter
-    assert copies[0].data_ptr() != parameter.data_ptr()
-    assert torch.equal(copies[0], parameter)
+    (made,) = owner.copies
+    assert type(made) is type(plain)
+    assert vars(made) == vars(plain)
+    assert (made.data_ptr() == parameter.data_ptr()) is (plain.data_ptr() == parameter.data_ptr())
+    assert torch.equal(made, parameter)
+    assert (made.grad is None) is (plain.grad is None)
 
 
 class Tagged(torch.Tensor):
