@@ -87,6 +87,8 @@ class JobOutput:
             return
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
+            if self._folder is not None:
+                self._folder.claim()
             for place in self._places:
                 # Unbuffered: a full disk is noticed at the line that it lacks the space for.
                 self._logs.append((self._log_dir / f"worker-{place.rank}.log").open("ab", buffering=0))

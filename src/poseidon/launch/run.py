@@ -309,7 +309,7 @@ def run_job(settings: JobSettings, chosen: Mapping[str, Chosen], args: argparse.
     """Run the job, restarting it after failures if wanted, and return its status."""
     log_dir = _log_dir(str(chosen["log_dir"].value), program.name)
     places = place_workers(settings.hosts)
-    folder = None if log_dir is None else RunFolder(log_dir)
+    folder = None if log_dir is None else RunFolder(log_dir, is_shared=settings.share is not None)
     output = JobOutput(places, log_dir, folder=folder)
     trackers = [make_tracker(text, program.name, log_dir) for text in args.log_to or ()]
     page: PageServer | None = None

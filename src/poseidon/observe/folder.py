@@ -15,7 +15,9 @@ A folder on a full disk loses what does not fit; the job goes on.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,14 +40,42 @@ _MOST_BYTES = 64 << 20
 
 
 class RunFolder:
-    """Writes the files of one run; not thread-safe. ``path`` need not exist before :meth:`open`."""
+    """Writes the files of one run; not thread-safe. ``path`` need not exist before :meth:`open`.
 
-    def __init__(self, path: Path) -> None:
+    Several launchers of one job may write to a folder that ``is_shared``.
+    """
+
+    def __init__(self, path: Path, is_shared: bool = False) -> None:
         self.path = path
+        self._is_shared = is_shared
+        self._claim: int | None = None
         self._log: IO[bytes] | None = None
         self._events: IO[bytes] | None = None
         self._count = 0
         self.is_open = False
+
+    def claim(self) -> None:
+        """Lock the folder, which must exist, until :meth:`close`; :class:`ConfigError` if another job has it.
+
+        The logs of two jobs would be mixed, and each would replace the other's state and summary. The lock is the
+        kernel's: it ends with the process. A file system that cannot lock folders has no such protection.
+        """
+        if self._claim is not None or self._is_shared:
+            return
+        with contextlib.suppress(OSError):
+            self._claim = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._release()
+                raise ConfigError(
+                    f"another job is writing its logs to {self.path}; give each job a folder of its own (--log-dir)"
+                ) from None
+
+    def _release(self) -> None:
+        descriptor, self._claim = self._claim, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def open(self) -> None:
         """Create the folder and its first files; a job that cannot start leaves none."""
@@ -89,6 +119,7 @@ class RunFolder:
                 with contextlib.suppress(OSError):
                     one.close()
         self._log = self._events = None
+        self._release()
 
     def _write(self, target: IO[bytes] | None, text: str) -> None:
         if target is not None:

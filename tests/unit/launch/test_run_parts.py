@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from poseidon.launch.output import JobOutput, prefixes, wants_colour
 from poseidon.launch.places import Meeting, passed_on, place_workers, worker_environment
 from poseidon.launch.script import check_module, check_script
 from poseidon.launch.stopping import Stopping
+from poseidon.observe.folder import RunFolder
 
 PLACES = place_workers([Host("ape", slots=2), Host("bee")])
 MEETING = Meeting("10.0.0.1", 29500, "s3cret", "run1", restart=2)
@@ -164,6 +167,29 @@ def test_logs_that_cannot_be_written_are_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write the log file"):
         JobOutput(PLACES, tmp_path / "file", io.StringIO(), io.StringIO()).open_logs()
+
+
+def test_two_jobs_do_not_write_to_one_folder_of_logs(tmp_path: Path) -> None:
+    @contextlib.contextmanager
+    def writing(is_shared: bool = False) -> Iterator[JobOutput]:
+        folder = RunFolder(tmp_path / "logs", is_shared)
+        output = JobOutput(PLACES, tmp_path / "logs", io.StringIO(), io.StringIO(), folder)
+        try:
+            output.open_logs()
+            yield output
+        finally:
+            output.close()
+            folder.close()
+
+    with writing() as output:
+        refused = pytest.raises(ConfigError, match=r"another job is writing its logs to .*logs; give each")
+        with refused, writing():
+            pass
+        with writing(is_shared=True):  # another machine of the same job
+            pass
+        output.open_logs(restart=1)
+    with writing():
+        pass
 
 
 def test_scripts_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
