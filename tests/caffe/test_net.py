@@ -246,3 +246,11 @@ def test_a_registered_layer_computes_and_learns(monkeypatch):
     assert net.params["r"][0].diff[0] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ConfigError, match="already registered"):
         register("Stretch")(Stretch)
+
+
+@pytest.mark.parametrize("text", ["", 'name: "n"', "# layer"])
+def test_a_net_without_layers_says_so(text):
+    net = build(text)
+    for use in (net.forward, net.backward, lambda: run(net)):
+        with pytest.raises(ConfigError, match=r"net '.?' has no layers"):
+            use()

@@ -284,6 +284,10 @@ class BuiltNet:
             log.info("%s %s backward computation.", layer.name, "needs" if layer.needs_backward else "does not need")
 
     def _checked(self, index: int, what: str) -> int:
+        if not self.layers:
+            raise ConfigError(
+                f"net {self.name!r} has no layers; is its prototxt empty, or are they all for other phases?"
+            )
         if not 0 <= index < len(self.layers):
             raise ConfigError(f"{what} {index} is not a layer of net {self.name!r}, which has {len(self.layers)}")
         return index
