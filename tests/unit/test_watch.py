@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from poseidon.errors import WorkerLostError
+from poseidon.observe.steps import StepClock
 from poseidon.team import life, watch
 from poseidon.team import team as team_module
 from poseidon.team.life import Beat
@@ -301,6 +302,21 @@ def test_the_launcher_hears_how_far_a_worker_came(open_watch: Open, monkeypatch:
     one.note(21, "finished backward")
     one.close()
     assert told[-1] == (21, "finished backward")
+
+
+def test_where_workers_meet_again_the_launcher_goes_on_counting_steps(
+    open_watch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(watch.report, "tell", lambda step, doing: told.append(step))  # noqa: ARG005
+    monkeypatch.setattr(watch, "_BEFORE", [0])
+    watch.count_from(56)
+    one, mesh = open_watch()
+    one.clock = StepClock(0.0)
+    one.note(1, "in forward")
+    _await_beats(mesh, 3)
+    assert (told[-1], one.clock.step) == (57, 57)
+    assert mesh.sent[-1].step == 1, "among themselves workers count as their engines do"
 
 
 def test_a_script_that_ended_with_an_error_has_failed_while_its_process_waits_for_threads(

@@ -54,6 +54,9 @@ _CLOCKS: list[StepClock] = []
 
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
+_BEFORE = [0]
+"""Steps that were complete when the workers of an elastic job last met: engines count anew then."""
+
 _THREAD = threading.local()
 """Whether this thread is one of Poseidon's own."""
 
@@ -116,7 +119,7 @@ class Watch:
         """Record what this worker is doing, one of :data:`PHASES`; shown to workers whose wait for it fails."""
         self._step, self._doing = step, doing
         if self.clock is not None:
-            self.clock.mark(_PHASE_NUMBERS[doing], step, time.monotonic(), samples)
+            self.clock.mark(_PHASE_NUMBERS[doing], step + _BEFORE[0], time.monotonic(), samples)
         if not _noted or _noted[0]() is not self:
             _noted[:] = [weakref.ref(self)]
 
@@ -282,7 +285,7 @@ class Watch:
 
     def _tell_launcher(self) -> None:
         if not _noted or _noted[0]() in (None, self):
-            report.tell(step=self._step, doing=self._doing)
+            report.tell(step=self._step + _BEFORE[0], doing=self._doing)
 
     def _check_guarded(self) -> None:
         while self._guarded and self._guarded[0][1].is_completed():
@@ -376,6 +379,11 @@ def keep_clock() -> StepClock:
         for watch in list(_OPEN):
             watch.clock = watch.clock or _CLOCKS[0]
     return _CLOCKS[0]
+
+
+def count_from(done: int) -> None:
+    """Note how many steps are complete as the workers of an elastic job begin, or go on."""
+    _BEFORE[0] = done
 
 
 def count_alone(done: int) -> None:
