@@ -1,7 +1,10 @@
-"""The Markdown files of the repository: every link leads somewhere, and every file they name exists."""
+"""The Markdown files of the repository: links lead somewhere, files they name exist, and the reference is whole."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import re
 from pathlib import Path
 
@@ -60,3 +63,34 @@ def test_every_picture_is_shown() -> None:
     shown = "".join(page.read_text() for page in PAGES)
     unused = [path.name for path in (ROOT / "docs" / "pictures").glob("*.png") if path.name not in shown]
     assert not unused
+
+
+ENTRY = re.compile(r"^::: (\S+)((?:\n +.*)*)", flags=re.MULTILINE)
+REFERENCE = dict(ENTRY.findall((ROOT / "docs" / "reference.md").read_text()))
+OTHER_FRAMEWORKS = ("poseidon.keras", "poseidon.jax", "poseidon.trainers", "poseidon.caffe")
+"""They take seconds to import."""
+
+
+@pytest.mark.parametrize("name", [name for name in REFERENCE if not name.startswith(OTHER_FRAMEWORKS)])
+def test_the_reference_shows_what_it_names(name: str) -> None:
+    shown, options = pkgutil.resolve_name(name), REFERENCE[name]
+    members = re.findall(r"members: \[(.*)\]", options)
+    for member in members[0].split(", ") if members else ():
+        # A member may also be an attribute that the constructor sets.
+        owners = [kind for kind in shown.__mro__ if member in vars(kind) or f"self.{member} =" in source_of(kind)]
+        assert owners, f"{name} has no {member}"
+        assert shown in owners or "inherited_members: true" in options, f"the site leaves {name}.{member} out"
+
+
+def source_of(kind: type) -> str:
+    """Return a class's source, if it is one of ours."""
+    return inspect.getsource(kind) if kind.__module__.startswith("poseidon") else ""
+
+
+@pytest.mark.parametrize("package", ["poseidon", "poseidon.data", "poseidon.ps", "poseidon.routes", "poseidon.lab"])
+def test_the_reference_has_all_public_names(package: str) -> None:
+    names = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
+    missing = {
+        name for name in names if name not in REFERENCE and not any(one.startswith(f"{name}.") for one in REFERENCE)
+    }
+    assert not missing
