@@ -139,16 +139,18 @@ def test_a_tracker_that_fails_is_said_once_and_stops_nothing() -> None:
 
 def test_a_tracker_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 0.01)
-    may_end = threading.Event()
+    may_end, has_ended = threading.Event(), threading.Event()
 
     class Slow(_Broken):
         def open(self) -> None:
             may_end.wait(60)
+            has_ended.set()
 
     feed = TrackerFeed(Slow("", ""))
     for number in range(100):
         feed.feed(make_state(1), number * EVERY_S)
     feed.close(0, "")
+    assert not has_ended.is_set()
     may_end.set()
 
 
