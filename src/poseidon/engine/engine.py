@@ -97,8 +97,8 @@ class Engine:
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._keep_open = at_exit(Stage.EXCHANGES, self.detach)
-        self._has_cuda = any(parameter.is_cuda for parameter in self.parameters)
-        self._telling = PlanTelling(team, cluster, self._has_cuda)
+        self.has_cuda = any(parameter.is_cuda for parameter in self.parameters)
+        self._telling = PlanTelling(team, cluster, self.has_cuda)
 
     # What a front end calls.
 
@@ -274,7 +274,7 @@ class Engine:
         with self._lock:
             if self.in_backward:
                 return False
-            if self._has_cuda and torch.cuda.is_current_stream_capturing():
+            if self.has_cuda and torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"rank {self.team.rank}: a backward is being captured as a CUDA graph; a replay would compute "
                     "gradients and exchange none of them; torch.compile saves the same launches"

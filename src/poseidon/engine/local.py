@@ -40,6 +40,7 @@ from poseidon.planning.cluster import Cluster
 from poseidon.planning.local import LOCAL, LocalPlan, LocalSchedule, cut_fragments, make_local_plan
 from poseidon.routes.base import Context, LiveUnit
 from poseidon.routes.means import ExactMeans, LossyMeans, Means, find_codec, share_of
+from poseidon.routes.sharded import combines_first
 from poseidon.team.mirror import mirror_all
 from poseidon.team.team import Team
 from poseidon.team.verify import check_same_bits
@@ -189,7 +190,15 @@ class LocalUpdates(Policy):
         """Return what is exchanged, how often, and what that takes."""
         specs = [unit.spec for unit in self._units]
         extra = 0 if self.rounds is None else self.rounds.buffer_bytes
-        return make_local_plan(specs, cluster, self.schedule, extra, share_of(self._compress), self._compress or "")
+        return make_local_plan(
+            specs,
+            cluster,
+            self.schedule,
+            extra,
+            share_of(self._compress),
+            self._compress or "",
+            self._engine is not None and combines_first(self._engine.team, self._engine.has_cuda),
+        )
 
     def renewed(self) -> LocalUpdates:
         """Return updates of the same optimizer, among other workers; a checkpoint says how far they are."""

@@ -21,7 +21,7 @@ workers' factors ``2 K W M N``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.packing import LARGEST_BUCKET_BYTES
@@ -80,6 +80,22 @@ def sharded_cost(unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
     between_s = 2 * (machines - 1) / machines * unit.size_bytes / cluster.between.bytes_per_s + hops
     inside_s = _ring_or_tree_s(unit.size_bytes, cluster.workers_per_machine, cluster.combining)
     return Cost(combined.wire_bytes, between_s + inside_s, combined.compute_s)
+
+
+def parts_cost(unit: Unit, load: Load | None, cluster: Cluster, share: float = 1.0) -> Cost:
+    """Cost of a parameter server to which every worker sends its own parts, in ``share`` of their bytes.
+
+    The workers of a machine do not combine first, as where something is lost.
+    """
+    single = sharded_cost(unit, load, replace(cluster, workers_per_machine=1))
+    # To and from those owners that are on the same machine, and all others.
+    near_bytes = 2 * (cluster.workers_per_machine - 1) / cluster.workers * unit.size_bytes * share
+    hops = 2 * cluster.inside.latency_s * unit.size_bytes * share / LARGEST_BUCKET_BYTES
+    near_s = near_bytes / cluster.inside.bytes_per_s + hops if near_bytes else 0.0
+    if cluster.machines == 1:
+        return Cost(near_bytes, near_s, single.compute_s)
+    far = cluster.workers_per_machine * share
+    return Cost(single.wire_bytes * far, single.wire_s * far + near_s, single.compute_s)
 
 
 def _broadcast_cost(worker_bytes: float, cluster: Cluster) -> tuple[float, float]:

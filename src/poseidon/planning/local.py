@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, sharded_cost
+from poseidon.planning.costs import Cost, parts_cost, sharded_cost
 from poseidon.planning.planner import Plan, PlanEntry
 from poseidon.planning.table import format_bytes
 from poseidon.units import Unit
@@ -177,12 +177,15 @@ def make_local_plan(
     extra_bytes: int = 0,
     share: float = 1.0,
     lossy: str = "",
+    combines_first: bool = True,
 ) -> LocalPlan:
     """Plan local steps: every unit travels in full, once per round.
 
     ``extra_bytes`` are those of buffers; ``share`` is what the compression ``lossy`` leaves of a unit's bytes.
+    ``combines_first``: the workers of a machine combine what travels to other machines, unless it is compressed.
     """
     entries = []
+    is_combined = combines_first and not lossy and cluster.machines > 1
     # Half precision is exchanged in float32: what differs between two exchanges may be less than it can express.
     wide = [
         replace(unit, parameters=tuple(replace(p, itemsize=max(4, p.itemsize)) for p in unit.parameters))
@@ -190,7 +193,8 @@ def make_local_plan(
     ]
     for unit in wide:
         full = sharded_cost(unit, None, cluster)
-        cost = Cost(full.wire_bytes * share, full.wire_s * share, 0.0)
+        sent = full if is_combined else parts_cost(unit, None, cluster, share)
+        cost = Cost(sent.wire_bytes, sent.wire_s, 0.0)
         shape = tuple(parameter.shape for parameter in unit.parameters)
         why = f"exchanged every {schedule.every or f'{schedule.every_s:g} s'}"
         entries.append(PlanEntry(unit.name, unit.kind, shape, None, LOCAL, why, {LOCAL: cost, "allreduce": full}))

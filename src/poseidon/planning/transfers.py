@@ -103,6 +103,17 @@ class Conditions:
         """Return the time for the workers of one machine to hand each other messages of this size."""
         return self._inside_s(size_bytes, self.cluster.inside)
 
+    def parts_s(self, size_bytes: float, messages: int = 1) -> float:
+        """Return the time for workers that do not combine first to reach the owners on their own machine.
+
+        Each sends these a part of its own; ``size_bytes`` go to all owners. What leaves together shares the latency.
+        """
+        cluster = self.cluster
+        near = cluster.workers_per_machine - 1
+        if near == 0:
+            return 0.0
+        return near / cluster.workers * size_bytes / cluster.inside.bytes_per_s + messages * cluster.inside.latency_s
+
     def _inside_s(self, size_bytes: float, link: Link) -> float:
         members = self.cluster.workers_per_machine
         return (members - 1) / members * size_bytes / link.bytes_per_s + (members - 1) * link.latency_s

@@ -197,12 +197,16 @@ class ShardedRoute(Route):
             is_whole=True,
             staged_bytes=size,
             priority=item.priority,
-            inside_s=conditions.combine_s(size),
+            inside_s=self._inside_s(size, shares, conditions),
             awaits_step=self.awaits_step,
             is_compacted=is_compacted,
             # Many rounds may be simulated as one.
             messages=senders * max(len(chunks), size / self.chunk_bytes_on(cluster)) * (machines - 1) / machines,
         )
+
+    def _inside_s(self, size_bytes: float, shares: tuple[float, float], conditions: Conditions) -> float:  # noqa: ARG002
+        """Return the time on the link inside each machine, once before and once after."""
+        return conditions.combine_s(size_bytes)
 
     def open(self, context: Context) -> Exchanger:
         """See ``sharded.py``."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from poseidon.planning.cluster import Cluster
-from poseidon.planning.costs import Cost, sharded_cost
+from poseidon.planning.costs import Cost, parts_cost
 from poseidon.planning.lossy import LossyChoice, as_matrix
 from poseidon.planning.schedule import Item
 from poseidon.planning.transfers import Conditions, Leg, Transfer
@@ -66,9 +66,7 @@ class LossyRoute(ShardedRoute):
 
     def cost(self, unit: Unit, load: Load | None, cluster: Cluster) -> Cost:
         """Count the bytes of ``sharded`` in short; every worker of a machine sends its own."""
-        exact = sharded_cost(unit, load, replace(cluster, workers_per_machine=1) if cluster.machines > 1 else cluster)
-        share = self.share(unit) * (cluster.workers_per_machine if cluster.machines > 1 else 1)
-        return Cost(exact.wire_bytes * share, exact.wire_s * share, exact.compute_s)
+        return parts_cost(unit, load, cluster, self.share(unit))
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
         """Send short parts to the owners, and short sums back."""
@@ -77,6 +75,9 @@ class LossyRoute(ShardedRoute):
     def _shares(self, item: Item, is_compacted: bool, conditions: Conditions) -> tuple[float, float]:  # noqa: ARG002
         share = self._item_share(item)
         return share, share
+
+    def _inside_s(self, size_bytes: float, shares: tuple[float, float], conditions: Conditions) -> float:
+        return conditions.parts_s(size_bytes * shares[0])
 
     def _item_share(self, item: Item) -> float:
         whole = sum(unit.size_bytes for unit in item.specs)
@@ -197,7 +198,7 @@ class LowRankRoute(LossyRoute):
         """Count the products too."""
         cost = super().cost(unit, load, cluster)
         products_s = 2 * _PRODUCTS * self.rank * unit.numel / cluster.flops
-        return Cost(cost.wire_bytes, cost.wire_s + 2 * cluster.between.latency_s, cost.compute_s + products_s)
+        return Cost(cost.wire_bytes, cost.wire_s + 2 * cluster.crossing.latency_s, cost.compute_s + products_s)
 
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
         """Send the first factors to their owners and back, then the second ones."""
@@ -219,6 +220,7 @@ class LowRankRoute(LossyRoute):
                 # All in float32: the first ones out and in, the second ones out, and in with what they lack.
                 staged_bytes=there * (2 * first + 3 * 2 * second) / 4,
                 priority=item.priority,
+                inside_s=conditions.parts_s(there * (first + second), messages=2),
                 messages=self.owners(conditions.cluster),
             )
         ]

@@ -42,15 +42,19 @@ FORMATS: dict[torch.dtype, tuple[str, torch.dtype | None]] = {
 """Name of each dtype in the server, and the NumPy dtype that holds it."""
 
 
+def combines_first(team: Team, is_cuda: bool) -> bool:
+    """Return whether the workers of a machine combine what travels to other machines."""
+    return team.topology.has_levels and team.topology.is_even and not is_cuda and not team.encrypts
+
+
 class ShardedExchanger(Exchanger):
     """Averages buckets over the team; calls may come in any order, unless the workers of a machine combine first."""
 
     def __init__(self, context: Context, chunk_bytes: int | None = None) -> None:
         team = self._team = context.team
         is_cuda, link = context.is_cuda, context.cluster.between
-        topology = team.topology
-        use_levels = topology.has_levels and topology.is_even and not is_cuda and not team.encrypts
-        self._members = topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
+        use_levels = combines_first(team, is_cuda)
+        self._members = team.topology.counterparts(team.rank) if use_levels else tuple(range(team.size))
         self._chunk_bytes = chunk_bytes or chunk_bytes_for(link.bytes_per_s)
         self._transport = connect_wire(team, self._members, link=link, route="sharded")
         self._server = SumServer(self._transport)

@@ -146,13 +146,21 @@ def _local(setting: Setting) -> Proposal:
     cluster, compute_s = setting.cluster, setting.profile.step_s
     link = replace(cluster.between, bits_per_s=cluster.between.bits_per_s * setting.payload)
     plans = [
-        make_local_plan(setting.profile.specs, replace(cluster, between=link), LocalSchedule(every))
+        # Between devices, which compact, every worker sends its own.
+        make_local_plan(
+            setting.profile.specs,
+            replace(cluster, between=link),
+            LocalSchedule(every),
+            combines_first=not setting.compacts,
+        )
         for every in INTERVALS
     ]
     plan = next((plan for plan in plans if plan.step_s(compute_s) <= GOOD_ENOUGH * compute_s), plans[-1])
     every = plan.schedule.every
     call = f'consistency="local", sync_every={every}' + (', outer="nesterov"' if every >= OUTER_FROM else "")
-    return Proposal("local", call, plan.step_s(compute_s), compute_s, plan.wire_bytes, PRICES["local"])
+    # Of one machine, what its workers send each other: no machine sends that.
+    sent_bytes = plan.wire_bytes if cluster.machines > 1 else 0.0
+    return Proposal("local", call, plan.step_s(compute_s), compute_s, sent_bytes, PRICES["local"])
 
 
 def format_proposals(proposals: Proposals) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from poseidon.errors import ConfigError
@@ -120,6 +122,25 @@ def test_a_fragment_with_a_large_layer_is_waited_for_longer() -> None:
     short, *_ = sorted(plan.fragments_s)
     assert sorted(plan.fragments_s) == pytest.approx([short, short, 2 * short])
     assert plan.step_s(short / 3) == pytest.approx(short / 3 + short / 10), "what is twice as long is half hidden"
+
+
+@pytest.mark.parametrize(
+    ("machines", "options", "far", "near"),
+    [
+        (1, {}, 0, 2 * 7 / 8),  # every worker's part to every other, and sums back
+        (2, {}, 2 / 2, 2 * 3 / 4),  # combined first
+        (2, {"combines_first": False}, 4 * 2 / 2, 2 * 3 / 8),
+        (2, {"share": 0.25, "lossy": "int8"}, 2 / 2, 2 * 3 / 8 / 4),
+    ],
+)
+def test_workers_of_one_machine_exchange_inside_it(
+    machines: int, options: dict[str, Any], far: float, near: float
+) -> None:
+    cluster = Cluster(machines, 8 // machines, between=Link(1e9, 0.0), inside=Link(1e8, 0.0))
+    plan = make_local_plan([FC], cluster, LocalSchedule(10), **options)
+    size = FC.size_bytes
+    assert plan.round_s == pytest.approx(far * size / 1e9 * 8 + near * size / 1e8 * 8)
+    assert plan.round_bytes == pytest.approx(size * (far or near))
 
 
 def test_half_precision_is_exchanged_in_float32() -> None:

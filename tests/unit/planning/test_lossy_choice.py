@@ -23,7 +23,8 @@ from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, make_schedule
 from poseidon.planning.transfers import Conditions
 from poseidon.routes import standard_routes
-from poseidon.routes.lossy import lossy_routes
+from poseidon.routes.lossy import LossyRoute, lossy_routes
+from poseidon.sim.media import MEDIA
 from poseidon.sim.setting import Setting
 from poseidon.sim.steps import simulate
 from poseidon.sim.systems import SYSTEMS
@@ -205,6 +206,29 @@ def test_the_simulator_predicts_a_step() -> None:
     step_s = {way: simulate(replace(exact, lossy=read_lossy(way))).step_s for way in ("exact", *LOSSY)}
     assert step_s["exact"] > 1.5 * step_s["bf16"] > 1.5 * 1.5 * step_s["int8"]
     assert max(step_s["topk"], step_s["lowrank"]) < 1.2 * simulate(replace(exact, system=SYSTEMS["linear"])).step_s
+
+
+@pytest.mark.parametrize(("machines", "members"), [(1, 8), (2, 4), (2, 1)])
+@pytest.mark.parametrize("way", LOSSY)
+def test_what_workers_of_one_machine_send_each_other_counts_in_short(way: str, machines: int, members: int) -> None:
+    """A slow link inside, and a fast one between: a step takes about as long as the bytes inside."""
+    slow = Link(1e9, 0.0)
+    cluster = Cluster(machines, members, between=Link(1e15, 0.0), inside=slow, flops=1e18)
+    units = tuple(UnitProfile(replace(WIDE, name=f"h.{place}"), None, 1e-9, 1e-9) for place in range(8))
+    order = tuple(range(8))
+    profile = Profile("toy", "", 1, units, order, order[::-1], 0.0, source="test")
+    ideal = MEDIA["ideal"]
+    lossy = Setting(profile, cluster, SYSTEMS["distribute"], ideal, ideal, gathers_factors=False, lossy=read_lossy(way))
+    route = routes_for(lossy.lossy)[way]
+    assert isinstance(route, LossyRoute)
+    # Every worker sends parts to those beside it, and as owner sums.
+    sent = 2 * 8 * WIDE.size_bytes * route.share(WIDE) * (members - 1) / cluster.workers
+    outcome = simulate(lossy)
+    assert outcome.step_s == pytest.approx(sent / slow.bytes_per_s, rel=0.02, abs=1e-4)
+    cost = route.cost(WIDE, None, cluster)
+    assert cost.wire_s == pytest.approx(sent / 8 / slow.bytes_per_s, rel=0.02, abs=1e-4)
+    assert cost.wire_bytes == pytest.approx(sent / 8) or machines > 1
+    assert outcome.sent_bytes == 0 or machines > 1
 
 
 def test_half_precision_takes_int8_and_nothing_takes_sparse_gradients() -> None:

@@ -65,6 +65,17 @@ def test_of_one_machine_the_verdict_names_the_link_inside(capsys):
     assert "linear at 20 Mbit/s" in capsys.readouterr().out
 
 
+def test_of_one_machine_what_is_shorter_is_faster_and_nothing_leaves_it(tmp_path):
+    path = tmp_path / "plan.json"
+    inside = ("--machines", "1", "--workers-per-machine", "8", "--inside-rate", "1gbit", "--device-gflops", "10000")
+    assert main(["plan", "alexnet", *inside, "--batch", "8", "--allow", "lossy", "--json", str(path)]) == 0
+    facts = json.loads(path.read_text())
+    ways = {way["name"]: way for way in facts["proposals"]["ways"]}
+    step = {name: way["step_ms"] for name, way in ways.items()}
+    assert step["exact"] > 1.2 * step["bf16"] > 1.2**2 * step["int8"] > 1.2**3 * max(step["lowrank"], step["topk"])
+    assert {way["sent_bytes"] for way in ways.values()} == {0.0}
+
+
 def test_units_whose_exact_route_is_shorter_stay_exact(tmp_path):
     ways = {way["name"]: way for way in plan(tmp_path, "dlrm", "100mbit")["ways"]}
     assert '"tables.*": "exact"' in ways["int8"]["call"]
