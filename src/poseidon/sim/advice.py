@@ -34,7 +34,7 @@ class Explanation:
 
     outcome: Outcome
     limit: str
-    """compute, wire, latency or slow machine."""
+    """compute, wire, latency, slow machine or link inside (a machine)."""
     reason: str
     changes: tuple[Change, ...]
     """The most helpful first."""
@@ -65,6 +65,9 @@ def _find_limit(setting: Setting, outcome: Outcome) -> tuple[str, str]:
         "latency": replace(setting, cluster=replace(setting.cluster, between=replace(between, latency_s=0.0))),
         "slow machine": replace(setting, slowdowns=(), link_shares=(), straggle=0.0),
     }  # fmt: skip
+    if setting.cluster.workers_per_machine > 1:
+        inside = replace(setting.cluster.inside, bits_per_s=setting.cluster.inside.bits_per_s * 1e6)
+        without["link inside"] = replace(setting, cluster=replace(setting.cluster, inside=inside, shared=inside))
     gains = {name: outcome.step_s - simulate(changed).step_s for name, changed in without.items()}
     name = max(gains, key=lambda each: gains[each])
     share = gains[name] / outcome.step_s
@@ -74,6 +77,7 @@ def _find_limit(setting: Setting, outcome: Outcome) -> tuple[str, str]:
         "wire": f"it costs {share:.0%} of a step, and is busy {outcome.busy_s / outcome.step_s:.0%} of it",
         "latency": f"{share:.0%} of a step waits for small messages to arrive",
         "slow machine": f"{share:.0%} of a step waits for the slowest machine",
+        "link inside": f"{share:.0%} of a step waits for what the workers of a machine send each other",
     }
     return name, text[name]
 

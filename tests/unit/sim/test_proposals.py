@@ -70,6 +70,7 @@ def test_of_one_machine_what_is_shorter_is_faster_and_nothing_leaves_it(tmp_path
     inside = ("--machines", "1", "--workers-per-machine", "8", "--inside-rate", "1gbit", "--device-gflops", "10000")
     assert main(["plan", "alexnet", *inside, "--batch", "8", "--allow", "lossy", "--json", str(path)]) == 0
     facts = json.loads(path.read_text())
+    assert facts["prediction"]["limit"] == "link inside"
     ways = {way["name"]: way for way in facts["proposals"]["ways"]}
     step = {name: way["step_ms"] for name, way in ways.items()}
     assert step["exact"] > 1.2 * step["bf16"] > 1.2**2 * step["int8"] > 1.2**3 * max(step["lowrank"], step["topk"])
