@@ -23,6 +23,7 @@ from poseidon.engine.update import DeferredUpdates
 from poseidon.errors import ConfigError, UnsupportedError, unknown_name
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.local import LocalPlan, LocalSchedule, read_interval
+from poseidon.planning.numbers import count_from
 from poseidon.planning.staleness import Prospect
 from poseidon.team.verify import check_same_bits
 from poseidon.wire.settings import WireSettings
@@ -128,8 +129,8 @@ def distribute(
         raise unknown_name("consistency", consistency, ("bsp", "ssp", "asp", "local"))
     if consistency != "local":
         _refuse_local_options(consistency, sync_every, options)
-    is_staleness = staleness == "auto" or (isinstance(staleness, int) and staleness >= 0)
-    if not is_staleness or (staleness and consistency != "ssp"):
+    bound: int | Literal["auto"] | None = "auto" if staleness == "auto" else count_from(0, staleness)
+    if bound is None or (bound and consistency != "ssp"):
         raise ConfigError(
             f"staleness={staleness!r} with consistency={consistency!r}: only ssp takes one, and it must be at least 0, "
             'or "auto"'
@@ -153,7 +154,7 @@ def distribute(
         exact: Any = {"gradient_as_bucket_view": True, **options}
         return DistributedDataParallel(model, policy=DeferredUpdates(optimizer, max_grad_norm), **exact), optimizer
     relaxed: Any = options
-    policy = RelaxedUpdates(optimizer, consistency, staleness, max_grad_norm, **relaxed)
+    policy = RelaxedUpdates(optimizer, consistency, bound, max_grad_norm, **relaxed)
     return RelaxedDataParallel(model, policy), optimizer
 
 
@@ -241,7 +242,8 @@ def _distribute_local(
     mine = {name: options.pop(name) for name in _LOCAL_OPTIONS if name in options}
     fragments = mine.pop("fragments", 1)
     # As long as it can take without two fragments under way.
-    overlap = mine.pop("overlap", every // fragments if isinstance(fragments, int) and fragments > 1 else 0)
+    parts = count_from(2, fragments)
+    overlap = mine.pop("overlap", every // parts if parts is not None else 0)
     with_buffers = options.get("forward_sync_buffers") is not False and options.get("broadcast_buffers") is not False
     if not mine.get("warmup_steps") and options.get("routes"):
         raise ConfigError(

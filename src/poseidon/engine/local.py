@@ -38,6 +38,8 @@ from poseidon.job import settings
 from poseidon.job.closing import Stage, at_exit
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.local import LOCAL, LocalPlan, LocalSchedule, cut_fragments, make_local_plan
+from poseidon.planning.lossy import read_warmup
+from poseidon.planning.numbers import real_number
 from poseidon.routes.base import Context, LiveUnit
 from poseidon.routes.means import ExactMeans, LossyMeans, Means, find_codec, share_of
 from poseidon.routes.sharded import combines_first
@@ -123,11 +125,9 @@ class LocalUpdates(Policy):
         check_outer(outer)
         if compress is not None:
             find_codec(compress)
-        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+        kept = real_number(mix)
+        if kept is None or not 0 <= kept < 1:
             raise ConfigError(f"mix is {mix!r}; expected the share of its own weights that a worker keeps, from 0 to 1")
-        # A fraction would never be reached: rounds would begin from what the parameters were before the warm-up.
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ConfigError(f"warmup_steps is {warmup_steps!r}; expected a whole number of at least 0")
         self.plain = type(optimizer)
         self.schedule = schedule
         # What is under way when a worker is lost cannot be done again; and by time, steps differ between workers.
@@ -138,8 +138,9 @@ class LocalUpdates(Policy):
         """Steps of the warm-up so far."""
         self._optimizer = optimizer
         self._outer = outer
-        self._mix = mix
-        self._warmup_steps = warmup_steps
+        self._mix = kept
+        # A fraction would never be reached: rounds would begin from what the parameters were before the warm-up.
+        self._warmup_steps = read_warmup(warmup_steps)
         self._max_grad_norm = max_grad_norm
         self._with_buffers = with_buffers
         self._compress = compress

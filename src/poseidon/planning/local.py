@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from poseidon.errors import ConfigError
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.costs import Cost, parts_cost, sharded_cost
+from poseidon.planning.numbers import whole_number
 from poseidon.planning.planner import Plan, PlanEntry
 from poseidon.planning.table import format_bytes
 from poseidon.units import Unit
@@ -37,8 +38,10 @@ class LocalSchedule:
 
     def __post_init__(self) -> None:
         for name in ("fragments", "overlap"):
-            if not isinstance(getattr(self, name), int):
+            number = whole_number(getattr(self, name))
+            if number is None:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a whole number")
+            object.__setattr__(self, name, number)
         if self.every < 0 or self.every_s < 0 or not (self.every or self.every_s):
             raise ConfigError(f"sync_every is {self.every or self.every_s}; expected at least 1 step, or more than 0 s")
         if self.every_s and (self.fragments != 1 or self.overlap):
@@ -80,12 +83,13 @@ class LocalSchedule:
 
 def read_interval(value: int | str) -> tuple[int, float]:
     """Return the steps and seconds that ``sync_every`` says, one of which is 0: 100, "30s", "2min"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
+    steps = whole_number(value)
+    if steps is not None:
+        if steps < 1:
             raise ConfigError(
-                f'sync_every is {value}; expected a number of steps of at least 1, or a time such as "30s"'
+                f'sync_every is {steps}; expected a number of steps of at least 1, or a time such as "30s"'
             )
-        return value, 0.0
+        return steps, 0.0
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min)", value) if isinstance(value, str) else None
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f'sync_every is {value!r}; expected a number of steps, such as 100, or a time such as "30s"')

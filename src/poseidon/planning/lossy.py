@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from poseidon.errors import ConfigError, unknown_name
+from poseidon.planning.numbers import count_from, real_number
 from poseidon.planning.route import Routes
 from poseidon.units import Unit
 
@@ -83,13 +84,15 @@ def read_lossy(
         if way not in (*LOSSY, EXACT):
             raise unknown_name("way to lose something", str(way), (*LOSSY, EXACT))
     used = set(patterns.values())
-    _check_option("rank", rank, "lowrank", used, isinstance(rank, int) and rank >= 1, "a whole number of at least 1")
-    is_share = isinstance(density, int | float) and math.isfinite(density) and 0 < density <= 0.5
+    columns = count_from(1, rank)
+    _check_option("rank", rank, "lowrank", used, columns is not None, "a whole number of at least 1")
+    share = real_number(density)
+    is_share = share is not None and 0 < share <= 0.5
     _check_option("density", density, "topk", used, is_share, "a share of all values, above 0 and at most 0.5")
-    is_block = isinstance(block_size, int) and block_size >= _LEAST_BLOCK and block_size % 2 == 0
+    block = count_from(_LEAST_BLOCK, block_size)
+    is_block = block is not None and block % 2 == 0
     _check_option("block_size", block_size, "int8", used, is_block, f"an even number of at least {_LEAST_BLOCK}")
-    if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 0):
-        raise ConfigError(f"warmup_steps is {warmup_steps!r}; expected a whole number of at least 0")
+    exact_steps = 0 if warmup_steps is None else read_warmup(warmup_steps)
     if not used - {EXACT}:
         if warmup_steps is not None:
             raise ConfigError(
@@ -99,11 +102,19 @@ def read_lossy(
         return None
     return LossyChoice(
         tuple(patterns.items()),
-        DEFAULT_RANK if rank is None else rank,
-        DEFAULT_DENSITY if density is None else float(density),
-        DEFAULT_BLOCK if block_size is None else block_size,
-        warmup_steps or 0,
+        DEFAULT_RANK if columns is None else columns,
+        DEFAULT_DENSITY if share is None else share,
+        DEFAULT_BLOCK if block is None else block,
+        exact_steps,
     )
+
+
+def read_warmup(warmup_steps: object) -> int:
+    """Return how many exact steps come first. Raises :class:`ConfigError` for a number that no job would reach."""
+    count = count_from(0, warmup_steps)
+    if count is None:
+        raise ConfigError(f"warmup_steps is {warmup_steps!r}; expected a whole number of at least 0")
+    return count
 
 
 def _check_option(name: str, value: object, way: str, used: set[str], is_valid: bool, expected: str) -> None:

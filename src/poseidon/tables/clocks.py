@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from poseidon.errors import ConfigError, ServerError, unknown_name
+from poseidon.planning.numbers import count_from
 
 KINDS = ("bsp", "ssp", "asp")
 
@@ -26,8 +27,10 @@ class Consistency:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown_name("consistency", self.kind, KINDS)
-        if self.staleness < 0:
-            raise ConfigError(f"staleness is {self.staleness}; it counts clocks, so it cannot be negative")
+        clocks = count_from(0, self.staleness)
+        if clocks is None:
+            raise ConfigError(f"staleness is {self.staleness!r}; it counts clocks: expected a whole number from 0 on")
+        object.__setattr__(self, "staleness", clocks)
         if self.kind != "ssp" and self.staleness:
             raise ConfigError(
                 f"staleness is {self.staleness} with consistency {self.kind!r}, which has no adjustable bound; "

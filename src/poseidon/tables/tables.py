@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from poseidon.errors import ConfigError, ServerError, unknown_name
+from poseidon.planning.numbers import count_from
 from poseidon.tables.clocks import Clocks, Consistency
 from poseidon.tables.importance import most_changed
 from poseidon.tables.rows import DenseRows, Index, Patch, RowStore, SparseRows
@@ -40,11 +41,17 @@ class TableSpec:
     """Idle bandwidth carries changes early, the largest relative change first."""
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.width < 1:
-            raise ConfigError(f"table {self.name!r} has {self.rows} rows of width {self.width}; both must be positive")
+        rows, width = count_from(1, self.rows), count_from(1, self.width)
+        if rows is None or width is None:
+            raise ConfigError(
+                f"table {self.name!r} has {self.rows!r} rows of width {self.width!r}; both must be whole numbers of at "
+                "least 1"
+            )
         if self.dtype not in DTYPES:
             raise unknown_name(f"dtype for table {self.name!r}:", self.dtype, DTYPES)
-        self.model  # noqa: B018 - validates
+        # Python's own, as all workers hear of them.
+        for name, number in (("rows", rows), ("width", width), ("staleness", self.model.staleness)):
+            object.__setattr__(self, name, number)
 
     @property
     def model(self) -> Consistency:
