@@ -162,6 +162,33 @@ def test_what_is_measured_is_not_measured_again_but_failures_are(events, tmp_pat
     assert resume(path, replace(settings, seeds=(0, 1, 2), tolerance=0.1)).tolerance == 0.1
 
 
+def test_a_comparison_of_fewer_systems_and_seeds_keeps_what_the_file_has(events, tmp_path):
+    path = tmp_path / "a.json"
+    settings = parse("text", *QUICK, "--against", "ddp,lowrank,ssp", "--dilate", "1")
+    events.purpose = "curves"
+    for seed in (1, 0):
+        for system in ("lowrank", "ddp"):
+            tell(events, "run", system=system, seed=seed, note="", marks=[[20, 3.0, 0.5, 7.0], [40, 2.0, 1.0, 14.0]])
+    write_losses(path, settings, events.ordered())
+    fewer = replace(settings, systems=("int8", "ddp"), seeds=(0,))
+    again = LossEvents(fewer, resume(path, fewer), lambda _: None, lambda _: None)
+    found = [(run.system, run.seed) for run in again.ordered().runs]
+    assert found == [("ddp", 0), ("ddp", 1), ("lowrank", 0), ("lowrank", 1)]
+
+
+def test_a_curve_that_ended_at_an_earlier_target_goes_on_to_a_lower_one(events, tmp_path):
+    path = tmp_path / "a.json"
+    settings = parse("text", *QUICK, "--against", "ddp,lowrank", "--dilate", "1", "--target", "2.8")
+    events.purpose = "curves"
+    tell(events, "run", system="lowrank", seed=0, note="", marks=[[10, 3.0, 0.5, 7.0], [20, 2.5, 1.0, 14.0]])
+    write_losses(path, settings, events.ordered())
+    for target, is_missing in ((2.9, False), (2.75, False), (2.7, True)):
+        asked = replace(settings, target=target)
+        again = LossEvents(asked, resume(path, asked), lambda _: None, lambda _: None)
+        again.purpose = "curves"
+        assert (LossCell("lowrank", 0, 40, 20) in again.missing()) is is_missing
+
+
 def test_files_of_the_two_comparisons_are_told_apart(tmp_path, capsys):
     settings = parse("text", *QUICK)
     path = tmp_path / "a.json"

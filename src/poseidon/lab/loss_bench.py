@@ -29,6 +29,7 @@ from poseidon.lab.loss_results import (
     comparison_from_json,
     comparison_to_json,
     merge_runs,
+    reach,
 )
 from poseidon.lab.loss_worker import LossCell, LossWorkerSettings
 from poseidon.lab.results import LINEAR
@@ -193,13 +194,25 @@ class LossEvents:
         self._say = say
         self._save = save
         self._current: LossCell | None = None
+        self._measured: set[tuple[str, int]] = set()
+        """Now, and not by an earlier comparison."""
 
     def missing(self) -> list[LossCell]:
         """Return the cells of the present purpose that have neither succeeded nor failed."""
         if self.purpose == "tempos":
             return [cell for cell in self._settings.cells("tempos") if cell.system not in self._found.tempos]
-        done = {(run.system, run.seed) for run in self._found.runs}
+        done = {(run.system, run.seed) for run in self._found.runs if not self._ended_for_another_target(run)}
         return [cell for cell in self._settings.cells(self.purpose) if (cell.system, cell.seed) not in done]
+
+    def _ended_for_another_target(self, run: LossRun) -> bool:
+        """Return whether a curve ended where it reached the target of an earlier comparison, and not the present one.
+
+        Training on the clock ends early for want of time only.
+        """
+        target = self._found.target_of(run.seed)
+        if (run.system, run.seed) in self._measured or target is None or run.is_timed or not run.marks:
+            return False
+        return run.marks[-1].step < self._settings.steps_of(run.system) and reach(run.marks, target) is None
 
     def targets(self) -> tuple[tuple[int, float], ...]:
         """Return the target of each seed that has one."""
@@ -207,11 +220,11 @@ class LossEvents:
         return tuple((seed, target) for seed, target in pairs if target is not None)
 
     def ordered(self) -> Comparison:
-        """Return what was found, systems and seeds in the order of the settings."""
-        systems, seeds = self._settings.systems, self._settings.seeds
-        mine = [run for run in self._found.runs if run.system in systems and run.seed in seeds]
-        mine.sort(key=lambda run: (systems.index(run.system), seeds.index(run.seed)))
-        return replace(self._found, runs=tuple(mine))
+        """Return what was found: systems in the order of the settings, then those that the file had besides."""
+        systems = list(dict.fromkeys((*self._settings.systems, *self._found.systems)))
+        return replace(
+            self._found, runs=tuple(sorted(self._found.runs, key=lambda run: (systems.index(run.system), run.seed)))
+        )
 
     def blame(self, cells: list[LossCell], reason: str) -> None:
         """Note that the job died, in the cell that was being measured; before the first one, all failed."""
@@ -252,6 +265,7 @@ class LossEvents:
         self._save(self.ordered())
 
     def _add_run(self, run: LossRun) -> None:
+        self._measured.add((run.system, run.seed))
         self._found = replace(self._found, runs=merge_runs(self._found.runs, run))
         self._save(self.ordered())
 
