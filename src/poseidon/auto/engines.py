@@ -32,6 +32,7 @@ from poseidon.engine.engine import Engine
 from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.layers import restore
 from poseidon.engine.options import Options
+from poseidon.engine.rounds import LocalRounds
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster
@@ -51,6 +52,8 @@ class AutoFrontEnd(AutogradFrontEnd):
     def __init__(self, engine: Engine, holding: Holding) -> None:
         super().__init__(engine)
         self.holding = holding
+        self.rounds: LocalRounds | None = None
+        """With local steps: what exchanges the parameters."""
         self.watch_outputs((), ())
 
     def begin(self) -> None:
@@ -74,6 +77,8 @@ class AutoFrontEnd(AutogradFrontEnd):
     def close(self) -> None:
         """Detach from the model and end the engine's threads."""
         super().close()
+        if self.rounds is not None:
+            self.rounds.close()
         self.engine.close()
 
 
@@ -307,6 +312,9 @@ class Engines:
             check_same_bits(self._team, named)
 
     def _adopt(self, optimizer: Optimizer) -> GradientOwner:
+        if self._local is not None:
+            # Otherwise what is taken over below would be worker 0's part of a round that another optimizer began.
+            self._local.synchronize()
         reference = weakref.ref(optimizer)
 
         def parameters() -> list[Tensor]:
@@ -374,7 +382,7 @@ class Engines:
         fate = "each worker takes steps of its own" if is_local else "gradients are averaged during backward"
         self._report.say(f"{owner.label}: {holding.describe()}, taken from worker 0; {fate}")
         if self._local is not None and optimizer is not None:
-            self._local.attach(optimizer, engine, holding)
+            owner.front_ends[-1].rounds = self._local.attach(optimizer, engine, holding)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

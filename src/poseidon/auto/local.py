@@ -36,17 +36,21 @@ class LocalSteps:
         self._report = report
         self._rounds: weakref.WeakKeyDictionary[Optimizer, list[LocalRounds]] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The modules in these that have parameters which are exchanged."""
         self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._outers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._is_making = False
-        self._has_stepped = False
-        """Since the last time that all workers held the same."""
+        self._unshared: dict[Optimizer, None] = {}
+        """Those that have stepped since all workers last held the same, in order. Held, because a script may drop its
+        optimizer before it uses the model; and one in a cycle of references is not freed everywhere at once."""
         self._loads: list[Loads] = []
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
         patches.on_undo(register_optimizer_step_post_hook(self._stepped).remove)
         patches.on_undo(register_module_forward_pre_hook(self._before_forward).remove)
+        patches.wrap(nn.Module, "state_dict", self._state_dict)
         patches.wrap(torch.amp.GradScaler, "step", self._scaled_step)
         patches.on_undo(self.close)
 
@@ -54,8 +58,8 @@ class LocalSteps:
         """Return whether an optimizer is not the script's, but steps what the workers share."""
         return self._is_making or optimizer in self._outers
 
-    def attach(self, optimizer: Optimizer, engine: Engine, holding: Holding) -> None:
-        """Begin rounds for parameters that an optimizer steps. Collective."""
+    def attach(self, optimizer: Optimizer, engine: Engine, holding: Holding) -> LocalRounds:
+        """Begin rounds for parameters that an optimizer steps, and return them for whoever closes them. Collective."""
         fresh = [root for root in holding.roots if root not in self._roots]
         buffers = {
             f"{number}.{name}": read
@@ -70,20 +74,24 @@ class LocalSteps:
         self._outers.add(rounds.outer)
         self._rounds.setdefault(optimizer, []).append(rounds)
         self._roots.update(fresh)
+        exchanged = {id(parameter) for unit in holding.units for parameter in unit.parameters}
+        for root in holding.roots:
+            self._parts.update(
+                part for part in root.modules() if any(id(parameter) in exchanged for parameter in part.parameters())
+            )
         for root in fresh:
-            root.register_state_dict_pre_hook(self._before_state)
             self._loads.append(Loads(root))
         plan = make_local_plan([unit.spec for unit in holding.units], engine.cluster, self._schedule)
         self._report.say(f"{type(optimizer).__name__}: {str(plan).splitlines()[0]} ({self._outer})")
+        return rounds
 
     def synchronize(self) -> None:
         """Let all workers hold the same parameters. Collective."""
         self._take_loaded()
-        if self._has_stepped:
-            self._has_stepped = False
-            for rounds in list(self._rounds.values()):
-                for each in rounds:
-                    each.synchronize()
+        unshared, self._unshared = list(self._unshared), {}
+        for optimizer in unshared:
+            for each in self._rounds.get(optimizer, ()):
+                each.synchronize()
 
     def close(self) -> None:
         """Stop exchanging."""
@@ -91,6 +99,7 @@ class LocalSteps:
             for each in rounds:
                 each.close()
         self._rounds.clear()
+        self._unshared.clear()
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._outers:
@@ -98,7 +107,7 @@ class LocalSteps:
         self._counted[optimizer] = self._counted.get(optimizer, 0) + 1
         for rounds in self._rounds.get(optimizer, ()):
             rounds.step()
-            self._has_stepped = True
+            self._unshared[optimizer] = None
 
     def _scaled_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any
@@ -118,12 +127,17 @@ class LocalSteps:
             if any(each.is_due for each in self._loads):
                 self._take_loaded()
             return
-        if self._has_stepped and getattr(module, "_orig_mod", module) in self._roots:
+        module = getattr(module, "_orig_mod", module)
+        # In training, parts are used without gradients by checkpointing, in the middle of a forward.
+        if self._unshared and (module in self._roots or (not module.training and module in self._parts)):
             self._report.say("the workers exchange parameters before the model is used without gradients")
             self.synchronize()
 
-    def _before_state(self, *_: Any) -> None:
-        self.synchronize()
+    def _state_dict(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+        # Not a hook of the module: its copies and files would have it, and all that belongs to it.
+        if self._unshared and (module in self._roots or module in self._parts):
+            self.synchronize()
+        return original(module, *args, **kw)
 
     def _take_loaded(self) -> None:
         """Agree on what the script has loaded, which is no progress for an outer optimizer."""

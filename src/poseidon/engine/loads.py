@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ class Loads:
 
     def __init__(self, module: nn.Module) -> None:
         self._loaded: dict[int, _Loaded] = {}
-        self._handles = [part.register_load_state_dict_pre_hook(self._before_load) for part in module.modules()]
+        hook = _Noticing(self._before_load)
+        self._handles = [part.register_load_state_dict_pre_hook(hook) for part in module.modules()]
 
     @property
     def is_due(self) -> bool:
@@ -67,6 +69,20 @@ class Loads:
             elif known.load is not load:
                 known.load = load
                 known.times += 1
+
+
+class _Noticing:
+    """The hook of a module; its copies and files have one that does nothing, and needs no Poseidon."""
+
+    def __init__(self, notice: Callable[..., None]) -> None:
+        self._notice = notice
+
+    def __call__(self, *call: Any) -> None:
+        self._notice(*call)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class itemgetter: a call of it takes any arguments and has no effect.
+        return operator.attrgetter("__class__"), (operator.itemgetter(0),)
 
 
 @torch.no_grad()

@@ -71,6 +71,7 @@ class ServerAveraging:
                 at + place for at, each in zip(self._first, fragments, strict=False) for place in each.value_places
             ]
             self._means = LossyMeans(context, flats, lossy, compression)
+        self._is_closed = False
         self._cancel = at_exit(Stage.EXCHANGES, self.close)
 
     def start(self, number: int, fragment: int, flats: Sequence[Tensor]) -> Landed:
@@ -94,8 +95,10 @@ class ServerAveraging:
 
     def close(self) -> None:
         """Flush what is queued, and stop the threads."""
-        self._cancel()
-        self._means.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._cancel()
+            self._means.close()
 
 
 class LocalUpdates(Policy):
