@@ -123,10 +123,13 @@ def _gradients(setting: Setting, rank: int) -> Iterator[Proposal]:
         # An exact route may be shorter, as rows of an embedding are: such units lose nothing.
         entries = everywhere.plan.entries
         kept = [one.unit for one in entries if one.is_lossy and one.exact_bytes < SHORTER * one.cost.wire_bytes]
-        patterns = {**dict.fromkeys(cover(kept, names), EXACT), "*": way} if kept else {"*": way}
-        call = f"lossy={json.dumps(patterns)}" if kept else f'lossy="{way}"'
-        chosen = replace(choice, patterns=tuple(patterns.items())) if choice is not None else None
-        outcome = simulate(replace(setting, lossy=chosen)) if kept else everywhere
+        call, outcome = f'lossy="{way}"', everywhere
+        if kept and choice is not None:
+            patterns = {**dict.fromkeys(cover(kept, names), EXACT), "*": way}
+            some = simulate(replace(setting, lossy=replace(choice, patterns=tuple(patterns.items()))))
+            # Fewer bytes between machines may take longer inside them.
+            if some.step_s <= everywhere.step_s:
+                call, outcome = f"lossy={json.dumps(patterns)}", some
         yield Proposal(way, call + option, outcome.step_s, outcome.compute_s, outcome.sent_bytes, PRICES[way])
 
 

@@ -83,6 +83,16 @@ def test_units_whose_exact_route_is_shorter_stay_exact(tmp_path):
     assert ways["int8"]["sent_bytes"] < ways["exact"]["sent_bytes"]
 
 
+def test_units_are_lossy_where_that_is_faster_inside_machines_though_more_travels_between_them(tmp_path):
+    path = tmp_path / "plan.json"
+    slow_inside = ("--machines", "2", "--workers-per-machine", "4", "--rate", "10gbit", "--inside-rate", "1gbit")
+    command = ["plan", "resnet18", *slow_inside, "--device-gflops", "50000", "--batch", "4", "--allow", "lossy"]
+    assert main([*command, "--json", str(path)]) == 0
+    ways = {way["name"]: way for way in json.loads(path.read_text())["proposals"]["ways"]}
+    assert ways["bf16"]["call"] == 'lossy="bf16"'
+    assert ways["bf16"]["step_ms"] < 0.6 * ways["exact"]["step_ms"]
+
+
 def test_the_table_is_printed_below_the_plan_and_only_if_allowed(capsys):
     command = ["plan", "lenet", *CLUSTER, "--rate", "1gbit"]
     assert main([*command, "--allow", "lossy"]) == 0
