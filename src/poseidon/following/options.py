@@ -113,6 +113,11 @@ def parse(arguments: Sequence[str]) -> tuple[AutoOptions, ScriptTarget]:
 
 def options_of(known: argparse.Namespace) -> AutoOptions:
     """Return the options read by a parser with :func:`add_auto_arguments`."""
+    if known.local is not None and known.warmup_steps is not None and known.lossy is None:
+        raise ConfigError(
+            f"--local with --warmup-steps {known.warmup_steps}: scripts take local steps from the first one on; leave "
+            "--warmup-steps out"
+        )
     return AutoOptions(
         batch=known.batch,
         evaluation=known.eval,

@@ -29,6 +29,8 @@ def test_loss_is_asked_for_by_name() -> None:
     assert "lossy" not in describe(2, AutoOptions(), 1)
     with pytest.raises(ConfigError, match="rank=8 is for lossy='lowrank', which is not asked for"):
         parse(["--rank", "8", "train.py"])
+    with pytest.raises(ConfigError, match="leave --warmup-steps out"):
+        parse(["--local", "5", "--warmup-steps", "8", "train.py"])
 
 
 def test_no_script_is_said_so() -> None:
