@@ -272,7 +272,7 @@ def test_a_backward_that_is_captured_as_a_graph_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
 
     def work(rank: int, worker: Worker) -> int:
-        worker.engine._has_cuda = True
+        worker.engine.has_cuda = True
         worker.engine.arm(True, 4)
         with pytest.raises(UnsupportedError, match=f"rank {rank}: a backward is being captured as a CUDA graph"):
             worker.engine.begin_backward()
