@@ -60,6 +60,7 @@ def test_a_failing_worker_is_heard(
     assert "worker 1 | epoch 1" in captured.err
     assert "ValueError: sample 7 is broken" in captured.err
     assert "poseidon: worker 1 ended with status 1" in captured.err
+    assert "session.py" not in captured.err, "a traceback begins with the script"
 
 
 SCRIPTED_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -91,3 +92,36 @@ def test_a_script_that_exits_keeps_its_status(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("plain.py").write_text("import sys\nsys.exit(3)\n")
     assert auto(1, "plain.py") == 3
+
+
+ENDING = """
+from types import SimpleNamespace
+from poseidon.following.patches import Patches
+
+def work(original):
+    raise {}("enough")
+
+library = SimpleNamespace(work=print)
+Patches().wrap(library, "work", work)
+library.work()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "calls"),
+    [("SystemError", 1, ["plain.py", "patches.py", "plain.py"]), ("KeyboardInterrupt", 130, ["plain.py"])],
+)
+def test_a_traceback_begins_with_the_script_and_a_ctrl_c_tells_where_that_was(
+    error: str,
+    status: int,
+    calls: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text(ENDING.format(error))
+    assert auto(1, "plain.py") == status
+    shown = capfd.readouterr().err.splitlines()
+    assert [Path(line.split('"')[1]).name for line in shown if line.startswith("  File ")] == calls
+    assert f"{error}: enough" in shown

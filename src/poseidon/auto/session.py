@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import runpy
 import secrets
@@ -53,6 +54,7 @@ def run(options: AutoOptions, target: ScriptTarget) -> int:
     follow_launcher()
     world = init(timeout_s=options.timeout_s)
     if world.size == 1:
+        sys.excepthook = lambda _kind, error, _calls: _print_error(error)
         return _run_script(target)
     patches = Patches()
     tail = silence(patches) if world.rank and options.output == "first" else None
@@ -81,9 +83,9 @@ def run(options: AutoOptions, target: ScriptTarget) -> int:
         if team is not None:
             # The others learn it at once, and not that this worker has finished.
             team.close(error)
-        if tail is not None:
+        if tail is not None and not isinstance(error, KeyboardInterrupt):
             print(*(f"worker {world.rank} | {line}" for line in tail.last_lines()), sep="\n", file=sys.stderr)
-        traceback.print_exc()
+        _print_error(error)
         if world.rank and came_of_full_disk(error):
             print(
                 f"worker {world.rank}: the disk is full; its own files are on the disk of {Path.cwd()} until it ends: "
@@ -164,6 +166,26 @@ def _run_script(target: ScriptTarget) -> int:
         print(end.code, file=sys.stderr)
         return 1
     return 0
+
+
+def _print_error(error: BaseException) -> None:
+    """Print an error as Python does that runs the script itself: without the calls that lead to the script.
+
+    Where a Ctrl-C met calls of ours does not matter either: it tells where the script was.
+    """
+    calls = error.__traceback__
+    while calls is not None and calls.tb_frame.f_code.co_filename in _STARTING:
+        calls = calls.tb_next
+    if isinstance(error, KeyboardInterrupt) and calls is not None:
+        shown = list(itertools.takewhile(lambda call: not call.filename.startswith(_OURS), traceback.extract_tb(calls)))
+        lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)] if shown else []
+        print(*lines, *traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
+    else:
+        traceback.print_exception(type(error), error, calls)
+
+
+_STARTING = (__file__, str(Path(__file__).with_name("__main__.py")), runpy.run_path.__code__.co_filename)
+_OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextlib.contextmanager
