@@ -43,8 +43,9 @@ def test_workers_die_and_come_again_and_no_step_is_lost_or_taken_back() -> None:
     assert sum(outcome.has_lost_shards for outcome in outcomes) < MEMBER_SEEDS // 5
 
 
-def test_a_seed_runs_the_same_way_again_and_another_one_differently() -> None:
+def test_a_seed_runs_the_same_way_again_and_another_one_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = run_seed(7), run_seed(8)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # of the real machine
     again = run_seed(7)
     assert (first.digest, first.moves, first.seconds) == (again.digest, again.moves, again.seconds)
     assert first.digest != other.digest

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import os
 import pkgutil
 import queue
 import secrets
@@ -71,8 +72,12 @@ def simulated() -> Iterator[None]:
                     replaced.append((module, attribute, value))
                     setattr(module, attribute, by_identity[id(value)])
     try:
-        # Workers that were killed in an earlier world have closed nothing.
-        with mock.patch.object(watch, "_OPEN", weakref.WeakSet()), mock.patch.object(watch, "_noted", []):
+        # Workers that were killed in an earlier world have closed nothing. And a simulated machine has no interfaces.
+        with (
+            mock.patch.object(watch, "_OPEN", weakref.WeakSet()),
+            mock.patch.object(watch, "_noted", []),
+            mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": ""}),
+        ):
             yield
     finally:
         for module, attribute, value in replaced:
