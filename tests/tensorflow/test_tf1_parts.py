@@ -167,8 +167,10 @@ def test_what_a_step_counts_is_what_one_worker_counts(source: str, results: list
 
 
 def test_gradients_without_an_optimizer_are_averaged_or_refused(results: list[dict[str, Any]]) -> None:
-    for found, late, from_dataset, alone in (result["by gradients alone"] for result in results):
+    for found, restored, late, from_dataset, alone in (result["by gradients alone"] for result in results):
         assert found == pytest.approx(alone, abs=1e-12)
+        assert restored == pytest.approx(alone, abs=1e-12)
+        assert "assigned from what is fed" not in results[0]["said"], "a restore is no update"
         assert late.startswith("UnsupportedError: weights: the script updates it by hand")
         assert "apply_gradients" in late
         assert from_dataset.startswith("UnsupportedError: weights: a run assigns it from a dataset")

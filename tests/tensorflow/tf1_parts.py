@@ -394,17 +394,23 @@ def counted(source: str, batch_size: int) -> dict[str, list[float]]:
         return {**values, "weights": np.ravel(session.run(weights)).tolist(), "fetched": [float(v) for v in fetched]}
 
 
-def by_gradients_alone() -> tuple[list[float], str, str]:
-    """Update with tf.gradients and assign_sub; return the result, and errors where it cannot be averaged."""
+def by_gradients_alone() -> tuple[list[float], list[float], str, str]:
+    """Update with tf.gradients and assign_sub.
 
-    def train(is_late: bool = False) -> list[float]:
+    Return the result, that after a restore of where it began, and errors where it cannot be averaged.
+    """
+
+    def train(is_late: bool = False, path: str = "") -> list[float]:
         with tf.Graph().as_default(), v1.Session() as session:
-            x, y, weights, loss = line()
+            x, y, weights, loss = line(seed=9 if path else 0)
             if is_late:
                 session.run(v1.global_variables_initializer())
             clipped = tf.clip_by_norm(tf.gradients(loss, [weights])[0], 0.5)
             step = v1.assign_sub(weights, 0.1 * clipped)
-            session.run(v1.global_variables_initializer())
+            if path:
+                v1.train.Saver().restore(session, path)  # on worker 0 only, and the first run of this graph
+            else:
+                session.run(v1.global_variables_initializer())
             for _ in range(2):
                 session.run(step, dict(zip((x, y), batch(7), strict=True)))
             values: list[float] = session.run(weights)[:, 0].tolist()
@@ -419,7 +425,11 @@ def by_gradients_alone() -> tuple[list[float], str, str]:
             session.run(v1.global_variables_initializer())
             session.run(step)
 
-    return train(), message_of(lambda: train(is_late=True)), message_of(from_dataset)
+    with tf.Graph().as_default(), v1.Session() as session:
+        line()
+        session.run(v1.global_variables_initializer())
+        begun = v1.train.Saver().save(session, "./begun.ckpt", global_step=0)
+    return train(), train(path=begun), message_of(lambda: train(is_late=True)), message_of(from_dataset)
 
 
 def random_numbers() -> tuple[list[float], list[int]]:

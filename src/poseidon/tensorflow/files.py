@@ -95,6 +95,7 @@ class Files:
     def _restore(self, original: Callable[..., Any], one: Any, session: Any, path: str) -> None:
         """Restore on worker 0 and copy its values; if that fails, it fails on all workers."""
         error: Exception | None = None
+        self._sessions.prepare(session.graph)
         if self._team.rank == 0:
             try:
                 self._alone(original, one, session, path)
@@ -153,7 +154,7 @@ class Files:
         return checkpoint_management.CheckpointState.FromString(bytes.fromhex(text))
 
     def _alone(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._nesting.enter():
+        with self._nesting.enter(), self._sessions.ours():
             return original(*args, **kwargs)
 
     # Other files.

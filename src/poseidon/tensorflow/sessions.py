@@ -81,9 +81,13 @@ class Sessions:
         patches.wrap(ops.Graph, "finalize", self._finalize)
         patches.wrap(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", self._is_time)
 
+    def prepare(self, graph: Any) -> None:
+        """Change what must be changed in a graph before any worker runs it. Collective."""
+        self._gradients.find_updates(graph, is_open=self._is_open(graph))
+
     def take_over(self, session: Any, variables: Sequence[Any]) -> None:
         """Make variables of a session equal to worker 0's. Collective."""
-        with self._ours():
+        with self.ours():
             take_over(self._team, session, variables)
 
     def verify(self) -> None:
@@ -104,7 +108,7 @@ class Sessions:
         *rest: Any,
     ) -> Any:
         if not self._is_own:
-            self._gradients.find_updates(session.graph, is_open=self._is_open(session.graph))
+            self.prepare(session.graph)
         purpose = self._purpose(session, [*targets, *fetches], feeds)
         if purpose is not None:
             self._check_updates(purpose)
@@ -137,13 +141,13 @@ class Sessions:
             ways = [MEAN if tensor.dtype.is_floating else 0 for tensor in fetches]
         else:
             if combined.is_learning:
-                with self._ours():
+                with self.ours():
                     combined.learn(session, _as_batch(feeds, rows, division))
             ways = [combined.way(tensor) for tensor in fetches]
         has_open_rows = [length_of(tensor) is None for tensor in fetches]
         joined, counts = join_results(self._team, results, has_open_rows, ways, int(count), division)
         if combined is not None:
-            with self._ours():
+            with self.ours():
                 combined.settle(session, before, counts)
                 joined = combined.refresh(session, fetches, joined, _by_name(given))
         self._after_step(session, purpose, taken, combined)
@@ -178,16 +182,17 @@ class Sessions:
             return mine
         return bool(self._team.gather_ints([int(mine)], "the time of a hook")[0][0])
 
-    # Inside.
-
     @contextlib.contextmanager
-    def _ours(self) -> Iterator[None]:
+    def ours(self) -> Iterator[None]:
+        """Mark what is run in this context as not the script's: nothing of it is exchanged."""
         before = getattr(self._own, "is_inside", False)
         self._own.is_inside = True
         try:
             yield
         finally:
             self._own.is_inside = before
+
+    # Inside.
 
     @property
     def _is_own(self) -> bool:
@@ -248,7 +253,7 @@ class Sessions:
     def _before(self, session: Any, combined: CombinedRun | None) -> list[Any]:
         if combined is None:
             return []
-        with self._ours():
+        with self.ours():
             return combined.read(session)
 
     def _divide(self, feeds: dict[Any, Any], purpose: Purpose) -> Division:
@@ -306,7 +311,7 @@ class Sessions:
         known = self._gradients.owned(session.graph) | training.alike | training.variables.keys() | set(done)
         loose = [v for v in purpose.assigned if is_number(v.dtype.base_dtype) and v.op.name not in known]
         if loose:
-            with self._ours():
+            with self.ours():
                 alike = {variable.op.name for variable in settle(self._team, session, loose)}
             training.alike |= alike
             others = [variable.op.name for variable in loose if variable.op.name not in alike]
@@ -317,7 +322,7 @@ class Sessions:
 
     def _compare(self, session: Any) -> None:
         variables = list(self._trainings[session].variables.values())
-        with self._ours():
+        with self.ours():
             compare(self._team, session, variables)
 
     def _say_routes(self, one: Exchanged) -> None:
