@@ -255,6 +255,11 @@ def test_workers_that_stop_by_losses_of_their_own_do_not_wait_for_ever(tmp_path:
         saved("own_loop.py", "own.pt", tmp_path, 2, batch="per-worker", timeout_s=3.0)
 
 
+def test_replicas_that_differ_at_the_end_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"MismatchError[\s\S]*weight"):
+        launch("parted_at_the_end.py", 2, tmp_path, AutoOptions(files="shared", timeout_s=20.0), preload=())
+
+
 def test_a_script_without_a_loader_is_told_that_nothing_is_shared(plain: Plain, tmp_path: Path) -> None:
     ours = same_on_all("own_batches.py", "text.pt", tmp_path)
     # Not divided, and so what one worker computes, dropout included.
