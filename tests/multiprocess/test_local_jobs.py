@@ -126,6 +126,16 @@ def test_what_a_dropped_optimizer_has_trained_is_shared_before_it_is_used_and_tr
         torch.testing.assert_close(mean, sum(own) / 2, rtol=0, atol=1e-6)
 
 
+def test_whichever_optimizer_steps_parameters_they_are_exchanged_and_a_step_inside_another_counts_once(
+    tmp_path: Path,
+) -> None:
+    launch("shared_by_optimizers.py", 2, tmp_path, AutoOptions(local=5, files="shared", timeout_s=20.0), preload=())
+    first, second = (torch.load(tmp_path / str(rank) / "result.pt") for rank in range(2))
+    assert first["losses"] == second["losses"]
+    same = [step for step, (one, other) in enumerate(zip(first["sums"], second["sums"], strict=True)) if one == other]
+    assert same == [4, 7 + 4, 14 + 4], "7 steps each, and an evaluation begins a round"
+
+
 def test_a_script_with_line_searches_cannot_take_them(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="--local: LBFGS evaluates the model several times"):
         launch("lbfgs.py", 2, tmp_path / "run", AutoOptions(local=4))

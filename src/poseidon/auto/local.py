@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poseidon.auto.owners import Holding
 from poseidon.engine.engine import Engine
@@ -39,6 +39,9 @@ class LocalSteps:
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules in these that have parameters which are exchanged."""
         self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of those that have rounds."""
+        self._begun: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """By optimizer in a step: what was counted before it."""
         self._outers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._is_making = False
         self._unshared: dict[Optimizer, None] = {}
@@ -48,6 +51,7 @@ class LocalSteps:
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
+        patches.on_undo(register_optimizer_step_pre_hook(self._stepping).remove)
         patches.on_undo(register_optimizer_step_post_hook(self._stepped).remove)
         patches.on_undo(register_module_forward_pre_hook(self._before_forward).remove)
         patches.wrap(nn.Module, "state_dict", self._taken)
@@ -102,11 +106,27 @@ class LocalSteps:
         self._rounds.clear()
         self._unshared.clear()
 
+    def _sharing(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return the optimizer that has the rounds of the parameters: this one, or another one that has them, too."""
+        if optimizer in self._rounds or optimizer in self._outers:
+            return None if optimizer in self._outers else optimizer
+        mine = _parameters_of(optimizer)
+        return next((other for other in list(self._rounds) if not mine.isdisjoint(_parameters_of(other))), None)
+
+    def _stepping(self, optimizer: Optimizer, *_: Any) -> None:
+        sharing = self._sharing(optimizer)
+        if sharing is not None:
+            self._begun[optimizer] = self._counted.get(sharing, 0)
+
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer in self._outers:
-            return
+        sharing = self._sharing(optimizer)
+        # One around another lets that one step, which has been counted.
+        if sharing is not None and self._begun.pop(optimizer, 0) == self._counted.get(sharing, 0):
+            self._count(sharing)
+
+    def _count(self, optimizer: Optimizer) -> None:
         self._counted[optimizer] = self._counted.get(optimizer, 0) + 1
-        for rounds in self._rounds.get(optimizer, ()):
+        for rounds in self._rounds[optimizer]:
             rounds.step()
             self._unshared[optimizer] = None
 
@@ -114,10 +134,11 @@ class LocalSteps:
         self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any
     ) -> Any:
         """Count a step that a scaler skips: workers would otherwise exchange after different ones."""
-        before = self._counted.get(optimizer, 0)
+        sharing = self._sharing(optimizer)
+        before = 0 if sharing is None else self._counted.get(sharing, 0)
         result = original(scaler, optimizer, *args, **kw)
-        if self._counted.get(optimizer, 0) == before:
-            self._stepped(optimizer)
+        if sharing is not None and self._counted.get(sharing, 0) == before:
+            self._count(sharing)
         return result
 
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
@@ -146,3 +167,7 @@ class LocalSteps:
         for rounds in list(self._rounds.values()) if loaded else ():
             for each in rounds:
                 each.take_loaded(loaded)
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
