@@ -21,7 +21,8 @@ LOSSY = ("bf16", "int8", "topk", "lowrank")
 DEFAULT_RANK = 4
 DEFAULT_DENSITY = 0.01
 DEFAULT_BLOCK = 256
-_LEAST_BLOCK = 32
+_LEAST_BLOCK, _MOST_BLOCK = 32, 1 << 18
+"""The most are the values of a chunk, of which each is encoded by itself."""
 _LEAST_SAVING = 2
 """A matrix travels in low rank if that makes it at least this many times shorter."""
 
@@ -90,8 +91,9 @@ def read_lossy(
     is_share = share is not None and 0 < share <= 0.5
     _check_option("density", density, "topk", used, is_share, "a share of all values, above 0 and at most 0.5")
     block = count_from(_LEAST_BLOCK, block_size)
-    is_block = block is not None and block % 2 == 0
-    _check_option("block_size", block_size, "int8", used, is_block, f"an even number of at least {_LEAST_BLOCK}")
+    is_block = block is not None and block <= _MOST_BLOCK and block % 2 == 0
+    numbers = f"an even number from {_LEAST_BLOCK} to {_MOST_BLOCK}"
+    _check_option("block_size", block_size, "int8", used, is_block, numbers)
     exact_steps = 0 if warmup_steps is None else read_warmup(warmup_steps)
     if not used - {EXACT}:
         if warmup_steps is not None:

@@ -81,6 +81,7 @@ def test_nothing_asked_for_is_nothing_lost(lossy: Any) -> None:
         ({"lossy": "int8", "warmup_steps": -1}, "warmup_steps is -1; expected a whole number of at least 0"),
         ({"lossy": None, "warmup_steps": 5}, "warmup_steps=5 without lossy"),
         ({"lossy": "int8", "block_size": 33}, "block_size=33 with lossy='int8': expected an even number"),
+        ({"lossy": "int8", "block_size": 10**30}, "with lossy='int8': expected an even number from 32 to 262144"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], text: str) -> None:
