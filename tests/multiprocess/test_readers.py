@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -215,6 +216,39 @@ def _beside_others(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor
         seen.append(F.linear(ones, module.body[0].weight).as_subclass(Tensor))
 
 
+class Encoding(nn.Module):
+    """Has layers that compute in another way while a parameter sees operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(x.unsqueeze(1))[:, 0])
+        return out
+
+
+def _encoding() -> nn.Module:
+    torch.manual_seed(3)
+    return Encoding()
+
+
+def _evaluates_padded(model: Any, module: Any, optimizer: Any, x: Tensor, y: Tensor, seen: list[Any]) -> None:
+    """Evaluate the user's own module on padded sequences: the faster way leaves zeros where the padding is."""
+    _plain(model, module, optimizer, x, y, seen)
+    module.eval()
+    is_padded = torch.tensor([[False, False, True], [False, True, True]])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        for part in (module.encoder, module.encoder.layers[1]):
+            seen.append(part(torch.ones(2, 3, 8), src_key_padding_mask=is_padded))
+        seen.append(torch.jit.script(module)(torch.ones(2, 8)))
+    module.train()
+    seen.append(copy.deepcopy(module)(torch.ones(2, 8)).detach())
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "a scripted model": (lambda: torch.jit.script(small_net()), _plain),
     "a traced part": (_traced_part, _plain),
@@ -226,6 +260,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "a model with a compiled forward, evaluated": (_forward_compiled, _evaluates),
     "a part compiled in place, evaluated": (_part_compiled_in_place, _evaluates_a_part),
     "a model, evaluated": (small_net, _evaluates),
+    "a transformer, evaluated": (_encoding, _evaluates_padded),
     "parameters with a class of their own": (_observed, _evaluates),
     "gradients kept after the step": (small_net, _keeps_gradients),
     "gradients kept before the step": (small_net, _keeps_gradients_before),

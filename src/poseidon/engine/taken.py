@@ -82,6 +82,7 @@ class TakenSteps(Policy):
                 self._undo.append(clip_before_steps(self.optimizer, module, self._max_grad_norm))
             return
         defer(self.optimizer, self)
+        self._compiled.take_asking(module)
         devices = {parameter.device: None for parameter in engine.parameters if parameter.is_cuda}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         # A script may exit with a step under way, which the others cannot finish without this worker.
