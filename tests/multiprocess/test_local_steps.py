@@ -631,7 +631,8 @@ def _load_what_worker_0_has(options: dict[str, Any]) -> bool:
     net = _Tied()
     if options["consistency"] == "ssp":
         net.middle = nn.Identity()  # type: ignore[assignment] - no other parameter is loaded
-    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.5), **options)
+    # Small steps: how large values have become depends on what a worker saw in time, and so does the rounding below.
+    model, optimizer = poseidon.distribute(net, torch.optim.SGD(net.parameters(), 0.02), **options)
     loaded: dict[str, Tensor] = {}
     for step in range(6):
         if step == 2:
