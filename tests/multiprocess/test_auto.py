@@ -73,6 +73,7 @@ FLOAT = 2e-5
         ("raw_tensors.py", "factors.pt", 2e-4),
         ("by_hand.py", "by_hand.pt", FLOAT),
         ("shared_layers.py", "shared.pt", FLOAT),
+        ("own_memory.py", "memory.pt", FLOAT),
     ],
 )
 def test_two_workers_give_what_one_gives(

@@ -24,7 +24,7 @@ from poseidon.auto.averaging import average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import SameLoss
 from poseidon.auto.mixing import find_mixing
-from poseidon.auto.reductions import Counts, describe, differ, pack, read_terms, scalings, weigh
+from poseidon.auto.reductions import Counts, describe, differ, mark, pack, read_terms, scalings, weigh
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
 from poseidon.engine.outputs import find_leaves
@@ -72,6 +72,8 @@ class TorchGradients:
         """How often graphs were searched, by the number of losses and of samples."""
         self._loss_weight: float | None = None
         """Factor of the last loss, if it is not the step's."""
+        self._is_same = False
+        """Whether the last loss was of the same data on all workers."""
         self._rate = float(team.size) if options.scale_lr else 1.0
         """Factor for learning rates."""
         self._nesting = Nesting()
@@ -232,7 +234,7 @@ class TorchGradients:
 
     def _scale_terms(self, outputs: Sequence[Any]) -> list[RemovableHandle]:
         """Scale the terms of a loss that are not means over samples. Collective, if a batch was divided."""
-        self._loss_weight = None
+        self._loss_weight, self._is_same = None, False
         portion = self._step.portion
         if portion is None or not self._is_total:
             return []
@@ -241,7 +243,15 @@ class TorchGradients:
         if not self._reads_losses:
             return []
         terms = read_terms(losses, portion.samples, portion.total)
-        rows = self._team.gather_ints(pack(terms, portion.real), "what the loss is a mean over")
+        own = 0 if self._usage.is_recognised or not self._has_averaged else mark(losses, terms)
+        told = self._team.gather_ints([*pack(terms, portion.real), own], "what the loss is a mean over")
+        rows, marks = [row[:-1] for row in told], [row[-1] for row in told]
+        if all(marks) and len(set(marks)) == 1:
+            self._report.say(
+                "a loss is the same on all workers, of data that the script has beside its loaders: it is not divided"
+            )
+            self._loss_weight, self._is_same = 1.0, True
+            return []
         if not all(term.nodes for term in terms) or not terms:
             self._report.say(
                 "what a loss, or a part of one, is a mean over cannot be read from its graph (compiled, or no single "
@@ -282,7 +292,7 @@ class TorchGradients:
                 )
 
     def _weighted(self, outputs: Sequence[Any], given: Any) -> Any:
-        weight = self._step.weight
+        weight = 1.0 if self._is_same else self._step.weight
         if weight == 1.0 or not all(isinstance(output, Tensor) for output in outputs):
             return given
         grads = list(given) if isinstance(given, Sequence) else [given] * len(outputs)

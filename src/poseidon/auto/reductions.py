@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -170,6 +171,23 @@ def pack(terms: Sequence[LossTerm], real: float) -> list[int]:
     for term in terms:
         words += [term.form + _SURE * term.is_count + _TIMES * term.is_times_samples, _bits(term.count or 0.0)]
     return words + [0, 0] * (SLOTS - len(terms))
+
+
+def mark(losses: Sequence[Tensor], terms: Sequence[LossTerm]) -> int:
+    """Return a number that workers have in common only where they add up the same samples; 0 if all are means."""
+    if terms and all(term.nodes and not term.is_sum for term in terms):
+        return 0
+    # Targets as well: a network that begins with zeros says the same of all samples.
+    waiting, targets = [loss.grad_fn for loss in losses], []
+    for _ in range(_FEW):
+        if not waiting:
+            break
+        node = waiting.pop()
+        targets.append(getattr(node, "_saved_target", None))
+        waiting += [child for child, _ in getattr(node, "next_functions", ()) if child is not None]
+    parts = [*losses, *(target for target in targets if isinstance(target, Tensor))]
+    words = [part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
+    return 1 + zlib.crc32(b"".join(words))
 
 
 class Counts:
@@ -347,7 +365,7 @@ def _term(node: Any, samples: int) -> LossTerm | None:
         return None
     before = _reduced_before(node, samples)
     is_odd = before is None and sizes[0] % samples != 0 and samples not in sizes
-    if is_odd and reduction != _SUM and not _is_of_chosen(node, sizes[0], samples):
+    if is_odd and not _is_of_chosen(node, sizes[0], samples):
         return None
     is_over_samples = before != "MeanBackward1" and has_samples(node, samples)
     return LossTerm((node,), is_sum=True, rows=sizes[0]) if is_over_samples else None

@@ -70,6 +70,8 @@ class Usage:
         """Whether a module has been called since the last backward."""
         self.has_trained = False
         """Whether any backward has followed a batch."""
+        self.is_recognised = False
+        """Whether a module was seen to use what the current backward is of."""
 
     @property
     def is_forked(self) -> bool:
@@ -123,6 +125,7 @@ class Usage:
         found = [handed for handed in self._handed if handed.is_found]
         waiting = [handed for handed in self._handed if not handed.is_used and handed.is_alive()]
         used = found or self._oldest(waiting)
+        self.is_recognised = bool(found)
         self._is_next_known = False
         self._refuse_collected(used)
         for handed in used:

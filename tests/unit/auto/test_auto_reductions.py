@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from poseidon.auto.reductions import Counts, Portion, describe, differ, pack, read_terms, scalings, weigh
+from poseidon.auto.reductions import Counts, Portion, describe, differ, mark, pack, read_terms, scalings, weigh
 
 torch.manual_seed(0)
 ROWS, CLASSES = 12, 5
@@ -241,3 +241,16 @@ def test_a_constant_of_earlier_steps_is_one_where_a_short_batch_has_as_many_samp
         terms = read_terms([(X[:samples] @ w).square().sum() / 4], samples, 2 * samples)
         portion = Portion(samples, 2 * samples, samples, 2)
         assert weigh(terms, [pack(terms, 1.0)] * 2, portion, known) == [factor]
+
+
+def test_workers_that_add_up_the_same_samples_have_the_same_mark() -> None:
+    def marked(rows: slice, reduction: str, weight: Tensor) -> int:
+        loss = F.cross_entropy(X[rows] @ weight, LABELS[rows].clamp(min=0), reduction=reduction)
+        return mark([loss], read_terms([loss], 6, ROWS))
+
+    w = WEIGHT.clone().requires_grad_()
+    first, second = slice(0, 6), slice(6, 12)
+    assert marked(first, "sum", w) == marked(first, "sum", w) != marked(second, "sum", w)
+    assert marked(first, "mean", w) == 0, "its count tells already what it weighs"
+    nothing = torch.zeros_like(WEIGHT, requires_grad=True)
+    assert marked(first, "sum", nothing) != marked(second, "sum", nothing)
