@@ -66,7 +66,12 @@ def parts_that_differ(parts: Mapping[str, Any]) -> tuple[dict[str, Stateful], di
         shared |= {f"{name}: {what}": part for what, part in for_all.items()}
         own |= {f"{name}: {what}": part for what, part in for_each.items()}
     if drifting:
-        own |= {f"{name} of this worker": part for name, part in parts.items() if name not in drifting}
+        own |= {
+            f"{name} of this worker": part
+            for name, part in parts.items()
+            # A place in the data that all have in common is that of the step that all go on from.
+            if name not in drifting and not getattr(part, "counts_for_all", False)
+        }
     return shared, own
 
 

@@ -34,6 +34,9 @@ class Position:
     Loaders fetch ahead, so what counts is what :meth:`over` has handed out.
     """
 
+    counts_for_all = True
+    """The place is that of the job's step, also where the workers' weights drift apart."""
+
     def __init__(self, batch_size: int, seed: int, rank: int | None, size: int | None, fixed: str | None) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(
