@@ -310,7 +310,7 @@ def test_where_workers_meet_again_the_launcher_goes_on_counting_steps(
     told: list[int] = []
     monkeypatch.setattr(watch.report, "tell", lambda step, doing: told.append(step))  # noqa: ARG005
     monkeypatch.setattr(watch, "_BEFORE", [0])
-    watch.count_from(56)
+    watch.number_steps_from(56)
     one, mesh = open_watch()
     one.clock = StepClock(0.0)
     one.note(1, "in forward")

@@ -24,7 +24,7 @@ from poseidon.checkpoints.states import forget_step, holds, host_copy, load_into
 from poseidon.errors import ConfigError, MismatchError, WorkerLostError
 from poseidon.job.elastic import ElasticJob
 from poseidon.team.epochs import enter_next_epoch, is_interruption, living_on
-from poseidon.team.watch import count_from
+from poseidon.team.watch import number_steps_from
 
 _MOST_CHANGES = 20
 """So often in a row may the workers of an epoch fail to meet."""
@@ -81,7 +81,7 @@ class LastingRun:
                         lost = None
                     elif done < 0:
                         done = self._begin()
-                    count_from(done)
+                    number_steps_from(done)
                     train(done)
                     for part in sharded_members().values():
                         part.complete()  # while its owners are there

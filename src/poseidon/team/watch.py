@@ -381,7 +381,7 @@ def keep_clock() -> StepClock:
     return _CLOCKS[0]
 
 
-def count_from(done: int) -> None:
+def number_steps_from(done: int) -> None:
     """Note how many steps are complete as the workers of an elastic job begin, or go on."""
     _BEFORE[0] = done
 
