@@ -266,3 +266,28 @@ def test_the_server_is_offered_beside_nccl_only_where_it_was_seen_to_pay() -> No
 )
 def test_what_nccl_sends_over(environment: dict[str, str], has_rdma: bool, goes_by_tcp: bool) -> None:
     assert chooses_sockets(environment, has_rdma) is goes_by_tcp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whole"),
+    [
+        ({}, ["allreduce", "allreduce", "allreduce", "rows"]),
+        ({"conv": "sharded"}, ["sharded", "sharded", "sharded", "rows"]),
+        ({"conv": "sharded", "head.fc": "allreduce"}, ["sharded", "allreduce", "allreduce", "rows"]),
+        ({"head.fc": "sharded"}, ["allreduce", "sharded", "sharded", "rows"]),
+    ],
+)
+def test_where_all_must_travel_in_full_they_go_as_most_full_gradients_of_the_plan(
+    overrides: dict[str, str], whole: list[str]
+) -> None:
+    units = [CONV, FC, TABLE, SPARSE]
+    plan = make_plan(units, LOADS, SLOW, overrides)
+    assert planner.whole_routes(plan, units, ROUTES) == whole
+
+
+def test_without_any_they_go_by_what_is_cheapest() -> None:
+    plan = make_plan([FC, OUT], LOADS, SLOW)
+    assert set(plan.routes.values()) == {"factors"}
+    assert planner.whole_routes(plan, [FC, OUT], ROUTES) == ["allreduce", "allreduce"]
+    unseen = make_plan([FC, OUT], LOADS, SLOW, {"*": "factors"})
+    assert planner.whole_routes(unseen, [FC, OUT], ROUTES) == ["allreduce", "allreduce"]

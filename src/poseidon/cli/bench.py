@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--batch", help="samples per worker; per model too: 32,gpt2=4 (default 32)")
     what.add_argument("--precision", choices=tuple(PRECISIONS), default="float32", help="bf16: under torch.autocast")
     what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="default sgd, with momentum")
+    what.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="batches in a step, all but the last under no_sync()"
+    )
     what.add_argument("--tiny", action="store_true", help="the zoo's tiny networks, for a quick look")
     what.add_argument("--width", type=float, help="scale the networks' layers; 1 is as published")
     what.add_argument("--image-size", type=int, help="height and width of images; default: as published")
@@ -91,7 +94,8 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
     for system in systems:
         check_system(system, args.device)
     batch, batches = parse_batches(args.batch or "32")
-    counts = {"steps": steps, "warmup": args.warmup, "repetitions": args.repetitions, "threads": args.threads}
+    given = ("warmup", "repetitions", "threads", "accumulate")
+    counts = {"steps": steps, **{name: getattr(args, name) for name in given}}
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"--{name} must be at least 1, not {count}")
@@ -114,6 +118,7 @@ def make_settings(args: argparse.Namespace) -> BenchSettings:
         image_size=args.image_size,
         precision=args.precision,
         optimizer=args.optimizer,
+        accumulate=args.accumulate,
         paced_ms=None if args.paced is None else parse_paced(args.paced),
         timeout_s=min(120.0, args.timeout),
     )

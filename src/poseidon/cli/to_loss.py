@@ -21,7 +21,14 @@ from poseidon.zoo.lessons import lesson_names, make_lesson
 
 TOLERANCE_PERCENT = 0.5
 _OWN = ("seeds", "every", "more", "target", "tolerance", "stalls", "dilate")
-_FOREIGN = {"models": "alexnet", "precision": "float32", "optimizer": "sgd", "width": None, "image_size": None}
+_FOREIGN = {
+    "models": "alexnet",
+    "precision": "float32",
+    "optimizer": "sgd",
+    "accumulate": 1,
+    "width": None,
+    "image_size": None,
+}
 """Options of the other comparison, and their defaults: lessons bring these along."""
 
 

@@ -286,7 +286,7 @@ class Engine:
             live = self._schedules.dense if is_dense or self._schedules.planned is None else self._schedules.planned
             left_out = {self._number_of[parameter] for parameter in unused}
             is_static = self.options.static_graph
-            stopwatch = self._schedules.make_stopwatch(live)
+            stopwatch = self._schedules.begin(live)
             step = Step(
                 live.schedule,
                 RollCall(

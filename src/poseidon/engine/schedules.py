@@ -26,7 +26,7 @@ from poseidon.errors import ConfigError, UnsupportedError
 from poseidon.planning.candidates import Candidate, make_candidates
 from poseidon.planning.cluster import Cluster
 from poseidon.planning.ordering import order_by_need
-from poseidon.planning.planner import Plan, server_rivals_nccl
+from poseidon.planning.planner import Plan, server_rivals_nccl, whole_routes
 from poseidon.planning.route import Routes
 from poseidon.planning.schedule import Model, Packing, Schedule, make_schedule
 from poseidon.planning.transfers import Conditions, SentBits
@@ -121,6 +121,10 @@ class Schedules:
             self._prepare(self._bind(self._pack(self._whole(self._lossy), self._packing)))
         self.dense = self._bind(self._pack(self._whole(self._lossy_now), self._packing))
         """Full gradients only."""
+        self._later: Schedule | None = None
+        """What :attr:`dense` becomes when it has been needed under the plan in force."""
+        self._ends_dense = False
+        """Whether it does so with the backward under way."""
         self._prepare(self.dense)
         self.planned: LiveSchedule | None = None
         self._adopted: Schedule | None = None
@@ -148,7 +152,7 @@ class Schedules:
         (for a checkpoint, say) while the others wait for it elsewhere.
         """
         ends = self.warm_up is not None and self.warm_up.lasts_one_more
-        is_last = ends or self._waits_for_landing or self._choosing.changes_next
+        is_last = ends or self._waits_for_landing or self._choosing.changes_next or self._ends_dense
         return not self._packing.defers or self._is_timed or is_last
 
     def agree_on_warm_up(self) -> None:
@@ -179,6 +183,8 @@ class Schedules:
             self._release_losers()
         if self._plan_if_due(sum(map(_batch, calls)) / len(calls), backward, has_landed):
             return
+        if self._ends_dense:
+            self._adopt_dense()
         if is_ranked:
             return  # a trial begins with the next backward
         is_odd = not is_planned or self._planning.is_odd
@@ -212,9 +218,13 @@ class Schedules:
         """Return routes by unit name or pattern, of which the first that matches counts."""
         return {**self._lossy_now, **(self._options.routes or {})}
 
-    def _whole(self, lossy: Mapping[str, str]) -> list[str]:
-        """Return the route of each unit's full gradients."""
-        return [lossy.get(unit.name, self.routes.first_for(unit.spec).name) for unit in self._units]
+    def _whole(self, lossy: Mapping[str, str], plan: Plan | None = None) -> list[str]:
+        """Return the route of each unit's full gradients, under a plan or before there is one."""
+        if plan is None:
+            exact = [self.routes.first_for(unit.spec).name for unit in self._units]
+        else:
+            exact = whole_routes(plan, self.model.units, self.routes)
+        return [lossy.get(unit.name, name) for unit, name in zip(self._units, exact, strict=True)]
 
     def _lose(self) -> None:
         """Let the next plan have lossy routes: the warm-up is over."""
@@ -336,11 +346,24 @@ class Schedules:
         if schedule == self._adopted:
             return  # what it is bound to is not made anew
         self._adopted = schedule
-        self.planned = self._bind(schedule)
-        # The dense schedule's buffers are needed again only after no_sync; a new one allocates them then.
-        serves = self._options.serves
-        self.dense = self.planned if serves else self._bind(self._pack(self._whole(self._lossy_now), candidate.packing))
-        self._prepare(self.planned, *(() if self.dense is self.planned else (self.dense,)))
+        self.planned = self.dense = self._bind(schedule)
+        self._later = None
+        whole = self._pack(self._whole(self._lossy_now, candidate.plan), candidate.packing)
+        if self._options.serves or whole == schedule:
+            self._prepare(self.planned)
+            return
+        # Its buffers are needed only after no_sync, and the server's memory for them is taken only if that happens.
+        first = self._pack(self._whole(self._lossy_now), candidate.packing)
+        self._later = whole if whole != first else None
+        self.dense = self._bind(first)
+        self._prepare(self.planned, self.dense)
+
+    def _adopt_dense(self) -> None:
+        """Let full gradients travel by the plan's routes where all of them must. Collective."""
+        assert self.planned is not None
+        assert self._later is not None
+        self.dense, self._later = self._bind(self._later), None
+        self._prepare(self.planned, self.dense)
 
     def _release_losers(self) -> None:
         """Close the routes that only dropped plans used; every worker has finished the steps of those plans."""
@@ -390,9 +413,13 @@ class Schedules:
             self._exchangers[name] = self.routes[name].open(self._context)
         return self._exchangers[name]
 
-    def make_stopwatch(self, live: LiveSchedule) -> Stopwatch[int] | None:
-        """Time one backward after a plan: the best order under deferred landing and the best plan depend on it."""
+    def begin(self, live: LiveSchedule) -> Stopwatch[int] | None:
+        """Begin a backward with :attr:`planned` or :attr:`dense`; return a stopwatch if it is to be timed.
+
+        One is after a plan: the best order under deferred landing and the best plan depend on it.
+        """
         self._is_timed = False
+        self._ends_dense = live is self.dense and self._later is not None
         if live is not self.planned:
             return None
         self._backwards += 1
@@ -419,7 +446,9 @@ class Schedules:
         queue = schedule.queues.get(COLLECTIVES, ())
         if queue and self._packing.defers:
             order = order_by_need([ready_s[number] for number in queue], self._wire_s(stopwatch, schedule, queue))
+            is_dense = self.dense is planned
             self.planned = planned.reordered(COLLECTIVES, order)
+            self.dense = self.planned if is_dense else self.dense
         return is_ranked
 
     def _wire_s(self, stopwatch: Stopwatch[int], schedule: Schedule, queue: Sequence[int]) -> list[float]:

@@ -140,9 +140,12 @@ class RankEvents:
         self._profile = (Profile.from_dict(profile), flops)
 
     def _predict(self, system: str, measured: dict[str, Measured]) -> float | None:
-        """Return the simulator's prediction for a system, from the linear one's time and the units' shares of it."""
+        """Return the simulator's prediction for a system, from the linear one's time and the units' shares of it.
+
+        None where it knows no such step: of several batches.
+        """
         linear = measured.get(LINEAR)
-        if self._profile is None or linear is None or not linear.repetitions:
+        if self.worker.accumulate > 1 or self._profile is None or linear is None or not linear.repetitions:
             return None
         profile, flops = self._profile
         bench = Bench(

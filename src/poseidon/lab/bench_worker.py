@@ -67,6 +67,8 @@ class WorkerSettings:
     precision: str = "float32"
     """What forward computes in: float32 (TF32 on CUDA), or bf16 under autocast."""
     optimizer: str = "sgd"
+    accumulate: int = 1
+    """Batches in a step; all but the last under ``no_sync()``."""
     timeout_s: float = 120.0
     """How long collectives wait for a missing rank."""
 
@@ -181,8 +183,9 @@ def _combine(blocks: list[_Block]) -> Repetition:
 
 def _measure(settings: WorkerSettings, system: str, original: zoo.Network, device: torch.device) -> _Block:
     network = _own_copy(settings, original, device)
-    batch = network.batch(settings.batch, seed=dist.get_rank() + 1, device=device)
-    trainer = make_trainer(system, network, batch, settings.optimizer, settings.precision)
+    seeds = [dist.get_rank() + 1 + dist.get_world_size() * part for part in range(settings.accumulate)]
+    batches = [network.batch(settings.batch, seed=seed, device=device) for seed in seeds]
+    trainer = make_trainer(system, network, batches, settings.optimizer, settings.precision)
     try:
         choose(trainer)
         return _time_steps(trainer, settings, device)

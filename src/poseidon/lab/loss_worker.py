@@ -85,12 +85,13 @@ class Student(Trainer):
     lesson: Lesson
     settings: LossWorkerSettings
     seed: int
+    device: torch.device
     done: int = 0
     """Steps taken so far."""
 
     def step(self) -> Tensor:
         """Train one step; a stalled worker's gradients come late."""
-        rank, device = dist.get_rank(), self.targets.device
+        rank, device = dist.get_rank(), self.device
         inputs, targets = self.lesson.training_batch(self.settings.batch, self.seed, self.done, rank)
         self.optimizer.zero_grad()
         outputs = self.module(*(part.to(device) for part in inputs))
@@ -149,8 +150,9 @@ def _enrol(settings: LossWorkerSettings, cell: LossCell, device: torch.device) -
     if settings.paced_ms is not None and settings.purpose != "curves":
         paced(model, *settings.paced_ms)
     module, optimizer = wrap(cell.system, model, lesson.make_optimizer(model))
-    here = torch.zeros((), device=device)
-    return Student(lesson.network, module, optimizer, (), here, lesson=lesson, settings=settings, seed=cell.seed)
+    return Student(
+        lesson.network, module, optimizer, (), lesson=lesson, settings=settings, seed=cell.seed, device=device
+    )
 
 
 def _time(settings: LossWorkerSettings, cell: LossCell, device: torch.device) -> tuple[float, float, str]:

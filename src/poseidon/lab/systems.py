@@ -6,8 +6,9 @@ only in how gradients become a mean. A new one is a function that wraps a model,
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ POWERSGD_START = 2
 ONE_BUCKET_MB = 1e6
 """More than any model."""
 
+Batch = tuple[tuple[Any, ...], Tensor]
+"""Inputs, and targets of the loss."""
+
 
 @dataclass
 class Trainer:
@@ -40,17 +44,27 @@ class Trainer:
     module: nn.Module
     """The model as the system wrapped it."""
     optimizer: torch.optim.Optimizer
-    inputs: tuple[Any, ...]
-    targets: Tensor
+    batches: Sequence[Batch]
+    """Of every step; gradients of all are accumulated."""
     precision: str = "float32"
 
     def step(self) -> Tensor:
-        """Train one step on the batch; return the loss before the update, which may still be pending."""
+        """Train one step; return the last batch's loss before the update, which may still be pending."""
         self.optimizer.zero_grad()
-        with autocast(self.precision, self.targets.device):
-            loss = self.network.loss(self.module(*self.inputs), self.targets)
-        loss.backward()
+        no_sync = getattr(self.module, "no_sync", contextlib.nullcontext)
+        *others, last = self.batches
+        for batch in others:
+            with no_sync():
+                self._backward(batch)
+        loss = self._backward(last)
         self.optimizer.step()
+        return loss
+
+    def _backward(self, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        with autocast(self.precision, targets.device):
+            loss = self.network.loss(self.module(*inputs), targets)
+        (loss / len(self.batches) if len(self.batches) > 1 else loss).backward()
         return loss.detach()
 
     def note(self) -> str:
@@ -157,13 +171,13 @@ def _read_system(text: str) -> tuple[str, dict[str, Any]]:
 def make_trainer(
     name: str,
     network: Network,
-    batch: tuple[tuple[Any, ...], Tensor],
+    batches: Sequence[Batch],
     optimizer: str = "sgd",
     precision: str = "float32",
 ) -> Trainer:
     """Return a system's training loop for a network already on its device."""
     module, stepper = wrap(name, network.model, OPTIMIZERS[optimizer](network.model))
-    return Trainer(network, module, stepper, *batch, precision)
+    return Trainer(network, module, stepper, batches, precision)
 
 
 def wrap(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -129,6 +129,34 @@ def make_plan(
     return Plan(cluster, tuple(_decide(unit, loads.get(unit.name), cluster, routes, overrides) for unit in units))
 
 
+def whole_routes(plan: Plan, units: Sequence[Unit], routes: Routes) -> list[str]:
+    """Return by which exact route each unit travels under a plan where its full gradient must, as after no_sync().
+
+    As planned if that is in full. Otherwise as most of the plan's full gradients do, since whole plans were compared;
+    without any, by what is cheapest.
+    """
+    full_bytes: dict[str, int] = {}
+    for unit, entry in zip(units, plan.entries, strict=True):
+        if _carries_whole(routes[entry.route]):
+            full_bytes[entry.route] = full_bytes.get(entry.route, 0) + unit.size_bytes
+    ranked = sorted(full_bytes, key=full_bytes.__getitem__, reverse=True)
+    return [_whole_route(unit, entry, ranked, routes) for unit, entry in zip(units, plan.entries, strict=True)]
+
+
+def _whole_route(unit: Unit, entry: PlanEntry, ranked: Sequence[str], routes: Routes) -> str:
+    if _carries_whole(routes[entry.route]):
+        return entry.route
+    for name in ranked:
+        if routes[name].accepts(unit):
+            return name
+    cheapest = sorted(entry.costs, key=lambda name: entry.costs[name].seconds)
+    return next((name for name in cheapest if _carries_whole(routes[name])), routes.first_for(unit).name)
+
+
+def _carries_whole(route: Route) -> bool:
+    return route.delivers == "gradients" and not route.is_lossy
+
+
 def server_beats_nccl(cluster: Cluster, defers: bool) -> bool:
     """Return whether to offer the parameter server where NCCL over TCP could carry gradients between devices.
 
