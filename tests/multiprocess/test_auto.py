@@ -83,6 +83,28 @@ def test_two_workers_give_what_one_gives(
     assert_close(ours, torch.load(plain(script) / file), tolerance)
 
 
+@pytest.mark.parametrize(
+    ("script", "file", "tolerance"),
+    [
+        ("accumulation.py", "accumulation.pt", 2e-4),
+        ("amp.py", "amp.pt", 2e-2),
+        ("lbfgs.py", "lbfgs.pt", 1e-9),
+        ("by_hand.py", "by_hand.pt", FLOAT),
+        ("raw_tensors.py", "factors.pt", 2e-4),
+        ("shared_layers.py", "shared.pt", FLOAT),
+        ("digits_mlp.py", "digits.pt", FLOAT),
+        ("autoencoder_trainer.py", "autoencoder.pt", 2e-4),
+        ("early_stopping.py", "wine.pt", FLOAT),
+        ("own_memory.py", "memory.pt", FLOAT),
+    ],
+)
+def test_one_exchange_per_step_gives_the_same(
+    script: str, file: str, tolerance: float, plain: Plain, tmp_path: Path
+) -> None:
+    ours = same_on_all(script, file, tmp_path, accumulate=True)
+    assert_close(ours, torch.load(plain(script) / file), tolerance)
+
+
 def test_three_workers_share_uneven_batches(plain: Plain, tmp_path: Path) -> None:
     ours = same_on_all("digits_mlp.py", "digits.pt", tmp_path, 3)
     assert_close(ours, torch.load(plain("digits_mlp.py") / "digits.pt"), FLOAT)

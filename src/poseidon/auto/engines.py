@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from poseidon.auto.accumulation import Group, State, state_of
 from poseidon.auto.averaging import take_over
 from poseidon.auto.buffers import Buffers
 from poseidon.auto.local import LocalSteps
@@ -33,6 +34,7 @@ from poseidon.engine.hooks import AutogradFrontEnd
 from poseidon.engine.layers import restore
 from poseidon.engine.options import Options
 from poseidon.engine.rounds import LocalRounds
+from poseidon.errors import UnsupportedError
 from poseidon.following.script_report import ScriptReport
 from poseidon.following.streams import Streams
 from poseidon.planning.cluster import Cluster
@@ -49,9 +51,12 @@ _COMPARED_STEPS = (1, 10, 100, 1000)
 class AutoFrontEnd(AutogradFrontEnd):
     """Takes part in every backward that reaches one of its parameters, wherever that backward starts."""
 
-    def __init__(self, engine: Engine, holding: Holding) -> None:
+    def __init__(self, engine: Engine, holding: Holding, group: Group) -> None:
         super().__init__(engine)
         self.holding = holding
+        self.group = group
+        self._state: State = []
+        """Of parameters and gradients, as the last backward of this step left them; empty if there was none."""
         self.rounds: LocalRounds | None = None
         """With local steps: what exchanges the parameters."""
         self.watch_outputs((), ())
@@ -62,12 +67,51 @@ class AutoFrontEnd(AutogradFrontEnd):
             unused = [parameter for parameter in self._nodes if not self.will_accumulate(parameter)]
             self.turns.begin_backward(unused)
 
+    def prepare(self, values: int) -> bool:
+        """Get ready for a backward; return whether gradients that somebody has changed forbid to leave any out."""
+        group, is_found = self.group, False
+        if not group.goes_each:
+            now = state_of(self.engine.parameters)
+            if self._state and now != self._state:
+                if group.is_pending:
+                    raise UnsupportedError(
+                        "--accumulate: the script changed gradients, or parameters, between two backwards of one step, "
+                        "when each worker had its own; it did not in its first steps. Run it without --accumulate"
+                    )
+                is_found = group.changed()
+            self._state = now
+        self.engine.arm(group.begins(), values)
+        return is_found
+
     def finish(self) -> bool:
         """Complete the exchange, if one began; return whether one did."""
-        if not self.engine.in_backward:
+        is_exchanged = self.engine.in_backward
+        if is_exchanged:
+            self._end()
+        if not self.group.goes_each:
+            now = state_of(self.engine.parameters)
+            if now != self._state:
+                self.group.ended(is_exchanged)
+            self._state = now
+        return is_exchanged
+
+    def flush(self, values: int) -> bool:
+        """Exchange what backwards without an exchange have left, if anything; return whether it did. Collective."""
+        if not self.group.is_pending:
             return False
+        self.engine.arm(True, values)
+        reached = {parameter: None for parameter in self._nodes if self.engine.is_local(parameter)}
+        self.turns.begin_backward([parameter for parameter in self._nodes if parameter not in reached])
+        self._report(reached)
         self._end()
+        self.group.flushed()
+        self._state = []
         return True
+
+    def note_step(self) -> int:
+        """Note that the optimizer has taken a step, or that a GradScaler has skipped it (:meth:`Group.stepped`)."""
+        self._state = []
+        return self.group.stepped()
 
     def leave_layers_plain(self) -> None:
         """Run all layers as the user wrote them: an existing graph must be replayed exactly as it was recorded."""
@@ -154,10 +198,12 @@ class Engines:
         report: ScriptReport,
         local: LocalSteps | None = None,
         lossy: LossyChoice | None = None,
+        accumulates: bool = False,
     ) -> None:
         self._team = team
         self._local = local
         self._lossy = lossy
+        self._accumulates = accumulates
         self._census = census
         self._step = step
         self._streams = streams
@@ -237,7 +283,42 @@ class Engines:
             self._attach_pending(has_graph=True)
         for owner in self.living():
             for front_end in owner.front_ends:
-                front_end.engine.arm(not self._is_local(owner), self._step.values)
+                if self._is_local(owner):
+                    front_end.engine.arm(False, self._step.values)
+                elif front_end.prepare(self._step.values) and self._accumulates:
+                    self._report.say(
+                        f"{owner.label}: gradients change between the backwards of a step, so each backward is "
+                        "exchanged, as without --accumulate"
+                    )
+
+    def flush(self, optimizer: Optimizer | None = None) -> bool:
+        """Exchange gradients of backwards that were not exchanged: an optimizer's, or all. Collective."""
+        owners = self.living() if optimizer is None else [self.owner_of(optimizer)]
+        front_ends = [front_end for owner in owners for front_end in (*owner.front_ends, *owner.borrowed)]
+        flushed = [front_end for front_end in front_ends if front_end.flush(self._step.values)]
+        for owner in self._owners:
+            owner.is_fresh |= any(front_end in flushed for front_end in (*owner.front_ends, *owner.borrowed))
+        self._buffers.take_over([root for front_end in flushed for root in front_end.holding.roots])
+        return bool(flushed)
+
+    def exchange_each(self, owner: GradientOwner) -> None:
+        """Exchange every backward of an owner, whose step needs them (a closure). Collective."""
+        for front_end in (*owner.front_ends, *owner.borrowed):
+            front_end.flush(self._step.values)
+        for front_end in (*owner.front_ends, *owner.borrowed):
+            front_end.group.goes_each = True
+
+    def note_step(self, owner: GradientOwner) -> None:
+        """Note a step, or one that was skipped, and say what was learned of the backwards of each."""
+        for front_end in (*owner.front_ends, *owner.borrowed):
+            count = front_end.note_step()
+            if count > 1 and self._accumulates:
+                self._report.say(f"{owner.label}: a step has {count} backwards; the last one is exchanged")
+            elif count > 1:
+                self._report.say(
+                    f"{owner.label}: each of the {count} backwards of a step is exchanged, so that .grad is the mean "
+                    "after every one; if the script only adds them up, --accumulate exchanges once per step"
+                )
 
     def _is_local(self, owner: GradientOwner) -> bool:
         """Whether the gradients of an owner stay with their worker."""
@@ -266,6 +347,7 @@ class Engines:
         """Count a step and, now and then, compare the replicas before it. Collective."""
         owner.is_fresh = False
         owner.steps += 1
+        self.note_step(owner)
         if self._is_local(owner):
             for front_end in owner.front_ends:
                 front_end.engine.pass_step()
@@ -375,7 +457,7 @@ class Engines:
         engine = assemble_engine(holding.units, team, device, options, self._cluster)
         if self._cluster is None and engine.cluster.source == "measured":
             self._cluster = engine.cluster
-        owner.front_ends.append(AutoFrontEnd(engine, holding))
+        owner.front_ends.append(AutoFrontEnd(engine, holding, Group(self._accumulates)))
         optimizer = None if owner.optimizer is None else owner.optimizer()
         is_local = self._local is not None and optimizer is not None
         engine.arm(not is_local, self._step.values)

@@ -87,6 +87,12 @@ class TorchGradients:
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(nn.Module, "_apply", self._moved)
         patches.wrap(torch.utils.checkpoint, "checkpoint", _checkpoint)
+        for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"):
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                if hasattr(module, name):
+                    patches.wrap(module, name, self._flushed)
+        patches.wrap(torch.amp.GradScaler, "unscale_", self._unscaled)
+        patches.wrap(torch.amp.GradScaler, "step", self._scaled_step)
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
         patches.on_undo(self._engines.close)
 
@@ -124,6 +130,32 @@ class TorchGradients:
         if self._rate != 1.0 and "lr" in optimizer.param_groups[-1]:
             optimizer.param_groups[-1]["lr"] *= self._rate
 
+    def _flushed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Exchange what is pending before somebody looks at gradients."""
+        if not (self._step.is_forked or self._nesting.is_inside):
+            self._engines.flush()
+        return original(*args, **kwargs)
+
+    def _unscaled(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
+        if self._has_owner(optimizer):
+            self._engines.flush(optimizer)
+        return original(scaler, optimizer, *args, **kw)
+
+    def _scaled_step(
+        self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any
+    ) -> Any:
+        """Let a scaler look at exchanged gradients; it may skip the step, which then is one all the same."""
+        if not self._has_owner(optimizer):
+            return original(scaler, optimizer, *args, **kw)
+        self._engines.flush(optimizer)
+        result = original(scaler, optimizer, *args, **kw)
+        self._engines.note_step(self._engines.owner_of(optimizer))
+        return result
+
+    def _has_owner(self, optimizer: Any) -> bool:
+        is_known = isinstance(optimizer, Optimizer) and not self._engines.is_ours(optimizer)
+        return is_known and not (self._step.is_forked or self._is_local)
+
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._step.is_forked or self._engines.is_ours(optimizer):
             return None
@@ -135,8 +167,11 @@ class TorchGradients:
                     f"--local: {owner.label} evaluates the model several times in a step (a closure), and workers that "
                     "take steps of their own would search in different directions; run it without --local"
                 )
+            self._engines.exchange_each(owner)
             shared = self._shared(closure)
             return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
+        if not self._is_local:
+            self._engines.flush(optimizer)
         if not (owner.is_fresh or self._is_local):
             self._report.say(
                 f"{owner.label}: gradients that did not come from backward() are averaged in step(), as means over "

@@ -108,7 +108,7 @@ def _install(
     streams, step = Streams(world.rank, seed), ScriptStep()
     census = Census()
     local = None if options.local is None else LocalSteps(options.local, options.outer, report)
-    engines = Engines(team, census, step, streams, report, local, options.lossy)
+    engines = Engines(team, census, step, streams, report, local, options.lossy, options.accumulate)
     usage = Usage(step, report)
     same_loss = SameLoss(team, step, report) if options.same_loss else None
     gradients = TorchGradients(team, engines, usage, step, streams, report, options, same_loss)
@@ -143,10 +143,11 @@ def describe(size: int, options: AutoOptions, seed: int) -> str:
     rate = f"learning rates times {size}" if options.scale_lr else "learning rates as they are"
     writers = {"first": "worker 0's", "each": "everybody's"}
     files = writers["each" if options.files == "shared" else "first"]
+    once = "; gradients are exchanged once per step" if options.accumulate else ""
     lossy = "" if options.lossy is None else f"; gradients are lossy, as asked for ({options.lossy})"
     return (
         f"{size} workers, seed {seed}; {batch}; {rate}; evaluation: {options.evaluation}; "
-        f"{writers[options.output]} output, {files} files{steps}{lossy}"
+        f"{writers[options.output]} output, {files} files{steps}{once}{lossy}"
     )
 
 

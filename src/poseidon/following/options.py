@@ -29,6 +29,8 @@ class AutoOptions:
     """Give the script the mean over workers of a training loss that it reads."""
     scale_lr: bool = False
     """Multiply the optimizers' learning rates by the number of workers."""
+    accumulate: bool = False
+    """Gradients of several backwards are exchanged once per step; the script looks at none of them in between."""
     local: int | None = None
     """Steps between two exchanges of parameters; None: gradients are exchanged in every backward."""
     outer: Literal["average", "nesterov"] = "average"
@@ -74,6 +76,8 @@ class AutoOptions:
             return
         if self.local < 1:
             raise ConfigError(f"--local is {self.local}; expected at least 1 step between two exchanges")
+        if self.accumulate:
+            raise ConfigError("--local with --accumulate: gradients do not travel; leave --accumulate out")
         if self.lossy is not None:
             raise ConfigError("--local with --lossy: gradients do not travel; leave one of them out")
         if self.batch == "total":
@@ -124,6 +128,7 @@ def options_of(known: argparse.Namespace) -> AutoOptions:
         loss=known.loss,
         same_loss=known.same_loss,
         scale_lr=known.scale_lr,
+        accumulate=known.accumulate,
         local=known.local,
         outer=known.outer,
         seed=known.seed,

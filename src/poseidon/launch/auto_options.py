@@ -61,6 +61,7 @@ AUTO_OPTIONS = (
     AutoOption("--eval", "with --auto: who computes outputs in evaluation", "full", EVALUATIONS),
     AutoOption("--loss", "with --auto: how the loss combines the samples of a batch", "auto", LOSSES),
     AutoOption("--same-loss", "with --auto: a loss that the script reads is the workers' mean", is_flag=True),
+    AutoOption("--accumulate", "with --auto: exchange gradients once per step, not in every backward", is_flag=True),
     AutoOption("--local", "with --auto: let workers exchange parameters every H steps only", type=int, metavar="H"),
     AutoOption("--outer", "with --auto --local: what is done with their mean change", "average", OUTERS),
     AutoOption("--lossy", "with --auto: let gradients lose something, to send fewer bytes", choices=LOSSY),
