@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,20 +33,21 @@ def test_the_result_is_that_of_one_worker(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulates", "exchanges"),
+    ("kind", "options", "exchanges"),
     [
         # Every backward of two steps, then one for each step, the odd ones' when they are needed.
-        ("summed", True, 8 + STEPS - 2),
-        ("left out", True, 8 + STEPS - 2),
-        ("summed", False, BACKWARDS),
-        ("projected", True, 2 * BACKWARDS),
+        ("summed", {"accumulate": True}, 8 + STEPS - 2),
+        ("left out", {"accumulate": True}, 8 + STEPS - 2),
+        ("summed", {}, BACKWARDS),
+        ("projected", {"accumulate": True}, 2 * BACKWARDS),
+        ("left out", {"local": 3, "batch": "per-worker"}, 0),
     ],
 )
-def test_as_many_exchanges_as_steps(kind: str, accumulates: bool, exchanges: int, tmp_path: Path) -> None:
+def test_as_many_exchanges_as_steps(kind: str, options: dict[str, Any], exchanges: int, tmp_path: Path) -> None:
     script = tmp_path / "counted.py"
     script.write_text(COUNTED.format(script=Path(__file__).parents[1] / "auto_scripts" / "several_backwards.py"))
-    options = AutoOptions(batch="total", files="shared", timeout_s=60.0, accumulate=accumulates)
-    launch(str(script), 2, tmp_path / "runs", options, kind, preload=())
+    chosen = AutoOptions(**{"batch": "total", "files": "shared", "timeout_s": 60.0, **options})
+    launch(str(script), 2, tmp_path / "runs", chosen, kind, preload=())
     for rank in range(2):
         assert (tmp_path / "runs" / str(rank) / "count").read_text() == str(exchanges)
 

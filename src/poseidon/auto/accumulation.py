@@ -14,6 +14,9 @@ from torch import Tensor
 LEARNING_STEPS = 2
 """Every backward of these steps is exchanged; what happens between backwards then shows whether it must stay so."""
 
+MOST_BACKWARDS = 1000
+"""After so many without a step, nothing is learned any more: the script may step by itself."""
+
 State = list[tuple[int, int, int]]
 
 
@@ -41,6 +44,8 @@ class Group:
         """Count a backward that has reached the parameters."""
         self._count += 1
         self.is_pending = not is_exchanged
+        if self._count > MOST_BACKWARDS and not self._usual:
+            self.goes_each = True
 
     def flushed(self) -> None:
         """Note that what was pending has been exchanged."""

@@ -457,9 +457,11 @@ class Engines:
         engine = assemble_engine(holding.units, team, device, options, self._cluster)
         if self._cluster is None and engine.cluster.source == "measured":
             self._cluster = engine.cluster
-        owner.front_ends.append(AutoFrontEnd(engine, holding, Group(self._accumulates)))
         optimizer = None if owner.optimizer is None else owner.optimizer()
         is_local = self._local is not None and optimizer is not None
+        group = Group(self._accumulates)
+        group.goes_each = is_local or optimizer is None  # its backwards are no parts of steps
+        owner.front_ends.append(AutoFrontEnd(engine, holding, group))
         engine.arm(not is_local, self._step.values)
         fate = "each worker takes steps of its own" if is_local else "gradients are averaged during backward"
         self._report.say(f"{owner.label}: {holding.describe()}, taken from worker 0; {fate}")

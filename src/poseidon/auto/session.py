@@ -74,6 +74,8 @@ def run(options: AutoOptions, target: ScriptTarget) -> int:
                 frameworks.conclude()
                 if options.local is not None and frameworks.has_trained:
                     report.say("--local is for PyTorch: what TensorFlow or Keras trained was exchanged in every step")
+                if options.accumulate and frameworks.has_trained:
+                    report.say("--accumulate is for PyTorch: TensorFlow and Keras exchanged whatever they computed")
                 gradients.conclude(is_alone=not frameworks.has_trained)
                 script.clear()
                 # No worker leaves before all are done: worker 0 hosts the job's store.

@@ -46,6 +46,7 @@ def test_no_script_is_said_so() -> None:
         ({"timeout_s": 0.0}, "--timeout is 0;"),
         ({"seed": -1}, "--seed is -1"),
         ({"whole": ("a", "b"), "deal": ("b",)}, "b is in both --whole and --deal"),
+        ({"local": 5, "accumulate": True}, "leave --accumulate out"),
     ],
 )
 def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:
