@@ -67,16 +67,20 @@ class AutoFrontEnd(AutogradFrontEnd):
             unused = [parameter for parameter in self._nodes if not self.will_accumulate(parameter)]
             self.turns.begin_backward(unused)
 
-    def prepare(self, values: int) -> bool:
-        """Get ready for a backward; return whether gradients that somebody has changed forbid to leave any out."""
+    def prepare(self, values: int, label: str) -> bool:
+        """Get ready for a backward; return whether gradients that somebody has changed forbid to leave any out.
+
+        ``label`` names the optimizer, for the error if that shows too late.
+        """
         group, is_found = self.group, False
         if not group.goes_each:
             now = state_of(self.engine.parameters)
             if self._state and now != self._state:
                 if group.is_pending:
                     raise UnsupportedError(
-                        "--accumulate: the script changed gradients, or parameters, between two backwards of one step, "
-                        "when each worker had its own; it did not in its first steps. Run it without --accumulate"
+                        f"--accumulate: the script changed gradients, or parameters, of {label} between two backwards "
+                        "of one step, when each worker had its own; it did not in its first steps. Run it without "
+                        "--accumulate"
                     )
                 is_found = group.changed()
             self._state = now
@@ -285,7 +289,7 @@ class Engines:
             for front_end in owner.front_ends:
                 if self._is_local(owner):
                     front_end.engine.arm(False, self._step.values)
-                elif front_end.prepare(self._step.values) and self._accumulates:
+                elif front_end.prepare(self._step.values, owner.label) and self._accumulates:
                     self._report.say(
                         f"{owner.label}: gradients change between the backwards of a step, so each backward is "
                         "exchanged, as without --accumulate"
