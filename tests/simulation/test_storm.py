@@ -18,7 +18,7 @@ FOUND_BY: dict[str, int] = {
     "a damaged payload is counted, and nobody is told": 12,
     "the mesh has no checksums": 6,
     "one accept that fails ends the door": 7,
-    "nothing limits the silence of a connection": 0,
+    "nothing limits the silence of a connection": 16,
     "a broken connection is blamed on the slowest worker": 0,
     "the launcher names the first to complain": 0,
     "a table in lockstep goes on without a worker that was lost before": 31,
