@@ -18,7 +18,7 @@ from poseidon.doctor.listening import DATAGRAM, ECHO, HEADER, REPORT, SINK, rece
 CONNECT_S = 1.8
 """Long enough for one lost packet, which the system sends again after a second."""
 _PINGS = 40
-_GRACE_S = 3.0
+_GRACE_S = 5.0
 _CHUNK = bytes(1 << 18)
 _DATAGRAM_WAITS_S = (0.1, 0.2, 0.4, 0.8)
 """How long to wait for answers after each try; the retries are for datagrams that got lost."""
