@@ -100,3 +100,18 @@ def test_plans_without_short_forms_are_tried_in_such_steps_too(mode: str) -> Non
     runs = run_ranks(_chooses, 2, mode, env=machines)
     assert len(set(runs)) == 1
     assert not runs[0][1]
+
+
+def _both_updates() -> bool:
+    trained = []
+    for options in ({"routes": {"*": "sharded"}}, {"update": "server"}):
+        net = _net()
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        model, optimizer = poseidon.distribute(net, optimizer, cluster=slow_cluster(), **options)
+        trained.append(_train(model, optimizer, "float32"))
+        model.close()
+    return all(map(torch.equal, *trained))
+
+
+def test_owners_that_step_give_the_bits_of_the_server_after_accumulation_too() -> None:
+    assert all(run_ranks(_both_updates, 3, env=[{"POSEIDON_MACHINE": str(rank)} for rank in range(3)]))

@@ -295,20 +295,16 @@ class Engines:
                         "exchanged, as without --accumulate"
                     )
 
-    def flush(self, optimizer: Optimizer | None = None) -> bool:
+    def flush(self, optimizer: Optimizer | None = None) -> None:
         """Exchange gradients of backwards that were not exchanged: an optimizer's, or all. Collective."""
         owners = self.living() if optimizer is None else [self.owner_of(optimizer)]
         front_ends = [front_end for owner in owners for front_end in (*owner.front_ends, *owner.borrowed)]
         flushed = [front_end for front_end in front_ends if front_end.flush(self._step.values)]
-        for owner in self._owners:
-            owner.is_fresh |= any(front_end in flushed for front_end in (*owner.front_ends, *owner.borrowed))
-        self._buffers.take_over([root for front_end in flushed for root in front_end.holding.roots])
-        return bool(flushed)
+        if flushed:  # asked in every step, where there is rarely anything
+            self._note_exchanged(flushed)
 
     def exchange_each(self, owner: GradientOwner) -> None:
-        """Exchange every backward of an owner, whose step needs them (a closure). Collective."""
-        for front_end in (*owner.front_ends, *owner.borrowed):
-            front_end.flush(self._step.values)
+        """Exchange every backward of an owner from now on: its steps look at all of them (a closure)."""
         for front_end in (*owner.front_ends, *owner.borrowed):
             front_end.group.goes_each = True
 
@@ -330,7 +326,6 @@ class Engines:
 
     def end_backward(self) -> bool:
         """Complete the running exchanges, copy worker 0's buffers, return whether gradients are fresh. Collective."""
-        roots: list[nn.Module] = []
         finished: list[AutoFrontEnd] = []
         for owner in self.living():
             for front_end in owner.front_ends:
@@ -338,14 +333,18 @@ class Engines:
                 if not front_end.finish():
                     continue
                 finished.append(front_end)
-                roots += front_end.holding.roots
                 if front_end.engine.plan is not None and not had_plan:
                     self._report.say(f"{owner.label}: {_say_routes(front_end.engine.plan)}")
         for owner in self._owners:
-            is_exchanged = any(front_end in finished for front_end in (*owner.front_ends, *owner.borrowed))
-            owner.is_fresh |= is_exchanged or self._is_local(owner)
-        self._buffers.take_over(roots)
-        return bool(roots) or any(owner.is_fresh for owner in self._owners)
+            owner.is_fresh |= self._is_local(owner)
+        self._note_exchanged(finished)
+        return bool(finished) or any(owner.is_fresh for owner in self._owners)
+
+    def _note_exchanged(self, finished: Sequence[AutoFrontEnd]) -> None:
+        """Note whose gradients are means now, and copy worker 0's buffers. Collective."""
+        for owner in self._owners:
+            owner.is_fresh |= any(front_end in finished for front_end in (*owner.front_ends, *owner.borrowed))
+        self._buffers.take_over([root for front_end in finished for root in front_end.holding.roots])
 
     def count_step(self, owner: GradientOwner) -> None:
         """Count a step and, now and then, compare the replicas before it. Collective."""

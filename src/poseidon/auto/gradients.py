@@ -160,6 +160,8 @@ class TorchGradients:
         if self._step.is_forked or self._engines.is_ours(optimizer):
             return None
         owner = self._engines.owner_of(optimizer)
+        if not self._is_local:
+            self._engines.flush(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             if self._is_local:
@@ -170,8 +172,6 @@ class TorchGradients:
             self._engines.exchange_each(owner)
             shared = self._shared(closure)
             return ((args[0], shared, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shared})
-        if not self._is_local:
-            self._engines.flush(optimizer)
         if not (owner.is_fresh or self._is_local):
             self._report.say(
                 f"{owner.label}: gradients that did not come from backward() are averaged in step(), as means over "
