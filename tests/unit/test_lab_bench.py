@@ -8,7 +8,7 @@ from poseidon.cli import bench as command
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
 from poseidon.lab import bench, picture, results
-from poseidon.lab.bench import RankEvents
+from poseidon.lab.bench import CellEvents, JobEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.job import JobResult
@@ -111,10 +111,14 @@ def test_a_picture_is_drawn_from_a_file(tmp_path, capsys):
     assert "2.00x" in capsys.readouterr().out
 
 
-def test_cells_are_every_combination_with_the_models_own_batch():
+def test_clusters_have_every_model_with_its_own_batch():
     settings = parse("--models", "lenet,gpt2", "--machines", "2,4", "--rate", "1gbit,10gbit", "--batch", "16,gpt2=2")
-    cells = [(worker.model, worker.batch, machines, rate) for worker, machines, rate in settings.cells()]
-    assert cells[:3] == [("lenet", 16, 2, 10**9), ("lenet", 16, 4, 10**9), ("lenet", 16, 2, 10**10)]
+    cells = [
+        (worker.model, worker.batch, spec.machines, spec.rates_bits[0])
+        for spec, workers in settings.clusters()
+        for worker in workers
+    ]
+    assert cells[:3] == [("lenet", 16, 2, 10**9), ("gpt2", 2, 2, 10**9), ("lenet", 16, 4, 10**9)]
     assert [batch for model, batch, _, _ in cells if model == "gpt2"] == [2] * 4
 
 
@@ -163,9 +167,9 @@ def test_a_file_that_holds_no_results_is_named(content, tmp_path, capsys):
     assert f"{file} is not a file of benchmark results" in capsys.readouterr().err
 
 
-def say_all(listener, *events):
+def say_all(job, *events):
     for event in events:
-        listener.output.hear(WorkerPlace(0, 2), MARK + json.dumps(event))
+        job.output.hear(WorkerPlace(0, 2), MARK + json.dumps(event))
 
 
 def finished(system, ms=5.0):
@@ -176,55 +180,82 @@ def finished(system, ms=5.0):
 
 
 def test_a_listener_collects_what_ranks_say():
-    said = []
-    listener = RankEvents(WORKER, make_spec(2), said.append)
-    listener.output.hear(WorkerPlace(1, 2), "a warning")
+    said, made = [], []
+    job = JobEvents([CellEvents(WORKER, make_spec(2), said.append)], made.append)
+    job.output.hear(WorkerPlace(1, 2), "a warning")
     say_all(
-        listener,
+        job,
         {"event": "model", "parameters": 10, "parameter_bytes": 40},
         {"event": "begin", "system": "ddp"},
         finished("ddp", 7.0),
         {"event": "failure", "system": "poseidon", "failure": "rank 1: boom"},
+        {"event": "end"},
     )
-    made = listener.cell({}, WORKER.systems)
-    assert (made.parameters, made.machines, made.systems["ddp"].step_ms) == (10, 2, 7.0)
-    assert made.systems["poseidon"].failure == "rank 1: boom"
-    listener.output.tell_failure("out of memory", said.append)
+    (only,) = made
+    assert (only.parameters, only.machines, only.systems["ddp"].step_ms) == (10, 2, 7.0)
+    assert only.systems["poseidon"].failure == "rank 1: boom"
+    job.output.tell_failure("out of memory", said.append)
     assert said[-2:] == ["  the job failed: out of memory", "    machine1 | a warning"]
     assert any("ddp" in line and "1/2" in line for line in said)
 
 
-def test_a_system_that_takes_the_job_down_is_left_out_of_another_try(monkeypatch):
-    tried = []
+def measure(monkeypatch, models, fate):
+    """Measure models with ranks that do as ``fate`` says of a model's system; return the cells and what jobs had."""
+    tried, made = [], []
 
-    def run_workers(listener, spec, timeout_s):
-        tried.append(listener.worker.systems)
-        for system in listener.worker.systems:
-            say_all(listener, {"event": "begin", "system": system})
-            if system == "ddp":
-                return JobResult(124, "time limit reached", 1.0, (None, None))
-            say_all(listener, finished(system))
+    def run_workers(workers, job, spec, timeout_s):
+        tried.append([(worker.model, *worker.systems) for worker in workers])
+        for worker in workers:
+            for system in worker.systems:
+                end = fate(worker.model, system)
+                if end == "unheard":
+                    return JobResult(1, "machine0 (rank 0) ended with status 1", 1.0, (1, None))
+                say_all(job, {"event": "begin", "system": system})
+                if end == "hangs":
+                    return JobResult(124, "time limit reached", 1.0, (None, None))
+                say_all(job, finished(system))
+            say_all(job, {"event": "end"})
         return JobResult(0, "", 1.0, (0, 0))
 
     monkeypatch.setattr(bench, "_run_workers", run_workers)
-    made = bench._run_cell(WORKER, make_spec(2), 1.0, lambda _: None)
-    assert tried == [("linear", "ddp", "poseidon"), ("linear", "poseidon")]
-    assert {name: bool(each.repetitions) for name, each in made.systems.items()} == {
+    workers = tuple(replace(WORKER, model=model) for model in models)
+    bench._run_cluster(workers, make_spec(2), 1.0, lambda _: None, made.append)
+    return made, tried
+
+
+def test_all_models_are_measured_in_one_job(monkeypatch):
+    made, tried = measure(monkeypatch, ("lenet", "alexnet"), lambda *_: "")
+    assert tried == [[("lenet", *WORKER.systems), ("alexnet", *WORKER.systems)]]
+    assert [cell.model for cell in made] == ["lenet", "alexnet"]
+    assert all(list(cell.systems) == list(WORKER.systems) for cell in made)
+
+
+def test_a_system_that_takes_the_job_down_is_left_out_of_another_try(monkeypatch):
+    def fate(model, system):
+        return "hangs" if (model, system) == ("alexnet", "ddp") else ""
+
+    made, tried = measure(monkeypatch, ("lenet", "alexnet", "vgg19"), fate)
+    rest = ("vgg19", "linear", "ddp", "poseidon")
+    assert tried[1:] == [[("alexnet", "linear", "poseidon"), rest]]
+    assert [cell.model for cell in made] == ["lenet", "alexnet", "vgg19"]
+    assert {name: bool(each.repetitions) for name, each in made[1].systems.items()} == {
         "linear": True,
         "ddp": False,
         "poseidon": True,
     }
-    assert made.systems["ddp"].failure == "time limit reached"
+    assert made[1].systems["ddp"].failure == "time limit reached"
+    assert not any(each.failure for cell in (made[0], made[2]) for each in cell.systems.values())
 
 
-def test_a_job_that_never_begins_fails_every_system_once(monkeypatch):
-    calls = []
+def test_a_model_whose_job_never_begins_fails_every_system_once(monkeypatch):
+    made, tried = measure(monkeypatch, ("lenet", "alexnet"), lambda model, _: "unheard" if model == "lenet" else "")
+    assert [[first for first, *_ in job] for job in tried] == [["lenet", "alexnet"], ["alexnet"]]
+    assert {made[0].verdict(name) for name in WORKER.systems} == {"failed"}
+    assert all(each.repetitions for each in made[1].systems.values())
 
-    def run_workers(*_):
-        calls.append(1)
-        return JobResult(1, "machine0 (rank 0) ended with status 1", 1.0, (1, None))
 
-    monkeypatch.setattr(bench, "_run_workers", run_workers)
-    made = bench._run_cell(WORKER, make_spec(2), 1.0, lambda _: None)
-    assert len(calls) == 1
-    assert {made.verdict(name) for name in made.systems} == {"failed"}
+def test_a_job_that_ends_well_too_soon_is_not_measured_forever(monkeypatch):
+    made = []
+    monkeypatch.setattr(bench, "_run_workers", lambda *_: JobResult(0, "", 1.0, (0, 0)))
+    bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
+    assert {made[0].systems[name].failure for name in WORKER.systems} == {"it ended before everything was measured"}

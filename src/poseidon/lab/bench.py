@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from poseidon.job import settings as job_settings
 from poseidon.lab.bench_jobs import RankOutput, run_workers, write_measurements
-from poseidon.lab.bench_worker import WorkerSettings
+from poseidon.lab.bench_worker import END, WorkerSettings
 from poseidon.lab.job import JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
@@ -32,22 +32,26 @@ class BenchSettings:
     """Batch sizes of models that differ from the common one."""
     cell_timeout_s: float = 600.0
 
-    def cells(self) -> Iterator[tuple[WorkerSettings, int, int]]:
-        """Yield a worker's settings, the machines and the rate of each cell, in the order of measurement."""
-        for model in self.models:
-            batch = self.batches.get(model, self.worker.batch)
-            for rate in self.rates_bits:
-                for machines in self.machines:
-                    yield replace(self.worker, model=model, batch=batch), machines, rate
+    def clusters(self) -> Iterator[tuple[LabSpec, tuple[WorkerSettings, ...]]]:
+        """Yield each cluster with a worker's settings for every model, in the order of measurement."""
+        workers = tuple(
+            replace(self.worker, model=model, batch=self.batches.get(model, self.worker.batch)) for model in self.models
+        )
+        for rate in self.rates_bits:
+            for machines in self.machines:
+                yield LabSpec((rate,) * machines), workers
 
 
 def run_bench(settings: BenchSettings, say: Callable[[str], None], save: Callable[[list[Cell]], None]) -> list[Cell]:
     """Measure every cell; ``save`` is called after each, so that no measurement is lost."""
     cells: list[Cell] = []
-    for worker, machines, rate in settings.cells():
-        say(f"{worker.model}: {machines} machines at {format_rate(rate)}")
-        cells.append(_run_cell(worker, LabSpec((rate,) * machines), settings.cell_timeout_s, say))
+
+    def keep(cell: Cell) -> None:
+        cells.append(cell)
         save(cells)
+
+    for spec, workers in settings.clusters():
+        _run_cluster(workers, spec, settings.cell_timeout_s, say, keep)
     return cells
 
 
@@ -61,45 +65,84 @@ def tries_plans() -> bool:
     return job_settings.TRIALS.read() != "0"
 
 
-def _run_cell(worker: WorkerSettings, spec: LabSpec, timeout_s: float, say: Callable[[str], None]) -> Cell:
-    """Measure one cell; if a system takes the whole job down, measure the others again without it."""
+def _run_cluster(
+    workers: tuple[WorkerSettings, ...],
+    spec: LabSpec,
+    timeout_s: float,
+    say: Callable[[str], None],
+    keep: Callable[[Cell], None],
+) -> None:
+    """Measure all models in one job; if a system takes it down, its model is measured again without it in another."""
+    # Systems that took a job down with the first of the models that are left, and why.
     lost: dict[str, str] = {}
-    while True:
-        left = tuple(system for system in worker.systems if system not in lost)
-        events = RankEvents(replace(worker, systems=left), spec, say)
+    while workers:
+        first, *others = workers
+        left = tuple(system for system in first.systems if system not in lost)
+        events = CellEvents(first, spec, say, lost)
         if lost and set(left) <= {LINEAR}:
-            break
-        result = _run_workers(events, spec, timeout_s)
-        if result.status == 0:
-            break
-        events.output.tell_failure(result.reason, say)
-        if events.current is None:
-            lost |= dict.fromkeys(left, result.reason)
-        else:
-            lost[events.current] = result.reason
-    return events.cell(lost, order=worker.systems)
+            keep(events.cell())
+            workers, lost = tuple(others), {}
+            continue
+        job = JobEvents((events, *(CellEvents(worker, spec, say) for worker in others)), keep)
+        result = _run_workers((replace(first, systems=left), *others), job, spec, timeout_s)
+        if job.done:
+            workers, lost = workers[job.done :], {}
+        if result.status or workers:
+            reason = result.reason or "it ended before everything was measured"
+            job.output.tell_failure(reason, say)
+            if workers:
+                blamed = workers[0].systems if job.current.system is None else (job.current.system,)
+                lost |= dict.fromkeys(blamed, reason)
 
 
-def _run_workers(events: RankEvents, spec: LabSpec, timeout_s: float) -> JobResult:
-    return run_workers("poseidon.lab.bench_worker", asdict(events.worker), spec, timeout_s, events.output.hear)
+def _run_workers(workers: tuple[WorkerSettings, ...], job: JobEvents, spec: LabSpec, timeout_s: float) -> JobResult:
+    settings = {"threads": workers[0].threads, "device": workers[0].device, "cells": [asdict(one) for one in workers]}
+    return run_workers("poseidon.lab.bench_worker", settings, spec, timeout_s, job.output.hear)
 
 
-class RankEvents:
-    """Collects the ranks' messages into a cell, and passes progress on."""
+class JobEvents:
+    """Passes the ranks' messages to the cell that is being measured; ``keep`` gets each one that is finished."""
 
-    def __init__(self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None]) -> None:
-        self.worker = worker
-        self.current: str | None = None
-        """The system being measured now, to blame if the job dies."""
+    def __init__(self, cells: Sequence[CellEvents], keep: Callable[[Cell], None]) -> None:
+        self.done = 0
+        """Cells in which everything was measured."""
         self.output = RankOutput(
             {
-                "model": self._on_model,
-                "profile": self._on_profile,
-                "begin": self._on_begin,
-                "repetition": self._on_repetition,
-                "failure": self._on_failure,
+                "model": lambda **said: self.current.on_model(**said),
+                "profile": lambda **said: self.current.on_profile(**said),
+                "begin": lambda **said: self.current.on_begin(**said),
+                "repetition": lambda **said: self.current.on_repetition(**said),
+                "failure": lambda **said: self.current.on_failure(**said),
+                END: self._on_end,
             }
         )
+        self._cells = cells
+        self._keep = keep
+        self.current.announce()
+
+    @property
+    def current(self) -> CellEvents:
+        """The cell being measured."""
+        return self._cells[self.done]
+
+    def _on_end(self) -> None:
+        self._keep(self.current.cell())
+        self.done += 1
+        if self.done < len(self._cells):
+            self.current.announce()
+
+
+class CellEvents:
+    """Collects the ranks' messages into a cell, and passes progress on."""
+
+    def __init__(
+        self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None], lost: Mapping[str, str] | None = None
+    ) -> None:
+        self.worker = worker
+        self.system: str | None = None
+        """The one being measured now, to blame if the job dies."""
+        self._lost = lost or {}
+        """Systems that took a job down before, with the reason."""
         self._spec = spec
         self._say = say
         self._sizes = (0, 0)
@@ -108,14 +151,18 @@ class RankEvents:
         self._notes: dict[str, str] = {}
         self._profile: tuple[Profile, float] | None = None
 
-    def cell(self, lost: dict[str, str], order: tuple[str, ...]) -> Cell:
-        """Return the measurements; ``lost`` names the systems that took a job down, with the reason."""
-        failures = self._failures | lost
+    def announce(self) -> None:
+        """Say what is measured next."""
+        self._say(f"{self.worker.model}: {self._spec.machines} machines at {format_rate(self._spec.rates_bits[0])}")
+
+    def cell(self) -> Cell:
+        """Return the measurements."""
+        failures = self._failures | dict(self._lost)
         measured = {
             system: Measured(
                 tuple(self._repetitions.get(system, ())), failures.get(system, ""), self._notes.get(system, "")
             )
-            for system in order
+            for system in self.worker.systems
             if system in self._repetitions or system in failures
         }
         measured = {
@@ -133,10 +180,12 @@ class RankEvents:
             flops=0.0 if self._profile is None else self._profile[1],
         )
 
-    def _on_model(self, parameters: int, parameter_bytes: int) -> None:
+    def on_model(self, parameters: int, parameter_bytes: int) -> None:
+        """Hear of the model's size."""
         self._sizes = (parameters, parameter_bytes)
 
-    def _on_profile(self, profile: dict[str, Any], flops: float) -> None:
+    def on_profile(self, profile: dict[str, Any], flops: float) -> None:
+        """Hear what its units compute, and of the device's matrix rate."""
         self._profile = (Profile.from_dict(profile), flops)
 
     def _predict(self, system: str, measured: dict[str, Measured]) -> float | None:
@@ -163,10 +212,12 @@ class RankEvents:
         )
         return predict_ms(bench, system)
 
-    def _on_begin(self, system: str) -> None:
-        self.current = system
+    def on_begin(self, system: str) -> None:
+        """Hear which system is measured from now on."""
+        self.system = system
 
-    def _on_repetition(self, system: str, note: str, **figures: Any) -> None:
+    def on_repetition(self, system: str, note: str, **figures: Any) -> None:
+        """Hear what was measured."""
         if note and system not in self._notes:
             self._notes[system] = note
             self._say(f"  {system:<14} {note}")
@@ -176,7 +227,8 @@ class RankEvents:
         laps = f" ({min(done[-1].laps_ms):.1f} .. {max(done[-1].laps_ms):.1f})" if done[-1].laps_ms else ""
         self._say(f"  {system:<14}{count:>5}: {done[-1].step_ms:10.1f} ms/step{laps}, loss {done[-1].last_loss:.5f}")
 
-    def _on_failure(self, system: str, failure: str) -> None:
+    def on_failure(self, system: str, failure: str) -> None:
+        """Hear that a system failed on some rank, after which the others went on."""
         self._failures[system] = failure
         self._repetitions.pop(system, None)
         self._say(f"  {system:<14} failed: {failure}")

@@ -19,7 +19,7 @@ import torch
 
 from poseidon import files
 from poseidon.lab import gpu
-from poseidon.lab.bench_worker import MARK
+from poseidon.lab.bench_worker import END, MARK
 from poseidon.lab.cluster import Lab, own_environment
 from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.job import Job, JobOptions, JobResult
@@ -38,13 +38,15 @@ class RankOutput:
         self._handlers = handlers
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
 
-    def hear(self, place: WorkerPlace, line: str) -> None:
-        """Handle one line of a rank's output."""
+    def hear(self, place: WorkerPlace, line: str) -> str:
+        """Handle one line of a rank's output; return the message's event, empty for another line."""
         if not line.startswith(MARK):
             self._lines.append(f"{place.label} | {line}")
-            return
+            return ""
         event = json.loads(line.removeprefix(MARK))
-        self._handlers[event.pop("event")](**event)
+        name = str(event.pop("event"))
+        self._handlers[name](**event)
+        return name
 
     def tell_failure(self, reason: str, say: Callable[[str], None]) -> None:
         """Say that the job failed, and what its ranks said last."""
@@ -58,15 +60,24 @@ def run_workers(
     settings: Mapping[str, Any],
     spec: LabSpec,
     timeout_s: float,
-    hear: Callable[[WorkerPlace, str], None],
+    hear: Callable[[WorkerPlace, str], str],
 ) -> JobResult:
-    """Run a worker's module in a lab; ``settings`` are its argument, with ``threads`` and ``device`` among them."""
+    """Run a worker's module in a lab; ``settings`` are its argument, with ``threads`` and ``device`` among them.
+
+    The time limit begins anew whenever ``hear`` returns :data:`~poseidon.lab.bench_worker.END`.
+    """
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **own_environment(), "OMP_NUM_THREADS": str(settings["threads"])}
     command = [sys.executable, "-m", module, json.dumps(settings)]
     on_gpu = settings["device"] == "cuda"
     with Lab.from_spec(spec) as lab, gpu.sharing(lab.name, on_gpu) as mps_folder:
         options = JobOptions(share_gpu=on_gpu, mps_folder=mps_folder, timeout_s=timeout_s)
-        return Job(lab, command, options, env, hear).run()
+
+        def listen(place: WorkerPlace, line: str) -> None:
+            if hear(place, line) == END:
+                job.restart_clock()
+
+        job = Job(lab, command, options, env, listen)
+        return job.run()
 
 
 def write_measurements(path: Path, settings: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The program of every rank of a benchmark: all systems in turn, several times, in one process group.
+"""The program of every rank of a benchmark: every model, and for each all systems in turn, in one process group.
 
 Started by :mod:`poseidon.lab.bench` inside a lab. Rank 0 reports progress as JSON in lines that begin with
-:data:`MARK`: ``model`` and ``profile`` once, ``begin`` before a system's repetition, ``repetition`` or ``failure``
-after it.
+:data:`MARK`: for every model ``model`` and ``profile``, then ``begin`` before a system's repetition, ``repetition`` or
+``failure`` after it, ``end`` after all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ from poseidon.team.calibrate import measure_flops
 T = TypeVar("T")
 
 MARK = "@bench "
+END = "end"
+"""The event after everything of one model was measured: the time limit begins anew."""
 PROFILED_STEPS = 3
 COMPARED_STEPS = 14
 """Losses are compared after so many steps at most: where training is about to diverge, rounding alone tells systems
@@ -49,7 +51,7 @@ MOST_CHOOSING = 400
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Everything a rank needs to know; passed as JSON on the command line."""
+    """Everything a rank needs to know to measure one model; those of all models are passed as JSON."""
 
     model: str
     systems: tuple[str, ...]
@@ -85,10 +87,20 @@ class _Block:
     laps_ms: tuple[float, ...]
 
 
-def main(settings: WorkerSettings) -> None:
-    """Measure every system in turn, ``repetitions`` times."""
-    device = prepare(settings.device, settings.threads, settings.timeout_s)
+def main(cells: Sequence[WorkerSettings]) -> None:
+    """Measure one model after the other; they differ in nothing that the process group depends on."""
+    device = prepare(cells[0].device, cells[0].threads, cells[0].timeout_s)
     tell = tell_parent if dist.get_rank() == 0 else tell_nobody
+    for settings in cells:
+        _measure_model(settings, device, tell)
+        settle(device)
+        tell(END)
+    # No rank leaves before all are done; the group ends with the process, since destroying it may hang.
+    settle(device)
+
+
+def _measure_model(settings: WorkerSettings, device: torch.device, tell: Callable[..., None]) -> None:
+    """Measure every system in turn, ``repetitions`` times."""
     torch.manual_seed(0)
     original = build(settings)
     sizes = [(parameter.numel(), parameter.element_size()) for parameter in original.model.parameters()]
@@ -109,8 +121,6 @@ def main(settings: WorkerSettings) -> None:
                 tell("failure", system=system, failure=failure)
             else:
                 tell("repetition", system=system, note=blocks[0].note, **asdict(_combine(blocks)))
-    # No rank leaves before all are done; the group ends with the process, since destroying it may hang.
-    settle(device)
 
 
 def build(settings: WorkerSettings) -> zoo.Network:
@@ -273,8 +283,7 @@ def tell_nobody(event: str, **details: Any) -> None:
     """Say nothing: the other ranks' part of :func:`tell_parent`."""
 
 
-def _from_json(text: str) -> WorkerSettings:
-    data = json.loads(text)
+def _from_json(data: dict[str, Any]) -> WorkerSettings:
     pair = data["paced_ms"]
     data["systems"] = tuple(data["systems"])
     data["paced_ms"] = None if pair is None else (pair[0], pair[1])
@@ -298,4 +307,4 @@ def run_worker(work: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    run_worker(lambda: main(_from_json(sys.argv[1])))
+    run_worker(lambda: main([_from_json(cell) for cell in json.loads(sys.argv[1])["cells"]]))

@@ -79,6 +79,7 @@ class Job:
         self._id = secrets.token_hex(4)
         self._output_lock = threading.Lock()
         self._pumps: list[threading.Thread] = []
+        self._counted_from = time.monotonic()
         if self._options.workers_per_machine < 1:
             raise ConfigError(f"a machine needs at least 1 worker, not {self._options.workers_per_machine}")
         if self._options.timeout_s is not None and not self._options.timeout_s > 0:
@@ -89,10 +90,11 @@ class Job:
         """Start the workers, wait for them, end what is left, and return the result."""
         before = self._lab.traffic()
         began = time.monotonic()
+        self.restart_clock()
         workers: list[subprocess.Popen[bytes]] = []
         try:
             self._start(workers)
-            failed = self._watch(workers, began)
+            failed = self._watch(workers)
             statuses = [worker.poll() for worker in workers]
         finally:
             self._end(workers)
@@ -100,6 +102,10 @@ class Job:
         moved = tuple(after - start for after, start in zip(self._lab.traffic(), before, strict=True))
         status, reason = self._judge(failed, statuses)
         return JobResult(status, reason, seconds, tuple(statuses), moved)
+
+    def restart_clock(self) -> None:
+        """Count the time limit from now on: the job's next part has all of it."""
+        self._counted_from = time.monotonic()
 
     def _start(self, workers: list[subprocess.Popen[bytes]]) -> None:
         port = random.randint(20000, 30000)
@@ -123,7 +129,7 @@ class Job:
                 with self._output_lock:
                     self._show(place, line.decode(errors="replace").rstrip("\r\n"))
 
-    def _watch(self, workers: Sequence[subprocess.Popen[bytes]], began: float) -> int | None:
+    def _watch(self, workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
         """Wait until all have ended, or one has failed and must end the job, or time is up.
 
         Return the rank that failed first, None for none.
@@ -138,7 +144,7 @@ class Job:
                 return first_failed
             if first_failed is not None and self._options.stop_on_failure:
                 return first_failed
-            if limit_s is not None and time.monotonic() - began > limit_s:
+            if limit_s is not None and time.monotonic() - self._counted_from > limit_s:
                 return first_failed
             time.sleep(POLL_S)
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from poseidon.lab.bench import RankEvents
+from poseidon.lab.bench import CellEvents, JobEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.environment import WorkerPlace
 from poseidon.lab.results import cells_from_json, cells_to_json, format_table
@@ -15,10 +15,11 @@ WORKER = WorkerSettings("lenet", ("linear", "ddp", "ddp-powersgd"), 8, 5, 2, 2, 
 
 
 def heard(*events):
-    listener = RankEvents(WORKER, make_spec(4, "1gbit"), lambda _: None)
-    for event in events:
-        listener.output.hear(WorkerPlace(0, 4), MARK + json.dumps(event))
-    return listener.cell({}, WORKER.systems)
+    cells = []
+    job = JobEvents([CellEvents(WORKER, make_spec(4, "1gbit"), lambda _: None)], cells.append)
+    for event in (*events, {"event": "end"}):
+        job.output.hear(WorkerPlace(0, 4), MARK + json.dumps(event))
+    return cells[0]
 
 
 def repetition(system, step_ms):
