@@ -259,3 +259,45 @@ def test_a_job_that_ends_well_too_soon_is_not_measured_forever(monkeypatch):
     monkeypatch.setattr(bench, "_run_workers", lambda *_: JobResult(0, "", 1.0, (0, 0)))
     bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
     assert {made[0].systems[name].failure for name in WORKER.systems} == {"it ended before everything was measured"}
+
+
+def test_what_a_job_measured_before_its_time_was_up_is_kept(monkeypatch):
+    jobs = []
+
+    def run_workers(workers, job, spec, timeout_s):
+        jobs.append(workers[0].systems)
+        for system in workers[0].systems:
+            say_all(job, {"event": "begin", "system": system}, finished(system))
+        if len(jobs) == 1:
+            say_all(
+                job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"}
+            )
+            return JobResult(124, "time limit reached", 1.0, (None, None))
+        say_all(job, {"event": "end"})
+        return JobResult(0, "", 1.0, (0, 0))
+
+    made = []
+    monkeypatch.setattr(bench, "_run_workers", run_workers)
+    bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
+    assert jobs == [WORKER.systems]
+    assert {name: len(each.repetitions) for name, each in made[0].systems.items()} == {
+        "linear": 2,
+        "ddp": 1,
+        "poseidon": 1,
+    }
+    assert not any(each.failure for each in made[0].systems.values())
+
+
+@pytest.mark.parametrize("status", [1, 124])
+def test_a_linear_bound_that_takes_every_job_down_is_measured_once(monkeypatch, status):
+    jobs, made = [], []
+
+    def run_workers(workers, job, spec, timeout_s):
+        jobs.append(workers[0].systems)
+        say_all(job, {"event": "begin", "system": workers[0].systems[0]})
+        return JobResult(status, "gone", 1.0, (None, None))
+
+    monkeypatch.setattr(bench, "_run_workers", run_workers)
+    bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
+    assert jobs == [("linear", "ddp", "poseidon"), ("ddp", "poseidon"), ("poseidon",)]
+    assert {each.failure for each in made[0].systems.values()} == {"gone"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from poseidon.job import settings as job_settings
 from poseidon.lab.bench_jobs import RankOutput, run_workers, write_measurements
 from poseidon.lab.bench_worker import END, WorkerSettings
-from poseidon.lab.job import JobResult
+from poseidon.lab.job import TIMED_OUT, JobResult
 from poseidon.lab.results import LINEAR, Cell, Measured, Repetition, cells_to_json
 from poseidon.lab.spec import LabSpec, format_rate
 from poseidon.planning.profile import Profile
@@ -72,27 +72,17 @@ def _run_cluster(
     say: Callable[[str], None],
     keep: Callable[[Cell], None],
 ) -> None:
-    """Measure all models in one job; if a system takes it down, its model is measured again without it in another."""
-    # Systems that took a job down with the first of the models that are left, and why.
-    lost: dict[str, str] = {}
-    while workers:
-        first, *others = workers
-        left = tuple(system for system in first.systems if system not in lost)
-        events = CellEvents(first, spec, say, lost)
-        if lost and set(left) <= {LINEAR}:
-            keep(events.cell())
-            workers, lost = tuple(others), {}
-            continue
-        job = JobEvents((events, *(CellEvents(worker, spec, say) for worker in others)), keep)
-        result = _run_workers((replace(first, systems=left), *others), job, spec, timeout_s)
-        if job.done:
-            workers, lost = workers[job.done :], {}
-        if result.status or workers:
+    """Measure all models in one job; what a job that dies has not measured is measured in another."""
+    left = [CellEvents(worker, spec, say) for worker in workers]
+    while left:
+        job = JobEvents(left, keep)
+        result = _run_workers(tuple(events.to_measure() for events in left), job, spec, timeout_s)
+        left = left[job.done :]
+        if result.status or left:
             reason = result.reason or "it ended before everything was measured"
             job.output.tell_failure(reason, say)
-            if workers:
-                blamed = workers[0].systems if job.current.system is None else (job.current.system,)
-                lost |= dict.fromkeys(blamed, reason)
+            if left and not left[0].goes_on_without(reason, is_late=result.status == TIMED_OUT):
+                keep(left.pop(0).cell())
 
 
 def _run_workers(workers: tuple[WorkerSettings, ...], job: JobEvents, spec: LabSpec, timeout_s: float) -> JobResult:
@@ -135,14 +125,10 @@ class JobEvents:
 class CellEvents:
     """Collects the ranks' messages into a cell, and passes progress on."""
 
-    def __init__(
-        self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None], lost: Mapping[str, str] | None = None
-    ) -> None:
-        self.worker = worker
-        self.system: str | None = None
+    def __init__(self, worker: WorkerSettings, spec: LabSpec, say: Callable[[str], None]) -> None:
+        self._worker = worker
+        self._system: str | None = None
         """The one being measured now, to blame if the job dies."""
-        self._lost = lost or {}
-        """Systems that took a job down before, with the reason."""
         self._spec = spec
         self._say = say
         self._sizes = (0, 0)
@@ -153,26 +139,43 @@ class CellEvents:
 
     def announce(self) -> None:
         """Say what is measured next."""
-        self._say(f"{self.worker.model}: {self._spec.machines} machines at {format_rate(self._spec.rates_bits[0])}")
+        self._say(f"{self._worker.model}: {self._spec.machines} machines at {format_rate(self._spec.rates_bits[0])}")
+
+    def to_measure(self) -> WorkerSettings:
+        """Return what to tell the ranks: systems that another job measured, or that took it down, are left out."""
+        done = {*self._failures, *(system for system in self._repetitions if system != LINEAR)}
+        return replace(self._worker, systems=tuple(one for one in self._worker.systems if one not in done))
+
+    def goes_on_without(self, reason: str, is_late: bool) -> bool:
+        """Hear that the job died; return whether there is more to measure, in another job.
+
+        The system that was being measured failed, unless it only came too late for another repetition.
+        """
+        blamed, self._system = self._system, None
+        if blamed is None:
+            self._failures |= dict.fromkeys(self.to_measure().systems, reason)
+        elif not (is_late and self._repetitions.get(blamed)):
+            self._repetitions.pop(blamed, None)
+            self._failures[blamed] = reason
+        return bool(set(self.to_measure().systems) - {LINEAR})
 
     def cell(self) -> Cell:
         """Return the measurements."""
-        failures = self._failures | dict(self._lost)
         measured = {
             system: Measured(
-                tuple(self._repetitions.get(system, ())), failures.get(system, ""), self._notes.get(system, "")
+                tuple(self._repetitions.get(system, ())), self._failures.get(system, ""), self._notes.get(system, "")
             )
-            for system in self.worker.systems
-            if system in self._repetitions or system in failures
+            for system in self._worker.systems
+            if system in self._repetitions or system in self._failures
         }
         measured = {
             system: replace(one, predicted_ms=self._predict(system, measured)) for system, one in measured.items()
         }
         return Cell(
-            model=self.worker.model,
+            model=self._worker.model,
             machines=self._spec.machines,
             rate_bits=self._spec.rates_bits[0],
-            batch=self.worker.batch,
+            batch=self._worker.batch,
             parameters=self._sizes[0],
             parameter_bytes=self._sizes[1],
             systems=measured,
@@ -194,7 +197,7 @@ class CellEvents:
         None where it knows no such step: of several batches.
         """
         linear = measured.get(LINEAR)
-        if self.worker.accumulate > 1 or self._profile is None or linear is None or not linear.repetitions:
+        if self._worker.accumulate > 1 or self._profile is None or linear is None or not linear.repetitions:
             return None
         profile, flops = self._profile
         bench = Bench(
@@ -202,19 +205,19 @@ class CellEvents:
             linear_s=linear.step_ms / 1e3,
             machines=self._spec.machines,
             rate_bits=self._spec.rates_bits[0],
-            is_gpu=self.worker.device == "cuda",
+            is_gpu=self._worker.device == "cuda",
             cores=len(os.sched_getaffinity(0)),
             flops=flops,
-            compacts=self.worker.device == "cuda" and can_compact(),
-            precision=self.worker.precision,
-            uses_cores=self.worker.device == "cpu" and self.worker.paced_ms is None,
+            compacts=self._worker.device == "cuda" and can_compact(),
+            precision=self._worker.precision,
+            uses_cores=self._worker.device == "cpu" and self._worker.paced_ms is None,
             tries=tries_plans(),
         )
         return predict_ms(bench, system)
 
     def on_begin(self, system: str) -> None:
         """Hear which system is measured from now on."""
-        self.system = system
+        self._system = system
 
     def on_repetition(self, system: str, note: str, **figures: Any) -> None:
         """Hear what was measured."""
@@ -223,7 +226,7 @@ class CellEvents:
             self._say(f"  {system:<14} {note}")
         done = self._repetitions.setdefault(system, [])
         done.append(Repetition(**figures))
-        count = f"{len(done)}/{self.worker.repetitions}"
+        count = f"{len(done)}/{max(len(done), self._worker.repetitions)}"
         laps = f" ({min(done[-1].laps_ms):.1f} .. {max(done[-1].laps_ms):.1f})" if done[-1].laps_ms else ""
         self._say(f"  {system:<14}{count:>5}: {done[-1].step_ms:10.1f} ms/step{laps}, loss {done[-1].last_loss:.5f}")
 
