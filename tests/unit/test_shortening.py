@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from poseidon.routes import shortening
 from poseidon.routes.shortening import drop_zeros, find_repeats, restore_zeros
 
 
+@pytest.fixture(params=["memory", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for repeated rows as in host memory, or as on a device."""
+    if request.param == "device":
+        monkeypatch.setattr(shortening, "_repeats_in_memory", shortening._repeats_on_device)
+
+
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_repeated_rows_are_found_by_their_bits(dtype: torch.dtype) -> None:
     once = torch.randn(5, 12).to(dtype)
@@ -20,6 +29,20 @@ def test_repeated_rows_are_found_by_their_bits(dtype: torch.dtype) -> None:
     assert torch.equal(distinct[which.long()].view(torch.uint8), values.view(torch.uint8))
 
 
+@pytest.mark.usefixtures("where")
+def test_rows_that_are_mixed_to_the_same_number_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortening, "_MIXER", shortening._MIXER * 0)
+    shortening._mixer.cache_clear()
+    try:
+        assert find_repeats(torch.randn(2, 8).repeat(20, 1)) is None
+        same = find_repeats(torch.ones(20, 8))
+        assert same is not None
+        assert same[0].shape == (1, 8)
+    finally:
+        shortening._mixer.cache_clear()
+
+
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("rows", [torch.randn(40, 8), torch.randn(1, 8), torch.randn(0, 8), torch.zeros(40, 3)])
 def test_rows_that_hardly_repeat_stay_as_they_are(rows: torch.Tensor) -> None:
     assert find_repeats(rows) is None

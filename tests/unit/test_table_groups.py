@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poseidon.engine.discover import find_units
 from poseidon.planning.cluster import Cluster, Link
 from poseidon.planning.schedule import Item
+from poseidon.routes import table_groups
 from poseidon.routes.base import Brought, LiveItem, LiveUnit
 from poseidon.routes.parcels import Parcel, join_opened, open_message, write_message
 from poseidon.routes.rows import RowsExchanger
-from poseidon.routes.table_groups import TableGroup, group_tables
+from poseidon.routes.table_groups import Repeats, TableGroup, group_tables
 
 SIZE = 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -293,3 +294,41 @@ def test_groups_have_one_width_type_and_form_and_a_largest_size(monkeypatch: pyt
     smaller = group_tables(units, is_slow=False)
     assert [unit.index for group in smaller for unit in group.units if unit.weight.nbytes > 144]
     assert all(len(group.units) == 1 or sum(u.weight.nbytes for u in group.units) <= 144 for group in smaller)
+
+
+def test_repeated_rows_are_looked_for_less_and_less_often_while_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Tensor] = []
+    answers: list[Any] = [None]
+
+    def find(values: Tensor) -> Any:
+        looks.append(values)
+        return answers[-1]
+
+    def looks_in(steps: int) -> list[int]:
+        """Return the steps in which rows were looked at."""
+        counts = []
+        for _ in range(steps):
+            repeats.find(torch.ones(4, 2))
+            counts.append(len(looks))
+        return [step for step, count in enumerate(counts) if count > (counts[step - 1] if step else 0)]
+
+    monkeypatch.setattr(table_groups, "find_repeats", find)
+    repeats = Repeats()
+    assert looks_in(600) == [0, 2, 6, 14, 30, 62, 126, 254, 510]
+    looks.clear()
+    answers.append((torch.ones(1, 2), torch.zeros(4)))
+    first, *others = looks_in(260)
+    assert others == list(range(first + 1, 260))
+
+
+def test_few_bytes_are_not_worth_a_look_on_a_device() -> None:
+    rows = torch.ones(100, 8)
+    assert Repeats(rows.nbytes + 1).find(rows) is None
+    assert Repeats(rows.nbytes).find(rows) is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_looks_for_repeats_on_fast_links_too(device: str) -> None:
+    tables = nn.ModuleList([_table(9, 4, "bag"), _table(9, 4)]).to(device)
+    groups = group_tables(list(find_units(tables)), is_slow=False, least_on_device=0.0)
+    assert [group.repeats is not None for group in groups] == ([False] if device == "cpu" else [True, False])

@@ -333,6 +333,9 @@ class FactorsRoute(BroadcastRoute):
 class RowsRoute(BroadcastRoute):
     """An embedding's gradient as the rows that a step touched."""
 
+    on_device: bool = False
+    """Tables lie in the memory of devices."""
+
     name = "rows"
     summary = "the rows of an embedding that a step touched, and their numbers"
     delivers = "rows"
@@ -348,13 +351,21 @@ class RowsRoute(BroadcastRoute):
         return rows_cost(unit, load or Load(rows=0), cluster)
 
     def _sent_share(self, item: Item, cluster: Cluster) -> float:
-        """On slow links rows that repeat each other, as those of a bag do, travel once; all with their places."""
-        load = item.load
-        if load is None or not 0 < load.bags < load.rows or cluster.crossing.bytes_per_s > SLOW_BYTES_PER_S:
+        """Rows that repeat each other, as those of a bag do, travel once, all with their places.
+
+        On slow links, and wherever a device finds them and the tables that share messages have enough of them.
+        """
+        load, rate = item.load, cluster.crossing.bytes_per_s
+        if load is None or not 0 < load.bags < load.rows:
             return 1.0
         width = item.specs[0].matrix[1] * item.itemsize
+        if self.on_device:
+            shipped = load.rows * width * max(len(item.shipment), 1)
+            looks = shipped * (cluster.workers - 1) / rate >= LEAST_SAVED_S
+        else:
+            looks = rate <= SLOW_BYTES_PER_S
         sent = load.bags * width + load.rows * (INDEX_BYTES + PLACE_BYTES)
-        return min(1.0, sent / (load.rows * (width + INDEX_BYTES)))
+        return min(1.0, sent / (load.rows * (width + INDEX_BYTES))) if looks else 1.0
 
     def open(self, context: Context) -> Exchanger:
         """See ``rows.py``."""
@@ -477,7 +488,7 @@ def standard_routes(
         AllreduceRoute(),
         ShardedRoute(offers_server, combines_first, chunk_bytes),
         FactorsRoute(gathers_factors),
-        RowsRoute(),
+        RowsRoute(gathers_factors),
         TiedRoute(),
         SplitRoute(offers_server, combines_first, chunk_bytes),
     )

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from poseidon.planning.shipments import SLOW_BYTES_PER_S
+from poseidon.planning.shipments import LEAST_SAVED_S, SLOW_BYTES_PER_S
 from poseidon.routes.allreduce import average_now
 from poseidon.routes.base import Brought, Context, Exchange, Exchanger, Flag, LiveItem, LiveUnit
 from poseidon.routes.parcels import Gathered, Parcel
@@ -42,7 +42,10 @@ class RowsExchanger(Exchanger):
     def __init__(self, context: Context) -> None:
         self._team = context.team
         self._pairs = context.pairs
-        self._is_slow = context.cluster.crossing.bytes_per_s <= SLOW_BYTES_PER_S
+        rate = context.cluster.crossing.bytes_per_s
+        self._is_slow = rate <= SLOW_BYTES_PER_S
+        self._least_on_device = LEAST_SAVED_S * rate / max(context.cluster.workers - 1, 1)
+        """Bytes of a part that may be worth a device's look for repeated rows."""
         self._packs_aside = context.is_cuda
         self._room = Pool(0)
         self._waiting: dict[tuple[int, tuple[int, ...]], dict[int, _Table]] = {}
@@ -79,7 +82,9 @@ class RowsExchanger(Exchanger):
 
     def _leave(self, shipment: tuple[int, ...], tables: dict[int, _Table], step: int) -> None:
         if shipment not in self._groups:
-            self._groups[shipment] = group_tables([tables[unit].exchange.unit for unit in shipment], self._is_slow)
+            self._groups[shipment] = group_tables(
+                [tables[unit].exchange.unit for unit in shipment], self._is_slow, self._least_on_device
+            )
         loads = []
         for group in self._groups[shipment]:
             mine = [tables[unit.index] for unit in group.units]

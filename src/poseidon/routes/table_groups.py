@@ -6,6 +6,7 @@ of rows. So tables of equal width and type count as one: the rows of each are nu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ _INDEX_BYTES, _WHICH_BYTES = 8, 4
 _LARGEST_BYTES = 1 << 30
 """Of a group's full gradients: their memory is free only once nobody refers to any of them."""
 _WIDE = torch.float32
+_LONGEST_PAUSE = 255
+"""Steps without a look for repeated rows, after many in vain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +35,8 @@ class TableGroup:
     """Tables of equal width, type and device."""
 
     units: tuple[LiveUnit, ...]
-    shortens: bool
-    """Whether rows that repeat each other travel once."""
+    repeats: Repeats | None = None
+    """Set if rows that repeat each other are to travel once."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -97,8 +100,8 @@ class TableGroup:
             return torch.cat([head, torch.zeros_like(head)]).view(torch.uint8), 0, None
         indices, values = gradient._indices()[0], gradient._values()
         fields = [self._ends(indices), indices, values]
-        if self.shortens and (repeats := find_repeats(values)) is not None:
-            fields[2:] = repeats
+        if self.repeats is not None and (found := self.repeats.find(values)) is not None:
+            fields[2:] = found
         host, settle = _to_host(head.view(torch.uint8), [_as_bytes(field) for field in fields])
         return host, len(fields[2]), settle
 
@@ -153,19 +156,43 @@ class TableGroup:
         return torch.searchsorted(indices, self._bounds)
 
 
-def group_tables(units: Sequence[LiveUnit], is_slow: bool) -> list[TableGroup]:
-    """Return groups of the tables of a shipment, in their order; equal on all workers."""
+class Repeats:
+    """Looks for rows that repeat each other: more and more seldom while there are few."""
+
+    def __init__(self, least_bytes: float = 0.0) -> None:
+        self._least_bytes = least_bytes
+        self._pause = 0
+        self._left = 0
+
+    def find(self, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the distinct rows and which of them each is; None if ``values`` are to travel as they are."""
+        if values.nbytes < self._least_bytes:
+            return None
+        if self._left:
+            self._left -= 1
+            return None
+        found = find_repeats(values)
+        self._pause = 0 if found is not None else min(2 * self._pause + 1, _LONGEST_PAUSE)
+        self._left = self._pause
+        return found
+
+
+def group_tables(units: Sequence[LiveUnit], is_slow: bool, least_on_device: float = math.inf) -> list[TableGroup]:
+    """Return groups of the tables of a shipment, in their order; equal on all workers.
+
+    Repeated rows are looked for in host memory if the link ``is_slow``, and on a device from so many bytes.
+    """
     groups: dict[tuple[object, ...], list[list[LiveUnit]]] = {}
     for unit in units:
         weight = unit.weight
-        shortens = is_slow and _repeats_rows(unit)
+        shortens = (is_slow or weight.is_cuda) and _repeats_rows(unit)
         key = (shortens, weight.shape[1], weight.dtype, weight.device, unit.spec.is_sparse)
         found = groups.setdefault(key, [[]])
         if sum(other.weight.nbytes for other in found[-1]) + weight.nbytes > _LARGEST_BYTES:
             found.append([])
         found[-1].append(unit)
     return [
-        TableGroup(tuple(tables), bool(shortens))
+        TableGroup(tuple(tables), Repeats(least_on_device if tables[0].weight.is_cuda else 0.0) if shortens else None)
         for (shortens, *_), found in groups.items()
         for tables in found
         if tables
@@ -185,7 +212,7 @@ def add_rows(total: Tensor, parts: Sequence[Part]) -> None:
 def _repeats_rows(unit: LiveUnit) -> bool:
     """Return whether many rows of the unit's gradient may be equal: a bag gives all its rows the same one."""
     module = unit.module
-    return isinstance(module, nn.EmbeddingBag) and module.mode != "max" and not unit.weight.is_cuda
+    return isinstance(module, nn.EmbeddingBag) and module.mode != "max"
 
 
 def _means(parts: Sequence[Part]) -> Part:
