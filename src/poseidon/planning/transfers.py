@@ -80,6 +80,8 @@ class Conditions:
     """Sequential messages in one allreduce."""
     message_s: float = 0.0
     """Host work for one unit's direct messages to one peer."""
+    packing_s: tuple[float, float] = (0.0, 0.0)
+    """Until a device has handed over the rows of tables that travel together; longer if it looks for repeated ones."""
     wire_share: float = 1.0
     """Bytes on the wire per byte of a full gradient: 0.5 for bf16, which is lossy."""
     compacts: bool = False

@@ -260,6 +260,10 @@ class BroadcastRoute(Route):
         """Return the share of the bytes that the planner counts which is sent."""
         return 1.0
 
+    def _packing_s(self, item: Item, conditions: Conditions) -> float:  # noqa: ARG002 - for routes that depend on it
+        """Return how long a device takes to hand over what travels together with an item."""
+        return 0.0
+
     def transfers(self, item: Item, conditions: Conditions) -> list[Transfer]:
         """Return one leg, with about the bytes that the planner counts."""
         machines = conditions.cluster.machines
@@ -269,7 +273,9 @@ class BroadcastRoute(Route):
         own = wire_bytes / max(machines - 1, 1)
         # Units that share messages share what these cost.
         peers = 0 if self.is_collective else conditions.cluster.workers - 1
-        message_s = conditions.message_s * peers / max(len(item.shipment), 1)
+        joint = max(len(item.shipment), 1)
+        message_s = conditions.message_s * peers / joint
+        packing_s = self._packing_s(item, conditions) / joint
         return [
             Transfer(
                 name=item.name,
@@ -280,7 +286,7 @@ class BroadcastRoute(Route):
                 # A device copies everything; the host leaves out what need not travel.
                 staged_bytes=0.0 if self.is_collective else full_bytes / max(machines - 1, 1) * machines,
                 hops=machines - 1 if self.is_collective else 1,
-                inside_s=conditions.relay_s(own) + message_s,
+                inside_s=conditions.relay_s(own) + message_s + packing_s / 2,  # it is counted on both ends
                 message_s=message_s,
             )
         ]
@@ -355,17 +361,29 @@ class RowsRoute(BroadcastRoute):
 
         On slow links, and wherever a device finds them and the tables that share messages have enough of them.
         """
-        load, rate = item.load, cluster.crossing.bytes_per_s
-        if load is None or not 0 < load.bags < load.rows:
+        load = item.load
+        if load is None or not self._looks(item, cluster):
             return 1.0
         width = item.specs[0].matrix[1] * item.itemsize
-        if self.on_device:
-            shipped = load.rows * width * max(len(item.shipment), 1)
-            looks = shipped * (cluster.workers - 1) / rate >= LEAST_SAVED_S
-        else:
-            looks = rate <= SLOW_BYTES_PER_S
         sent = load.bags * width + load.rows * (INDEX_BYTES + PLACE_BYTES)
-        return min(1.0, sent / (load.rows * (width + INDEX_BYTES))) if looks else 1.0
+        return min(1.0, sent / (load.rows * (width + INDEX_BYTES)))
+
+    def _looks(self, item: Item, cluster: Cluster) -> bool:
+        """Return whether repeated rows are looked for, and there are some."""
+        load, rate = item.load, cluster.crossing.bytes_per_s
+        if load is None or not 0 < load.bags < load.rows:
+            return False
+        if not self.on_device:
+            return rate <= SLOW_BYTES_PER_S
+        shipped = load.rows * item.specs[0].matrix[1] * item.itemsize * max(len(item.shipment), 1)
+        return shipped * (cluster.workers - 1) / rate >= LEAST_SAVED_S
+
+    def _packing_s(self, item: Item, conditions: Conditions) -> float:
+        """Device tables: sorted there, and looked through for repeats."""
+        if not self.on_device:
+            return 0.0
+        packing_s, looking_s = conditions.packing_s
+        return packing_s + (looking_s if self._looks(item, conditions.cluster) else 0.0)
 
     def open(self, context: Context) -> Exchanger:
         """See ``rows.py``."""

@@ -50,6 +50,9 @@ STALL_S_PER_BYTE = 4e-9
 """Additional time per byte while one worker computes on each core."""
 HANDLING_S, DEVICE_HANDLING_S = 0.07e-3, 0.3e-3
 """Interpreter time of a message through the parameter server, at each end; of one that a device compacts."""
+PACKING_S, LOOKING_S = 2.3e-3, 1.8e-3
+"""The recommender on 8 machines that share a GPU: from the last table's gradient until its rows are in host memory, and
+for a look for repeated rows. It waits for the device several times."""
 ISSUE_S = 0.1e-3
 """Interpreter time to issue one unit's forward to a device."""
 COMPACT_S, ADD_S, RESTORE_S = (ms / 1e3 / 2**23 for ms in (0.08, 0.12, 0.07))
@@ -69,6 +72,10 @@ class Medium:
     """Host work overlaps with the wire; otherwise they add up."""
     message_s: float = 0.0
     """Host work for one unit's direct messages to one peer, and as much for those it receives from that peer."""
+    packing_s: float = 0.0
+    """Until a device has sorted the rows of tables that travel together and the host has them..."""
+    looking_s: float = 0.0
+    """... and what finding those that repeat each other adds."""
     work_s_per_byte: float = 0.0
     """Processor time for each byte a machine sends and another that it receives."""
     work_s_per_message: float = 0.0
@@ -107,6 +114,8 @@ class Medium:
             self,
             host_s_per_byte=self.host_s_per_byte * max(LEAST_HOST, shortage),
             message_s=self.message_s * max(1.0, shortage),
+            packing_s=self.packing_s * max(1.0, shortage),
+            looking_s=self.looking_s * max(1.0, shortage),
             handling_s=self.handling_s * max(1.0, shortage),
             device_handling_s=self.device_handling_s * max(1.0, shortage),
         )
@@ -140,6 +149,8 @@ MEDIA = {
             0.58e-9,
             is_pipelined=True,
             message_s=0.35e-3,
+            packing_s=PACKING_S,
+            looking_s=LOOKING_S,
             work_s_per_byte=0.69e-9,
             work_s_per_message=0.143e-3,
             handling_s=HANDLING_S,

@@ -134,6 +134,7 @@ def _transfers(setting: Setting, schedule: Schedule, routes: Routes) -> list[Tra
         cluster=setting.cluster,
         collective_hops=setting.collectives.hops(setting.cluster.machines),
         message_s=setting.messages.message_s,
+        packing_s=(setting.messages.packing_s, setting.messages.looking_s),
         wire_share=setting.wire_share,
         compacts=setting.compacts,
         precision=setting.precision,
