@@ -1,7 +1,8 @@
 """How efficiently real transports use a wire: named constants, each with its source.
 
 A byte costs time on the wire and work on the host. Where the two overlap (pipelined), the slower one dominates, with a
-smooth transition: ``(wire^3 + host^3)^(1/3)``. Where they alternate, they add up.
+smooth transition: ``(wire^3 + host^3)^(1/3)``, or with squares where many threads share the host's part. Where they
+alternate, they add up.
 
 The host's part was measured by summing 241 MB over 8 emulated machines (each sends 422 MB) on 16 cores, two per worker,
 at two link speeds, in two or three runs (``benchmarks/wire.sh gpu``); minimum .. maximum:
@@ -12,7 +13,7 @@ ms                 10 Gbit/s   25 Gbit/s   model
 the wire alone     338         135
 NCCL over TCP      360 .. 390  195 .. 265  pipelined, 0.52 ns/byte: 367, 236
 gloo               360 .. 439  213 .. 285  added, 0.22 ns/byte: 432, 229
-the sharded sum    362 .. 382  210 .. 260  pipelined, 0.58 ns/byte: 377, 258
+the sharded sum    362 .. 382  210 .. 260  squares, 0.42 ns/byte: 381, 223
 =================  ==========  ==========  ===================================
 
 Where workers compute on the cores that also move the bytes, each takes from the other. Processor time per byte and per
@@ -58,9 +59,6 @@ ISSUE_S = 0.1e-3
 COMPACT_S, ADD_S, RESTORE_S = (ms / 1e3 / 2**23 for ms in (0.08, 0.12, 0.07))
 """Device time to compact a value; to restore it, add it to the sum and compact that; to restore a sum. On an H200."""
 
-_CORNER = 3.0
-
-
 @dataclass(frozen=True)
 class Medium:
     """How a transport uses the wire and the host."""
@@ -70,6 +68,8 @@ class Medium:
     """Host work per byte a machine sends (and receives)."""
     is_pipelined: bool
     """Host work overlaps with the wire; otherwise they add up."""
+    corner: float = 3.0
+    """The higher, the less the shorter of two that overlap counts."""
     message_s: float = 0.0
     """Host work for one unit's direct messages to one peer, and as much for those it receives from that peer."""
     packing_s: float = 0.0
@@ -100,7 +100,7 @@ class Medium:
         wire, host = 1 / wire_bytes_per_s, self.host_s_per_byte / wire_share
         if not self.is_pipelined:
             return wire + host
-        return float((wire**_CORNER + host**_CORNER) ** (1 / _CORNER))
+        return float((wire**self.corner + host**self.corner) ** (1 / self.corner))
 
     def hops(self, members: int) -> int:
         """Return the number of sequential messages in an allreduce."""
@@ -146,8 +146,9 @@ MEDIA = {
         # Since then, as processor time: 0.32 ms (benchmarks/small_steps.py dlrm --width 0.02 --workers 4 --machines).
         Medium(
             "messages",
-            0.58e-9,
+            0.42e-9,
             is_pipelined=True,
+            corner=2.0,
             message_s=0.35e-3,
             packing_s=PACKING_S,
             looking_s=LOOKING_S,
