@@ -10,10 +10,14 @@ from poseidon.sums.compact import (
     ABSENT,
     BITMAP_BYTES,
     DENSE,
+    ESCAPE,
     FEWEST_DENSE,
     GROUP,
     HEAD_BYTES,
     KINDS_AT,
+    LARGEST_PAIRED,
+    PAIRED,
+    PAIRED_BYTES,
     PLANE_BYTES,
     PLANES,
     SPARSE,
@@ -32,10 +36,23 @@ def compact(values: Array, layout: CompactLayout) -> bytes:
     is_set = planes != 0
     counts = is_set.sum(axis=2)
     kinds = np.select([counts == 0, counts < FEWEST_DENSE], [ABSENT, SPARSE], DENSE)
-    # Bitmap and bytes of every plane; what is kept of them, in this order, makes the tail.
+    pairs, numbers = _pair(planes[:, 0])
+    is_long = numbers == ESCAPE
+    lengths = np.where(kinds[:, 0] == SPARSE, BITMAP_BYTES + counts[:, 0], PLANE_BYTES * (kinds[:, 0] == DENSE))
+    kinds[:, 0] = np.where(PAIRED_BYTES + is_long.sum(axis=1) < lengths, PAIRED, kinds[:, 0])
+    # Pairs, bitmap and bytes of every plane; what is kept of them, in this order, makes the tail.
     whole = np.concatenate([np.packbits(is_set, axis=2, bitorder="little"), planes], axis=2)
-    is_kept = np.repeat((kinds == SPARSE)[:, :, None], BITMAP_BYTES, axis=2)
-    is_kept = np.concatenate([is_kept, is_set | (kinds == DENSE)[:, :, None]], axis=2)
+    whole = np.pad(whole, ((0, 0), (0, 0), (PAIRED_BYTES, 0)))
+    whole[:, 0, :PAIRED_BYTES] = pairs
+    is_paired = (kinds == PAIRED)[:, :, None]
+    is_kept = np.concatenate(
+        [
+            np.repeat(is_paired, PAIRED_BYTES, axis=2),
+            np.repeat((kinds == SPARSE)[:, :, None], BITMAP_BYTES, axis=2),
+            np.where(is_paired, is_long[:, None], is_set | (kinds == DENSE)[:, :, None]),
+        ],
+        axis=2,
+    )
     tail = whole[is_kept]
     ends = is_kept.sum(axis=(1, 2)).cumsum()
     offsets = np.concatenate([[0], ends[:-1]]).astype(np.uint64)
@@ -54,12 +71,17 @@ def restore(compacted: bytes | memoryview, values: int, layout: CompactLayout) -
     planes = np.zeros((layout.groups, PLANES, PLANE_BYTES), np.uint8)
     for plane in range(PLANES):
         kinds = (entries >> np.uint64(KINDS_AT + 2 * plane)) & np.uint64(3)
-        is_sparse, is_dense = kinds == SPARSE, kinds >= DENSE
+        is_paired = (kinds == PAIRED) & (plane == 0)
+        is_sparse, is_dense = kinds == SPARSE, (kinds >= DENSE) & ~is_paired
         bitmaps = _look_up(tail, at[:, None] + np.arange(BITMAP_BYTES))
         is_set = np.unpackbits(bitmaps, axis=1, bitorder="little").astype(bool) & is_sparse[:, None]
         ranks = is_set.cumsum(axis=1) - is_set
         places = np.where(is_sparse[:, None], BITMAP_BYTES + ranks, np.arange(PLANE_BYTES))
         planes[:, plane] = _look_up(tail, at[:, None] + places) * (is_set | is_dense[:, None])
+        if plane == 0:
+            paired, sizes = _look_up_pairs(tail, at)
+            planes[is_paired, 0] = paired[is_paired]
+            at = at + np.where(is_paired, sizes, 0)
         at = at + np.where(is_sparse, BITMAP_BYTES + is_set.sum(axis=1), np.where(is_dense, PLANE_BYTES, 0))
     bits = _join(planes, (entries >> np.uint64(TOP_AT)).astype(np.uint32))
     return bits.reshape(-1).view(np.float32)[:values]
@@ -142,6 +164,30 @@ def _join(planes: Array, tops: Array) -> Array:
     exponents = np.where(codes == 0, far, tops[:, None, None] + 1 - codes) & 0xFF
     mantissas = (high & 0x7F) << 16 | upper << 12 | middle << 8 | low
     return mantissas | exponents << 23 | (high & 0x80) << 24
+
+
+def _pair(codes: Array) -> tuple[Array, Array]:
+    """Return the 96 bytes for the pairs of each group, and the pairs' numbers."""
+    first, second = codes & 0xF, codes >> 4
+    is_short = (first > 0) & (first <= LARGEST_PAIRED) & (second > 0) & (second <= LARGEST_PAIRED)
+    numbers = np.where(is_short, (first.astype(int) - 1) * LARGEST_PAIRED + second - 1, ESCAPE).astype(np.uint8)
+    lower, upper = (numbers & 0xF).reshape(-1, 2, 64), (numbers >> 4).reshape(-1, 4, 32)
+    lower = lower[:, 0] | lower[:, 1] << 4
+    upper = upper[:, 0] | upper[:, 1] << 2 | upper[:, 2] << 4 | upper[:, 3] << 6
+    return np.concatenate([lower, upper], axis=1), numbers
+
+
+def _look_up_pairs(tail: Array, at: Array) -> tuple[Array, Array]:
+    """Return plane 0 of every group as if it were paired, and how many bytes it takes."""
+    found = _look_up(tail, at[:, None] + np.arange(PAIRED_BYTES))
+    lower = np.concatenate([found[:, :64] & 0xF, found[:, :64] >> 4], axis=1)
+    upper = np.concatenate([found[:, 64:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    numbers = lower | upper << 4
+    is_long = numbers == ESCAPE
+    places = PAIRED_BYTES + is_long.cumsum(axis=1) - is_long
+    short = (numbers // LARGEST_PAIRED + 1) | (numbers % LARGEST_PAIRED + 1) << 4
+    codes = np.where(is_long, _look_up(tail, at[:, None] + places), short)
+    return codes.astype(np.uint8), PAIRED_BYTES + is_long.sum(axis=1)
 
 
 def _look_up(tail: Array, places: Array) -> Array:

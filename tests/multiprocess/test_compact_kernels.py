@@ -244,9 +244,15 @@ def _compile() -> None:
     constants = {"is_half": True}
     rows = {**signature, "own": "*i32", **dict.fromkeys(["width", "skipped", "values_at"], "i32")}
     del rows["divisor"]
+    whole = {**dict.fromkeys(["flat", "old"], "*i32"), **dict.fromkeys(["rows", "packed"], "*u8"), "divisor": "fp32"}
+    whole |= dict.fromkeys(["quotient", "longer", "stride", "groups", "capacity"], "i32")
+    changes = {"is_half": False, "is_change": True, "is_rounded": True}
+    restored = {"is_half": False, "has_old": True}
     for kernel, kinds, fixed in (
         (kernels._add, {**signature, **dict.fromkeys(constants, "constexpr")}, constants),
         (kernels._add_rows, rows, {}),
+        (kernels._compact, {**whole, **dict.fromkeys(changes, "constexpr")}, changes),
+        (kernels._restore, {**whole, **dict.fromkeys(restored, "constexpr")}, restored),
     ):
         source = compiler.ASTSource(kernel, {name: kinds[name] for name in kernel.arg_names}, fixed)
         compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})

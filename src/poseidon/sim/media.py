@@ -59,6 +59,7 @@ ISSUE_S = 0.1e-3
 COMPACT_S, ADD_S, RESTORE_S = (ms / 1e3 / 2**23 for ms in (0.08, 0.12, 0.07))
 """Device time to compact a value; to restore it, add it to the sum and compact that; to restore a sum. On an H200."""
 
+
 @dataclass(frozen=True)
 class Medium:
     """How a transport uses the wire and the host."""

@@ -19,8 +19,18 @@ planes    bits of a value                                    bytes
 
 A code of 1 to 15 stands for the exponent ``top + 1 - code``. Code 0 is that of zeros, and of *strays*: values so far
 below the others that the code cannot say it. A plane of a group is absent if all its bytes are zero; sparse, a bitmap
-of the bytes that are not zero and then those bytes, if that is shorter; and otherwise dense. So gradients computed in
-bf16 take about 12 bits a value, those computed in fp16 16, others 28, and groups of zeros nothing.
+of the bytes that are not zero and then those bytes, if that is shorter; and otherwise dense. Plane 0 may be *paired*,
+where most codes are small: a pair of codes of 1 to 8 is a number of 6 bits, :data:`ESCAPE` stands for any other pair,
+which follows as it is. So gradients computed in bf16 take about 11.4 bits a value, those computed in fp16 15.4, others
+27.4, and groups of zeros nothing.
+
+============= =========================== ================================================
+bytes         of a paired plane           for each byte ``i``
+============= =========================== ================================================
+64            the numbers' bits 3 to 0    of pair ``i``; above them of pair ``i + 64``
+32            their bits 5 and 4          of pair ``i``; then ``i + 32``, ``i + 64``, ``i + 96``
+any           pairs of codes              the next pair that has no number, as in plane 0
+============= =========================== ================================================
 
 ================== ======== ====================================================================
 bytes              for each what
@@ -60,8 +70,14 @@ fewer."""
 PLANES = 9
 PLANE_BYTES = GROUP // 2
 BITMAP_BYTES = PLANE_BYTES // 8
-ABSENT, SPARSE, DENSE = 0, 1, 2
-"""Kinds of planes."""
+ABSENT, SPARSE, DENSE, PAIRED = 0, 1, 2, 3
+"""Kinds of planes; only plane 0 is ever paired."""
+LARGEST_PAIRED = 8
+"""The largest code that the short form of a pair can say."""
+ESCAPE = LARGEST_PAIRED**2 - 1
+"""The last pair, which is rare, has to follow too."""
+PAIRED_BYTES = PLANE_BYTES * 6 // 8
+"""Of a paired plane without the pairs that follow."""
 FEWEST_DENSE = PLANE_BYTES - BITMAP_BYTES
 """A plane with at least so many bytes that are not zero is dense."""
 HEAD_BYTES = 16
@@ -69,9 +85,9 @@ ENTRY_BYTES = 8
 """Of the directory."""
 KINDS_AT, TOP_AT = 32, 56
 """Bits of a directory's entry."""
-_BITS = {"float32": 28.3, "bf16": 12.3, "fp16": 16.3}
+_BITS = {"float32": 27.4, "bf16": 11.4, "fp16": 15.4}
 """Of a gradient's value, by what it was computed in."""
-_SUM_BITS = {"bf16": (15.4, 1.5), "fp16": (18.6, 1.4)}
+_SUM_BITS = {"bf16": (14.5, 1.5), "fp16": (17.7, 1.4)}
 """Of a sum: bits, and more of them each time the number of workers doubles."""
 EMPTY_BITS = 8 * ENTRY_BYTES / GROUP
 """Of a value in a group of zeros, which is only an entry in the directory."""

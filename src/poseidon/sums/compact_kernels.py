@@ -27,6 +27,12 @@ _BITMAP = tl.constexpr(layouts.BITMAP_BYTES)
 _FEWEST_DENSE = tl.constexpr(layouts.FEWEST_DENSE)
 _SPARSE = tl.constexpr(layouts.SPARSE)
 _DENSE = tl.constexpr(layouts.DENSE)
+_PAIRED = tl.constexpr(layouts.PAIRED)
+_LARGEST_PAIRED = tl.constexpr(layouts.LARGEST_PAIRED)
+_ESCAPE = tl.constexpr(layouts.ESCAPE)
+_PAIRED_BYTES = tl.constexpr(layouts.PAIRED_BYTES)
+_NIBBLES = tl.constexpr(layouts.PLANE_BYTES // 2)
+_UPPERS = tl.constexpr(layouts.PLANE_BYTES // 4)
 _HEAD = tl.constexpr(layouts.HEAD_BYTES)
 _ENTRY = tl.constexpr(layouts.ENTRY_BYTES)
 _KINDS_AT = tl.constexpr(layouts.KINDS_AT)
@@ -387,6 +393,8 @@ def _encode(a, b, chunk, group, groups, capacity):
     far_a = tl.where(code_a == 0, exponent_a, 0)
     far_b = tl.where(code_b == 0, exponent_b, 0)
     codes = code_a | (code_b << 4)
+    pairs = _pair(code_a, code_b)
+    escapes = tl.sum((pairs == _ESCAPE).to(tl.int32), axis=0)
 
     kinds = tl.zeros_like(top)
     size = tl.zeros_like(top)
@@ -394,8 +402,13 @@ def _encode(a, b, chunk, group, groups, capacity):
         plane = _plane(a, b, codes, far_a, far_b, number)
         count = tl.sum((plane != 0).to(tl.int32), axis=0)
         kind = tl.where(count == 0, 0, tl.where(count < _FEWEST_DENSE, _SPARSE, _DENSE))
+        length = tl.where(kind == _SPARSE, _BITMAP + count, tl.where(kind == _DENSE, _HALF, 0))
+        if number == 0:
+            is_paired = _PAIRED_BYTES + escapes < length
+            kind = tl.where(is_paired, _PAIRED, kind)
+            length = tl.where(is_paired, _PAIRED_BYTES + escapes, length)
         kinds |= kind << (2 * number)
-        size += tl.where(kind == _SPARSE, _BITMAP + count, tl.where(kind == _DENSE, _HALF, 0))
+        size += length
     at = tl.atomic_add(chunk.to(tl.pointer_type(tl.int32)), size, sem="relaxed")
     entry = at.to(tl.int64) | (kinds.to(tl.int64) << _KINDS_AT) | (top.to(tl.int64) << _TOP_AT)
     tl.store((chunk + _HEAD).to(tl.pointer_type(tl.int64)) + group, entry)
@@ -416,6 +429,67 @@ def _encode(a, b, chunk, group, groups, capacity):
             place = at + _BITMAP - is_set + tl.cumsum(is_set, axis=0)
             tl.store(tail + place, plane.to(tl.uint8), mask=(is_set != 0) & (place < capacity))
             at += _BITMAP + tl.sum(is_set, axis=0)
+        if number == 0:  # noqa: SIM102 - known to the compiler, which leaves the rest out of other planes
+            if kind == _PAIRED:
+                _store_pairs(tail, at, pairs, plane, capacity)
+                at += _PAIRED_BYTES + escapes
+
+
+@triton.jit
+def _pair(code_a, code_b):
+    """Return the numbers of pairs of codes; the escape for those that have none."""
+    is_short = (code_a > 0) & (code_a <= _LARGEST_PAIRED) & (code_b > 0) & (code_b <= _LARGEST_PAIRED)
+    return tl.where(is_short, (code_a - 1) * _LARGEST_PAIRED + code_b - 1, _ESCAPE)
+
+
+@triton.jit
+def _store_pairs(tail, at, pairs, codes, capacity):
+    """Write a paired plane."""
+    column = tl.arange(0, _HALF)
+    lower = tl.sum(tl.reshape((pairs & 0xF) << (4 * (column // _NIBBLES)), (2, _NIBBLES)), axis=0)
+    upper = tl.sum(tl.reshape((pairs >> 4) << (2 * (column // _UPPERS)), (4, _UPPERS)), axis=0)
+    place = at + tl.arange(0, _NIBBLES)
+    tl.store(tail + place, lower.to(tl.uint8), mask=place < capacity)
+    place = at + _NIBBLES + tl.arange(0, _UPPERS)
+    tl.store(tail + place, upper.to(tl.uint8), mask=place < capacity)
+    is_long = (pairs == _ESCAPE).to(tl.int32)
+    place = at + _PAIRED_BYTES - is_long + tl.cumsum(is_long, axis=0)
+    tl.store(tail + place, codes.to(tl.uint8), mask=(is_long != 0) & (place < capacity))
+
+
+@triton.jit
+def _load_pairs(tail, at, limit):
+    """Return the codes of a paired plane, and its length."""
+    column = tl.arange(0, _HALF)
+    place = at + column % _NIBBLES
+    lower = tl.load(tail + place, mask=place < limit, other=0).to(tl.int32) >> (4 * (column // _NIBBLES))
+    place = at + _NIBBLES + column % _UPPERS
+    upper = tl.load(tail + place, mask=place < limit, other=0).to(tl.int32) >> (2 * (column // _UPPERS))
+    pairs = (lower & 0xF) | ((upper & 3) << 4)
+    is_long = (pairs == _ESCAPE).to(tl.int32)
+    place = at + _PAIRED_BYTES - is_long + tl.cumsum(is_long, axis=0)
+    codes = tl.load(tail + place, mask=(is_long != 0) & (place < limit), other=0).to(tl.int32)
+    short = (pairs // _LARGEST_PAIRED + 1) | ((pairs % _LARGEST_PAIRED + 1) << 4)
+    return tl.where(is_long != 0, codes, short), _PAIRED_BYTES + tl.sum(is_long, axis=0)
+
+
+@triton.jit
+def _load_plane(tail, at, kind, limit):
+    """Return the bytes of another plane, and its length."""
+    column = tl.arange(0, _HALF)
+    plane = tl.zeros((_HALF,), tl.int32)
+    length = tl.zeros_like(kind)
+    if kind == _SPARSE:
+        byte = at + column // 8
+        bitmap = tl.load(tail + byte, mask=byte < limit, other=0).to(tl.int32)
+        is_set = (bitmap >> (column % 8)) & 1
+        place = at + _BITMAP - is_set + tl.cumsum(is_set, axis=0)
+        plane = tl.load(tail + place, mask=(is_set != 0) & (place < limit), other=0).to(tl.int32)
+        length = _BITMAP + tl.sum(is_set, axis=0)
+    elif kind >= _DENSE:
+        plane = tl.load(tail + at + column, mask=at + column < limit, other=0).to(tl.int32)
+        length += _HALF
+    return plane, length
 
 
 @triton.jit
@@ -427,24 +501,20 @@ def _decode(chunk, group, groups, capacity):
     top = ((entry >> _TOP_AT) & 0xFF).to(tl.int32)
     limit = tl.minimum(tl.load(chunk.to(tl.pointer_type(tl.uint32))).to(tl.int64), capacity)
     tail = chunk + _HEAD + _ENTRY * groups
-    column = tl.arange(0, _HALF)
     a = tl.zeros((_HALF,), tl.int32)
     b = tl.zeros((_HALF,), tl.int32)
     code_a = a
     code_b = b
     for number in tl.static_range(_PLANES):
         kind = (kinds >> (2 * number)) & 3
-        plane = tl.zeros((_HALF,), tl.int32)
-        if kind == _SPARSE:
-            byte = at + column // 8
-            bitmap = tl.load(tail + byte, mask=byte < limit, other=0).to(tl.int32)
-            is_set = (bitmap >> (column % 8)) & 1
-            place = at + _BITMAP - is_set + tl.cumsum(is_set, axis=0)
-            plane = tl.load(tail + place, mask=(is_set != 0) & (place < limit), other=0).to(tl.int32)
-            at += _BITMAP + tl.sum(is_set, axis=0)
-        elif kind >= _DENSE:
-            plane = tl.load(tail + at + column, mask=at + column < limit, other=0).to(tl.int32)
-            at += _HALF
+        if number == 0:
+            if kind == _PAIRED:
+                plane, length = _load_pairs(tail, at, limit)
+            else:
+                plane, length = _load_plane(tail, at, kind, limit)
+        else:
+            plane, length = _load_plane(tail, at, kind, limit)
+        at += length
         if number == 0:
             code_a = plane & 0xF
             code_b = plane >> 4

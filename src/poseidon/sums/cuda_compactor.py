@@ -177,14 +177,15 @@ class CudaCompactor:
         return self._streams[device]
 
     def _try_out(self, dtype: torch.dtype) -> None:
-        """Compact, add, divide and restore some ones."""
+        """Compact, add, divide and restore some values: what this device makes of them is known."""
         size = FEWEST_COMPACTED
+        values = _sample(size).to(dtype)
         rows = ChunkRows.of((Chunk(0, 0, 0, size, 0), Chunk(0, 1, size, 2 * size, 1)), dtype.itemsize)
         row_bytes = rows.layout.row_bytes
-        flat = torch.ones(2 * size, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+        flat = values.repeat(2).to(torch.device("cuda", torch.cuda.current_device()))
         memory = self.memory(2 * row_bytes).view(2, row_bytes)
         self.compact(flat, rows, memory, {0: row_bytes, 1: row_bytes}).synchronize()
-        # The ones of chunk 1 are another worker's part of chunk 0, whose sum is then that of chunk 1 too.
+        # The values of chunk 1 are another worker's part of chunk 0, whose sum is then that of chunk 1 too.
         packed = self.memory(table_bytes(2) + row_bytes)
         parts = ChunkTable(packed.numpy(), 2)
         packed[parts.place(1, row_bytes) :].copy_(memory[1])
@@ -198,8 +199,13 @@ class CudaCompactor:
         if dtype is torch.float32:
             self._try_rows(flat, rows, memory)
             self._try_changes(flat, rows, memory, table_memory, table)
-        if not bool((flat == 0.5).all()):
-            raise RuntimeError(f"1 + 1, compacted, divided by 4 and restored, makes {flat.unique().tolist()[:8]}")
+        is_wrong = flat.cpu() != values.repeat(2) / 2
+        if bool(is_wrong.any()):
+            at = int(is_wrong.nonzero()[0])
+            raise RuntimeError(
+                f"twice {values[at % size].item()}, compacted, divided by 4 and restored, makes {flat[at].item()} at "
+                f"place {at}; {int(is_wrong.sum())} of {2 * size} values are wrong"
+            )
 
     def _try_rows(self, flat: Tensor, rows: ChunkRows, memory: Tensor) -> None:
         """Let a worker touch the second of two rows of the first chunk, with zeros."""
@@ -227,6 +233,14 @@ class CudaCompactor:
             self.change(table_memory, landed, rows, new.zero_())(old)
             flat.copy_(new / 2)
             torch.cuda.synchronize()
+
+
+def _sample(size: int) -> Tensor:
+    """Return powers of two: half of them close to each other but for a few, half with all exponents and strays."""
+    places = torch.arange(size, device="cpu")
+    close = places % 6 + 7 * (places % 37 == 0) + 9 * (places % 101 == 0)
+    exponents = torch.where(places < size // 2, close, places % 20)
+    return torch.ldexp(torch.where(places % 3 == 0, -1.0, 1.0), -exponents)
 
 
 def _bring(table: Tensor, chunks: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
 """What can be sent as a payload: anything contiguous in memory."""
 
 MAGIC = b"PW"
-VERSION = 3
+VERSION = 4
 CHECKED = 1
 """Flag: ``Header.checksum`` holds the payload's CRC-32."""
 

@@ -24,6 +24,8 @@ SPECIAL = {
     "subnormals beside infinities": [0x00000001, 0x7F800000],
     "strays": [0x00800000, 0x7F7FFFFF],
     "strays but one": [0x7F7FFFFF, *[0x00812345] * 255],
+    "all distances": [*range(0x3F800000, 0x37000000, -0x00800000)],
+    "eighth distances": [0x40000000, *[0x3C800123] * 20, 0x3C000123],
     "farthest distances": [0x40000000, 0x39000000, 0x38800000, 0x38000000],
     "bf16": [0x3F9D0000, 0xBEEF0000],
     "only the lowest bit": [0x3F800001, 0x3F800000, 0x3F800000],
@@ -87,9 +89,9 @@ def test_a_compacted_chunk_is_shorter_than_a_plain_one_and_both_fit_the_row(item
 @pytest.mark.parametrize(
     ("draw", "bits"),
     [
-        (lambda values: values, 28.3),
-        (lambda values: (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32), 12.3),
-        (lambda values: values.astype(np.float16).astype(np.float32), 16.3),
+        (lambda values: values, 27.4),
+        (lambda values: (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32), 11.4),
+        (lambda values: values.astype(np.float16).astype(np.float32), 15.4),
         (lambda values: np.where(np.arange(len(values)) % 8 == 0, values, np.float32(0)), 7.4),
         (np.zeros_like, 0.3),
     ],

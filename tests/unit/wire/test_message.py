@@ -64,7 +64,7 @@ def repacked(**changes):
     ("data", "reason", "says"),
     [
         (repacked(magic=b"XX"), "magic", "not Poseidon"),
-        (repacked(version=9), "version", "version 9, not 3"),
+        (repacked(version=9), "version", "version 9, not 4"),
         (repacked(kind=200), "kind", "rank 3 sent a message of unknown kind 200"),
         (repacked()[:-4] + b"\0\0\0\0", "header checksum", "checksum is 0x0"),
     ],
