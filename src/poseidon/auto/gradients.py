@@ -24,9 +24,10 @@ from poseidon.auto.averaging import average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import SameLoss
 from poseidon.auto.mixing import find_mixing
-from poseidon.auto.reductions import Counts, describe, differ, mark, pack, read_terms, scalings, weigh
+from poseidon.auto.reductions import read_terms
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
+from poseidon.auto.weighing import Counts, describe, differ, mark, pack, scalings, weigh
 from poseidon.engine.outputs import find_leaves
 from poseidon.errors import ConfigError
 from poseidon.following.nesting import Nesting

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from poseidon.auto.dealing import Dealer, Part
-from poseidon.auto.reductions import Portion
+from poseidon.auto.weighing import Portion
 
 _MODULUS = 1 << 62
 """A power of two, as numpy's sums wrap at one, and fit for signed words."""

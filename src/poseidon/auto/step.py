@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from poseidon.auto.reductions import Portion
+from poseidon.auto.weighing import Portion
 
 
 @dataclass

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from poseidon.auto.reductions import Counts, Portion, describe, differ, mark, pack, read_terms, scalings, weigh
+from poseidon.auto.reductions import read_terms
+from poseidon.auto.weighing import Counts, Portion, describe, differ, mark, pack, scalings, weigh
 
 torch.manual_seed(0)
 ROWS, CLASSES = 12, 5
