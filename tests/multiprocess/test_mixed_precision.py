@@ -428,3 +428,45 @@ def _compare_twice() -> None:
 def test_a_table_in_float16_that_is_used_twice() -> None:
     # PyTorch adds up no rows in float16 on CPUs.
     run_ranks(_compare_twice, 2)
+
+
+class _SummedTwice(nn.Module):
+    """Two sums of rows of one table, in both of which all rows have the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, words: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = self.last(self.words(words).sum(1) + self.words(other).sum(1))
+        return out
+
+
+def _summed_twice(kind: str) -> list[Tensor]:
+    torch.manual_seed(1)
+    model = _SummedTwice().bfloat16()
+    wrapped: Any
+    if kind == "torch":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped = poseidon.DistributedDataParallel(model, cluster=slow_cluster(), routes={"words": "rows"})
+    for number in range(3):
+        model.zero_grad()
+        chance = torch.Generator().manual_seed(2 * number + dist.get_rank())
+        one, other = (torch.randint(0, 200, (1, 4), generator=chance) for _ in range(2))
+        wrapped(one, other).float().square().mean().backward()
+    found = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    if kind != "torch":
+        wrapped.close()
+    return found
+
+
+def _compare_summed_twice() -> None:
+    for theirs, ours in zip(_summed_twice("torch"), _summed_twice("wrapper"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
+def test_a_table_in_bfloat16_whose_rows_are_summed_twice() -> None:
+    # PyTorch adds up no rows in bfloat16 on CPUs that share their values.
+    run_ranks(_compare_summed_twice, 2)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _LIVE: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[AutogradFrontEnd], int]] = weakref.WeakKeyDictionary()
 """Layers that are units of an engine. Copies of a layer are not registered, so they are plain layers."""
 
+_WIDE_BYTES = 4
+"""Of a value in a type whose rows PyTorch adds up however they lie."""
+
 
 def _find(module: nn.Module) -> tuple[AutogradFrontEnd, LiveUnit] | None:
     front_end_ref, index = _LIVE.get(module, (None, 0))
@@ -106,7 +109,7 @@ class RowsEmbedding(_PlainOutside, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name
         """Look the rows up."""
         with _rows_wanted(self, input) as rows:
-            return rows.watch(super().forward(input))
+            return rows.keep_addable(rows.watch(super().forward(input)))
 
 
 class RowsEmbeddingBag(_PlainOutside, nn.EmbeddingBag):
@@ -158,6 +161,16 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
     def __exit__(self, *_: object) -> None:
         self._module.sparse = False
 
+    def keep_addable(self, out: Tensor) -> Tensor:
+        """Let the rows that come be contiguous: on a CPU, PyTorch adds up no others in bfloat16.
+
+        They would not be where one sum takes up all rows that were looked up, whose gradients are then one.
+        """
+        is_short = out.element_size() < _WIDE_BYTES and not out.is_cuda
+        if self._is_on and is_short and out.grad_fn is not None:
+            out.grad_fn.register_prehook(_make_contiguous)
+        return out
+
     def watch(self, out: Tensor) -> Tensor:
         """Count the rows, if the engine observes."""
         if self._found is not None and self._found[0].engine.is_observing:
@@ -165,6 +178,10 @@ class _rows_wanted:  # noqa: N801 - reads as a statement in `with`
             is_tied = self._found[1].spec.kind == "tied"
             _observe(out, self._found, Load(0, 0, count) if is_tied else Load(count))
         return out
+
+
+def _make_contiguous(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else one.contiguous() for one in gradients)
 
 
 def _observe(out: Tensor, found: tuple[AutogradFrontEnd, LiveUnit], load: Load, x: Tensor | None = None) -> None:
