@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -283,6 +284,23 @@ def test_means_share_memory_and_can_be_changed_one_by_one() -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert all(not unit.weight.grad.any() for unit in workers[0].units if unit.weight.grad is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_only_row_of_a_table_of_width_one_may_be_a_view_of_any_stride(dtype: torch.dtype) -> None:
+    desk = Desk()
+    workers = [Worker([_table(5, 1, dtype=dtype)], desk, SLOW, aside=False) for _ in range(SIZE)]
+    for rank, worker in enumerate(workers):
+        weight = worker.units[0].weight
+        F.embedding(torch.tensor([[rank]]), weight, sparse=True).sum(1).sum().backward()
+        gradient = weight.grad
+        assert gradient is not None
+        assert gradient._values().stride() == (0, 0)
+        worker.start([gradient])
+        desk.end_turn()
+    for worker in workers:
+        (mean,) = worker.finish()
+        torch.testing.assert_close(mean, torch.tensor([1, 1, 1, 0, 0], dtype=dtype).view(5, 1) / SIZE)
 
 
 def test_groups_have_one_width_type_and_form_and_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:

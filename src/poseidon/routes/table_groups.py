@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from poseidon.routes.base import LiveUnit
 from poseidon.routes.shortening import find_repeats
 from poseidon.sums.events import record
+from poseidon.team.tensors import in_a_row
 
 Part = tuple[Tensor, Tensor]
 """What one worker brought: the rows' numbers, ascending, and their values."""
@@ -232,7 +233,7 @@ def _sparse_mean(shape: Sequence[int], parts: Sequence[Part]) -> Tensor:
 
 def _as_bytes(field: Tensor) -> Tensor:
     """Return a field as bytes; aligned, so that the next one can be read in place."""
-    data = field.contiguous().view(torch.uint8).view(-1)
+    data = in_a_row(field).view(torch.uint8)
     missing = -len(data) % _INDEX_BYTES
     return torch.cat([data, data.new_zeros(missing)]) if missing else data
 
