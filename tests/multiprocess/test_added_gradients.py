@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import poseidon
 from poseidon.errors import MismatchError, UnsupportedError
 from ranks import run_ranks
 from small_net import batch_of, small_net
+from twins import slow_cluster
 
 
 def _distributed(net: nn.Module, optimizer: Any, mode: str) -> tuple[Any, Any]:
@@ -369,3 +372,70 @@ def _evaluated_first(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["wrapper", "worker", "server"])
 def test_an_evaluation_in_inference_mode_may_come_first(mode: str) -> None:
     run_ranks(_evaluated_first, 2, mode)
+
+
+class _Hidden:
+    """Outputs in which nobody finds tensors."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _TablesOnly(nn.Module):
+    """A model of tables, whose gradient is the first that a backward brings."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.items = nn.Embedding(40, 4)
+        self.users = nn.Embedding(30, 4)
+        self.how = how
+
+    def forward(self, numbers: Tensor) -> Any:
+        users = self.users(numbers[:, 0])
+        if self.how == "beside":
+            return users
+        if self.how == "hidden":
+            return _Hidden(users * self.items(numbers[:, 1]))
+        return torch.utils.checkpoint.checkpoint(
+            lambda _: users.detach() * self.items(numbers[:, 1]), torch.zeros(1, requires_grad=True), use_reentrant=True
+        )
+
+    def loss(self, out: Any, numbers: Tensor) -> Tensor:
+        if self.how == "beside":
+            out = out * self.items(numbers[:, 1])
+        total: Tensor = (out.value if self.how == "hidden" else out).square().sum()
+        return total
+
+
+def _first_comes_a_table(how: str, clears: bool) -> None:
+    torch.manual_seed(0)
+    net = _TablesOnly(how)
+    if how == "checkpoint":
+        net.users.requires_grad_(False)
+    plain = copy.deepcopy(net)
+    model = poseidon.DistributedDataParallel(net, routes={"*": "rows"}, cluster=slow_cluster())
+    expected: dict[str, Tensor] = {}
+    for step in range(4):
+        for rank in range(dist.get_world_size()):
+            chance = torch.Generator().manual_seed(10 * step + rank)
+            numbers = torch.randint(0, 30, (6, 2), generator=chance)
+            plain.zero_grad()
+            plain.loss(plain(numbers), numbers).backward()
+            for name, value in plain.named_parameters():
+                if value.grad is not None:
+                    expected[name] = expected.get(name, 0) + value.grad / dist.get_world_size()
+            if rank == dist.get_rank():
+                net.loss(model(numbers), numbers).backward()
+        for name, value in net.named_parameters():
+            if value.requires_grad:
+                torch.testing.assert_close(value.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+        if clears:
+            net.zero_grad()
+            expected.clear()
+    model.close()
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "kept"])
+@pytest.mark.parametrize("how", ["beside", "hidden", "checkpoint"])
+def test_a_table_whose_rows_travel_may_bring_the_first_gradient_of_a_backward(how: str, clears: bool) -> None:
+    run_ranks(_first_comes_a_table, 2, how, clears)

@@ -74,6 +74,7 @@ FLOAT = 2e-5
         ("by_hand.py", "by_hand.pt", FLOAT),
         ("shared_layers.py", "shared.pt", FLOAT),
         ("own_memory.py", "memory.pt", FLOAT),
+        ("word_pairs.py", "words.pt", 2e-4),
     ],
 )
 def test_two_workers_give_what_one_gives(
@@ -96,6 +97,7 @@ def test_two_workers_give_what_one_gives(
         ("autoencoder_trainer.py", "autoencoder.pt", 2e-4),
         ("early_stopping.py", "wine.pt", FLOAT),
         ("own_memory.py", "memory.pt", FLOAT),
+        ("word_pairs.py", "words.pt", 2e-4),
     ],
 )
 def test_one_exchange_per_step_gives_the_same(

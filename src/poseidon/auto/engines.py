@@ -10,7 +10,7 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,10 +61,11 @@ class AutoFrontEnd(AutogradFrontEnd):
         """With local steps: what exchanges the parameters."""
         self.watch_outputs((), ())
 
-    def begin(self) -> None:
+    def begin(self, early: Collection[nn.Parameter] = ()) -> None:
         """Start the exchange without the parameters that this backward does not reach."""
         if not self.engine.in_backward:
             unused = [parameter for parameter in self._nodes if not self.will_accumulate(parameter)]
+            self.engine.expect_early(early)
             self.turns.begin_backward(unused)
 
     def prepare(self, values: int, label: str) -> bool:

@@ -85,6 +85,8 @@ class Engine:
         self._static = StaticGraph()
         self.local: set[int] = set()
         """Parameters into whose gradients a backward without an exchange has accumulated since the last exchange."""
+        self._early: frozenset[int] = _NOTHING
+        """Parameters whose gradients of the backward that is about to begin are in ``.grad`` already."""
         self.is_bypassed = False
         """Whether somebody took gradients of the model by torch.autograd.grad() since the last exchange."""
         self._backward: Backward | None = None
@@ -200,6 +202,11 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be pending
             self.local = {number for number in self.local if self.parameters[number].grad is not None}
 
+    def expect_early(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record, before a backward begins, whose ``.grad`` holds what it has brought: that is to be averaged, too."""
+        if not self.in_backward:
+            self._early = frozenset(self._number_of[parameter] for parameter in parameters)
+
     def forget_local(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record that the gradients of these parameters were cleared; others than the engine's do not matter."""
         self.local.difference_update(self._number_of.get(parameter, -1) for parameter in parameters)
@@ -311,6 +318,7 @@ class Engine:
                 nothing if delivery == "gradients" else self._prepare(unit, live)
                 for unit, delivery in zip(self.units, live.deliveries, strict=True)
             ]
+            self._early = _NOTHING
             backward = Backward(live, step, self.team, brought, stopwatch)
             # Not earlier: once it is visible, another autograd thread gives its factors without taking the lock.
             self._backward = backward
@@ -465,7 +473,8 @@ class Engine:
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
         # Owners that take the step average what gradients were before, too.
-        if "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves):
+        is_apart = "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves)
+        if is_apart and self._number_of[unit.weight] not in self._early:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

@@ -86,15 +86,20 @@ class AutogradFrontEnd:
         for tensor in starts:
             tensor.register_hook(self._output_gradient)
 
-    def begin(self) -> None:
-        """Start the exchange of this backward unless it has started, and schedule its end."""
+    def begin(self, early: Collection[nn.Parameter] = ()) -> None:
+        """Start the exchange of this backward unless it has started, and schedule its end.
+
+        ``early``: parameters whose gradients of this backward are in ``.grad`` already.
+        """
         if self._elsewhere:
-            self._begin_with_early()
+            self._begin_with_early(early)
         else:
+            if early:
+                self.engine.expect_early(early)
             self.turns.begin_backward(self._unused)
         self._queue_end()
 
-    def _begin_with_early(self) -> None:
+    def _begin_with_early(self, others: Collection[nn.Parameter]) -> None:
         """Start the exchange with gradients that came before this backward passed through the model's outputs.
 
         A loss may use a parameter beside them, such as a temperature. It will not come again.
@@ -102,6 +107,7 @@ class AutogradFrontEnd:
         reached, self._elsewhere = self._elsewhere, {}
         self.engine.forget_local(parameter for parameter, was_local in reached.items() if not was_local)
         self._unused = self._unused - set(reached)
+        self.engine.expect_early({*reached, *others})
         self.turns.begin_backward(self._unused)
         self._report(reached)
 
@@ -199,7 +205,7 @@ class AutogradFrontEnd:
                     self._note_elsewhere(parameter)
                 engine.local_gradient(parameter)
                 return
-            self.begin()
+            self.begin({parameter})
             engine.parameter_ready(parameter, is_dense)
 
         return accumulated
